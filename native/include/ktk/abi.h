@@ -1,0 +1,202 @@
+/* ktk/abi.h - the contract between ktk and a backend.
+ *
+ * Plain C11 and nothing but data: a backend hands ktk one constant table, ktk does everything
+ * else (threads, memory, routing, activation functions, Python). No C++ type, exception, allocator
+ * or Python object crosses this line, so a backend may be built by any compiler, in any language.
+ *
+ * A backend answers three questions, for each instruction set it knows:
+ *   - what is a weight matrix in memory (weight codec: pack_weight, unpack_weight),
+ *   - what is a row of activations in memory (activation codec: pack_act, unpack_act),
+ *   - what is the product of the two (micro-kernels: run).
+ * All functions are re-entrant and stateless, never fail, and write only what their comment says.
+ *
+ * Names: a weight is an n x k matrix (n output columns, k = depth), an activation is a row of k
+ * values, dst[m][n] = act[m][k] x weight[n][k]^T. Sizes are counted in elements unless a name says
+ * bytes. Strides of packed data are in bytes.
+ *
+ * The header is append-only within a MAJOR version: new fields go to the end of a struct, and
+ * `struct_size` tells the reader which of them the writer knew.
+ */
+#ifndef KTK_ABI_H_
+#define KTK_ABI_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* MAJOR: a field moved or changed its meaning. MINOR: a field was appended. */
+#define KTK_ABI_MAJOR 1
+#define KTK_ABI_MINOR 0
+
+/* Name (and type tag) of the PyCapsule that carries a `const ktk_backend *`; the capsule is what
+ * `__ktk_backend__()` of a backend's module returns. The table must outlive the process. */
+#define KTK_CAPSULE_NAME "ktk.backend"
+
+/* Packed weights and rows of packed activations start on this boundary. */
+#define KTK_ALIGNMENT 64
+
+/* Instruction sets, as a bit set. A bit means: the CPU has it and the operating system lets this
+ * process use it (XCR0, and for AMX the permission of arch_prctl). */
+typedef uint64_t ktk_isa;
+#define KTK_ISA_NONE ((ktk_isa)0)
+#define KTK_ISA_AVX2 ((ktk_isa)1 << 0)          /* AVX2, FMA, F16C, BMI2: x86-64-v3 */
+#define KTK_ISA_AVX_VNNI ((ktk_isa)1 << 1)      /* vpdpbusd on 256 bits, VEX */
+#define KTK_ISA_AVX512 ((ktk_isa)1 << 2)        /* F, BW, CD, DQ, VL: x86-64-v4 */
+#define KTK_ISA_AVX512_VNNI ((ktk_isa)1 << 3)
+#define KTK_ISA_AVX512_BF16 ((ktk_isa)1 << 4)
+#define KTK_ISA_AVX512_VBMI ((ktk_isa)1 << 5)
+#define KTK_ISA_AVX512_FP16 ((ktk_isa)1 << 6)
+#define KTK_ISA_AMX_INT8 ((ktk_isa)1 << 7)      /* with AMX-TILE */
+#define KTK_ISA_AMX_BF16 ((ktk_isa)1 << 8)      /* with AMX-TILE */
+#define KTK_ISA_NEON ((ktk_isa)1 << 32)         /* plain Armv8-A */
+#define KTK_ISA_DOTPROD ((ktk_isa)1 << 33)
+#define KTK_ISA_I8MM ((ktk_isa)1 << 34)
+#define KTK_ISA_ARM_BF16 ((ktk_isa)1 << 35)
+#define KTK_ISA_SVE ((ktk_isa)1 << 36)
+
+/* What one element of a matrix is. ggml's types are KTK_GGML + ggml_type. */
+typedef uint32_t ktk_element;
+enum {
+  KTK_NONE = 0,
+  KTK_F32 = 1,
+  KTK_F16 = 2,
+  KTK_BF16 = 3,
+  KTK_I8 = 4,    /* two's complement */
+  KTK_U8 = 5,
+  KTK_I4 = 6,    /* two's complement, even column in the low nibble */
+  KTK_U4 = 7,    /* even column in the low nibble; without a zero point its zero is 8 */
+  KTK_E4M3 = 8,  /* OCP FP8 E4M3 (finite, 0x7f and 0xff are NaN) */
+  KTK_E5M2 = 9,  /* OCP FP8 E5M2 */
+  KTK_E2M1 = 10, /* OCP FP4, even column in the low nibble */
+  KTK_UE8M0 = 11, /* OCP power-of-two scale, 2^(e-127), 255 is NaN */
+  KTK_GGML = 256
+};
+
+/* How a matrix is stored: value(n, k) = (element(n, k) - zero) * scale of the group it is in.
+ * A group spans group_n rows and group_k columns; 0 means the whole extent. `scale` and `zero` are
+ * KTK_NONE where the format has none. */
+typedef struct ktk_format {
+  ktk_element element;
+  ktk_element scale;
+  ktk_element zero;
+  uint32_t group_n;
+  uint32_t group_k;
+} ktk_format;
+
+/* A packed weight matrix: its extents and the format it is stored in. */
+typedef struct ktk_matrix {
+  size_t n, k;
+  ktk_format format;
+} ktk_matrix;
+
+/* A weight matrix as it is given, row-major. Rows start `stride` bytes apart; so do the rows of
+ * scale and zero, which hold one entry per group. */
+typedef struct ktk_source {
+  ktk_format format;
+  const void *data, *scale, *zero;
+  size_t data_stride, scale_stride, zero_stride;
+} ktk_source;
+
+/* Where the core may cut. Every cut is a multiple of the step, or the end of the extent. */
+typedef struct ktk_tile {
+  uint32_t m_step; /* rows of act and dst are padded to a multiple of this */
+  uint32_t n_step; /* weight columns that are packed together */
+  uint32_t k_step; /* depth that weights and activations can be cut at (shards, partial pack_act) */
+} ktk_tile;
+
+/* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32.
+ *
+ * `weight` is the whole packed matrix. dst points at row 0, column n_begin; the micro-kernel
+ * writes whole steps: rows up to m rounded up to m_step and columns up to n_end rounded up to
+ * n_step exist in memory and may be overwritten with anything. So do as many rows of act exist and
+ * may be read. NaN and Inf in one row must not reach another. */
+typedef struct ktk_matmul {
+  size_t struct_size;
+  const ktk_matrix *matrix;
+  const void *weight;
+  size_t n_begin, n_end;
+  size_t m;
+  const void *act;
+  size_t act_stride; /* bytes; what act_size() returned */
+  float *dst;
+  size_t dst_stride; /* floats, >= n_end - n_begin rounded up to n_step; a multiple of 16 */
+  void *scratch;     /* scratch_size() bytes, KTK_ALIGNMENT-aligned, private to the call */
+  const void *next;  /* what this worker will probably read next, to prefetch; may be NULL */
+} ktk_matmul;
+
+/* A product over one packed layout, best up to m_max rows: GEMV, then GEMM. All micro-kernels of a
+ * variant return the same bits for a row, whatever rows stand beside it. */
+typedef struct ktk_ukernel {
+  size_t struct_size;
+  const char *name;
+  size_t m_max; /* the last one of a variant says SIZE_MAX */
+  size_t (*scratch_size)(const ktk_matrix *matrix, size_t m); /* NULL: needs none */
+  void (*run)(const ktk_matmul *mm);
+} ktk_ukernel;
+
+/* One packed layout and the code for one instruction set that knows it. */
+typedef struct ktk_variant {
+  size_t struct_size;
+  const char *name;       /* the instruction set: "amx_int8", "avx2" ... */
+  ktk_isa required_isa;   /* all of these bits */
+  ktk_tile tile;
+  ktk_format act;         /* what a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... */
+
+  /* Weight codec. Variants of a backend that share `layout` read each other's packed weights. */
+  const char *layout;
+  /* Bytes of a packed matrix, a multiple of KTK_ALIGNMENT. */
+  size_t (*weight_size)(const ktk_matrix *matrix);
+  /* Packs rows [n_begin, n_end) of `source` (row 0 of the source is row 0 of the matrix). */
+  void (*pack_weight)(const ktk_matrix *matrix, const ktk_source *source, size_t n_begin,
+                      size_t n_end, void *packed);
+  /* Writes rows [n_begin, n_end) as f32 to out, `out_stride` floats apart. */
+  void (*unpack_weight)(const ktk_matrix *matrix, const void *packed, size_t n_begin, size_t n_end,
+                        float *out, size_t out_stride);
+
+  /* Activation codec; `matrix` is the weight that the rows will be multiplied with.
+   * Bytes of one packed row, a multiple of KTK_ALIGNMENT. */
+  size_t (*act_size)(const ktk_matrix *matrix);
+  /* Packs columns [k_begin, k_end) of m rows. x points at column k_begin, `x_stride` floats apart;
+   * act points at the start of the packed rows. Packing the last column also writes the padding. */
+  void (*pack_act)(const ktk_matrix *matrix, size_t m, size_t k_begin, size_t k_end, const float *x,
+                   size_t x_stride, void *act, size_t act_stride);
+  /* Writes m whole rows as f32, `out_stride` floats apart. */
+  void (*unpack_act)(const ktk_matrix *matrix, size_t m, const void *act, size_t act_stride,
+                     float *out, size_t out_stride);
+
+  /* By ascending m_max. */
+  const ktk_ukernel *ukernels;
+  size_t num_ukernels;
+
+  /* Called on a worker before its first and after its last run of a batch (AMX palette ...). Both
+   * NULL, or neither. */
+  void (*enter)(void);
+  void (*leave)(void);
+} ktk_variant;
+
+/* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */
+typedef struct ktk_accept {
+  ktk_format given;
+  uint32_t stored;
+} ktk_accept;
+
+typedef struct ktk_backend {
+  size_t struct_size;
+  uint32_t abi_major, abi_minor;
+  const char *name;
+  const ktk_format *formats; /* as stored; the first one is the default */
+  size_t num_formats;
+  const ktk_accept *accepts; /* as given */
+  size_t num_accepts;
+  const ktk_variant *const *variants; /* best first */
+  size_t num_variants;
+} ktk_backend;
+
+#ifdef __cplusplus
+} /* extern "C" */
+#endif
+
+#endif /* KTK_ABI_H_ */
