@@ -1,4 +1,4 @@
-"""ktk bench: what it counts as the limit, how it rotates weights, and a tiny run from the outside."""
+"""ktk bench: its limits, how it rotates weights, and tiny runs from the outside."""
 
 from __future__ import annotations
 

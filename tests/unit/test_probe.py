@@ -1,4 +1,4 @@
-"""The machine's limits are measured: plausible, and refused with a sentence where they cannot be."""
+"""The limits of the machine: plausible, and refused with a sentence where not measurable."""
 
 from __future__ import annotations
 
