@@ -110,7 +110,6 @@ def _table(reports: list[BackendReport]) -> Table:
         if entry.error:
             why = f"[red]{entry.error_kind}[/]: {_text(entry.error)}"
             table.add_row(entry.name, origin, "", why)
-            )
         for row, variant in enumerate(entry.variants):
             first = row == 0
             table.add_row(
