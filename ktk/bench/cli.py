@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ktk.bench.shapes import SHAPES, Shape, find_shape
 
@@ -89,7 +90,7 @@ def bench(
 
             draw_roofline(results, plot)
     except (ValueError, RuntimeError, MemoryError, ImportError) as error:
-        screen.print(f"[red]ktk bench:[/] {error}", highlight=False)
+        screen.print(f"[red]ktk bench:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
 
 

@@ -175,7 +175,7 @@ def _run_tokens(
     for number in range(settings.rounds):
         reads.append(_quiet(partial(probe.read, settings.seconds), settings)[0])
         for unit in units:
-            peaks[unit].append(_quiet(partial(probe.peak, unit, settings.seconds / 4), settings)[0])
+            peaks[unit].append(probe.peak(unit, settings.seconds / 4))
         for candidate in candidates if number % 2 == 0 else reversed(candidates):
             turn, others = _quiet(partial(candidate.turn, settings.seconds), settings)
             turn.others = others
