@@ -53,6 +53,14 @@ def bench(
             min=0.0, help="GB of weights to rotate; default: 4 x the last-level cache, 1 or more."
         ),
     ] = None,
+    noise: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of the CPUs that others may use before a turn is repeated; 1: never.",
+        ),
+    ] = 0.05,
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines, no table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG file.")] = None,
     accuracy: Annotated[
@@ -77,6 +85,7 @@ def bench(
             rounds=rounds,
             seconds=seconds,
             rotated_bytes=None if rotate is None else int(rotate * 1e9),
+            noise=noise,
         )
         for chosen in shapes:
             with screen.status("") as status:
