@@ -80,6 +80,15 @@ std::string thrown(const char* file, int line, const char* text, Body body) {
     }                                                                                              \
   } while (false)
 
+#define CHECK_LESS(actual, bound)                                                  \
+  do {                                                                             \
+    const auto actual_ = (actual);                                                 \
+    if (!(actual_ < (bound))) {                                                    \
+      check::fail(__FILE__, __LINE__,                                              \
+                  #actual " is " + check::show(actual_) + ", expected < " #bound); \
+    }                                                                              \
+  } while (false)
+
 // Throws unless the expression throws `type`; its value is the message.
 #define CHECK_THROWS(type, ...) \
   check::thrown<type>(__FILE__, __LINE__, #__VA_ARGS__, [&] { __VA_ARGS__; })

@@ -4,6 +4,7 @@
 #include "core/cpu.h"
 
 using ktk::allowed_isa;
+using ktk::capped_isa;
 using ktk::detected_isa;
 using ktk::isa_names;
 
@@ -69,28 +70,45 @@ TEST(the_compiler_sees_the_same_cpu) {
   CHECK_EQ((isa & KTK_ISA_AVX512_VBMI) != 0, avx512 && __builtin_cpu_supports("avx512vbmi"));
 }
 
-TEST(a_cap_allows_the_levels_below_it_and_nothing_above) {
-  const ktk_isa avx512 = KTK_ISA_AVX2 | KTK_ISA_AVX512;
-  const struct {
-    const char* cap;
-    ktk_isa allows;
-  } rows[] = {
-      {"avx2", KTK_ISA_AVX2},
-      {"avx_vnni", KTK_ISA_AVX2 | KTK_ISA_AVX_VNNI},
-      {"avx512", avx512},
-      {"avx512_vnni", avx512 | KTK_ISA_AVX512_VNNI},
-      {"avx512_bf16", avx512 | KTK_ISA_AVX512_VNNI | KTK_ISA_AVX512_BF16},
-  };
-  for (const auto& row : rows) {
-    CHECK_EQ(isa_names(allowed_with(row.cap)), isa_names(row.allows & detected_isa()));
+// CPUs as they are sold.
+constexpr ktk_isa kHaswell = KTK_ISA_AVX2;
+constexpr ktk_isa kAlderLake = kHaswell | KTK_ISA_AVX_VNNI;
+constexpr ktk_isa kSkylake = kHaswell | KTK_ISA_AVX512;
+constexpr ktk_isa kCascadeLake = kSkylake | KTK_ISA_AVX512_VNNI;
+constexpr ktk_isa kCooperLake = kCascadeLake | KTK_ISA_AVX512_BF16;
+constexpr ktk_isa kZen5 = kCooperLake | KTK_ISA_AVX512_VBMI | KTK_ISA_AVX_VNNI;
+constexpr ktk_isa kSapphireRapids = kZen5 | KTK_ISA_AVX512_FP16 | kAmx;
+
+TEST(a_cap_makes_a_new_cpu_an_older_one) {
+  for (ktk_isa cpu : {kZen5, kSapphireRapids}) {
+    CHECK_EQ(isa_names(capped_isa(cpu, "avx2")), isa_names(kHaswell));
+    CHECK_EQ(isa_names(capped_isa(cpu, "avx_vnni")), isa_names(kAlderLake));
+    CHECK_EQ(isa_names(capped_isa(cpu, "avx512")), isa_names(kSkylake));
+    CHECK_EQ(isa_names(capped_isa(cpu, "avx512_vnni")), isa_names(kCascadeLake));
+    CHECK_EQ(isa_names(capped_isa(cpu, "avx512_bf16")), isa_names(kCooperLake));
   }
+  CHECK_EQ(capped_isa(kSapphireRapids, "amx"), kSapphireRapids);
+}
+
+TEST(a_cap_above_the_cpu_adds_nothing) {
+  CHECK_EQ(isa_names(capped_isa(kHaswell, "avx512_bf16")), isa_names(kHaswell));
+  CHECK_EQ(isa_names(capped_isa(kAlderLake, "avx512_fp16")), isa_names(kHaswell));
+  CHECK_EQ(isa_names(capped_isa(kCascadeLake, "avx512_bf16")), isa_names(kCascadeLake));
 }
 
 TEST(a_cap_to_amx_switches_on_the_named_sets_and_no_other) {
-  CHECK_EQ(isa_names(allowed_with("amx_int8") & kAmx), (std::vector<std::string>{"amx_int8"}));
-  CHECK_EQ(isa_names(allowed_with("amx_bf16") & kAmx), (std::vector<std::string>{"amx_bf16"}));
+  CHECK_EQ(isa_names(capped_isa(kZen5, "amx_int8")), isa_names(kZen5 | KTK_ISA_AMX_INT8));
+  CHECK_EQ(isa_names(capped_isa(kZen5, "amx_bf16")), isa_names(kZen5 | KTK_ISA_AMX_BF16));
+  CHECK_EQ(isa_names(capped_isa(kZen5, "amx")), isa_names(kZen5 | kAmx));
+  CHECK_EQ(isa_names(capped_isa(kHaswell, "amx")), isa_names(kHaswell | kAmx));
+  CHECK_EQ(isa_names(capped_isa(kSapphireRapids, "amx_int8") & kAmx),
+           (std::vector<std::string>{"amx_int8"}));
+}
+
+TEST(the_environment_is_read_at_every_call) {
+  CHECK_EQ(allowed_with("avx2"), detected_isa() & KTK_ISA_AVX2);
   CHECK_EQ(allowed_with("amx") & kAmx, kAmx);
-  CHECK_EQ(isa_names(allowed_with("amx") & ~kAmx), isa_names(detected_isa() & ~kAmx));
+  CHECK_EQ(allowed_isa(), detected_isa());
 }
 
 TEST(names_of_another_architecture_are_unknown) {
@@ -100,9 +118,14 @@ TEST(names_of_another_architecture_are_unknown) {
 
 #elif defined(__aarch64__)
 
-TEST(a_cap_allows_the_levels_below_it_and_nothing_above) {
-  CHECK_EQ(isa_names(allowed_with("neon")), (std::vector<std::string>{"neon"}));
-  CHECK_EQ(allowed_with("dotprod"), detected_isa() & (KTK_ISA_NEON | KTK_ISA_DOTPROD));
+TEST(a_cap_makes_a_new_cpu_an_older_one) {
+  constexpr ktk_isa v80 = KTK_ISA_NEON, v82 = v80 | KTK_ISA_DOTPROD;
+  constexpr ktk_isa v86 = v82 | KTK_ISA_I8MM | KTK_ISA_ARM_BF16, all = v86 | KTK_ISA_SVE;
+  CHECK_EQ(isa_names(capped_isa(all, "neon")), isa_names(v80));
+  CHECK_EQ(isa_names(capped_isa(all, "dotprod")), isa_names(v82));
+  CHECK_EQ(isa_names(capped_isa(all, "i8mm")), isa_names(v86));
+  CHECK_EQ(isa_names(capped_isa(v82, "sve")), isa_names(v82));
+  CHECK_EQ(allowed_with("neon"), detected_isa() & KTK_ISA_NEON);
 }
 
 #endif

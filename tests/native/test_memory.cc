@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <new>
 #include <utility>
 
@@ -29,6 +30,13 @@ bool all_are(const char* data, size_t bytes, char value) {
     if (data[i] != value) return false;
   }
   return true;
+}
+
+// Of the address space of the process.
+size_t mapped_pages() {
+  size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages;
 }
 
 }  // namespace
@@ -88,6 +96,12 @@ TEST(destruction_unmaps_the_first_and_the_last_page) {
     }
     CHECK(!mapped(first) && !mapped(last));
   }
+}
+
+TEST(alignment_leaves_no_address_space_behind) {
+  const size_t before = mapped_pages();
+  for (int i = 0; i < 100; ++i) Memory memory(kHuge + page_size());
+  CHECK_LESS(mapped_pages(), before + 20 * kHuge / page_size());
 }
 
 TEST(moving_hands_the_mapping_over) {
