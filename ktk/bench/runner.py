@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 import ktk
 from ktk import _probe
 from ktk.bench.inputs import Call, ExpertWeights, random_experts, routed_calls
