@@ -79,13 +79,20 @@ def _backends(names: Sequence[str] | None) -> tuple[list[Backend], list[str]]:
 
     if names is not None:
         return [ktk.load_backend(name) for name in names], []
-    loaded, notes = [], []
+    loaded: list[Backend] = []
+    notes: list[str] = []
     for name in ktk.backends():
-        try:
-            loaded.append(ktk.load_backend(name))
-        except BackendError as error:
-            notes.append(str(error))
+        _load_or_note(name, loaded, notes)
     return loaded, notes
+
+
+def _load_or_note(name: str, loaded: list[Backend], notes: list[str]) -> None:
+    import ktk
+
+    try:
+        loaded.append(ktk.load_backend(name))
+    except BackendError as error:
+        notes.append(str(error))
 
 
 def _task(folder: Path, layer: int) -> Task:

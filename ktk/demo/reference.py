@@ -1,4 +1,4 @@
-"""The layer in float64, as it is defined: one expert after another, straight from the checkpoint."""
+"""The layer in float64, by its definition: one expert after another, from the checkpoint."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,7 +17,7 @@ def print_report(
     """Print the table, why some are missing, how to read it, and what to do next."""
     console.print(_table(rows))
     for note in notes:
-        console.print(f"[yellow]not run:[/] {escape(note)}", highlight=False)
+        console.print(f"[yellow]not run:[/] {escape(note)}", highlight=False, soft_wrap=True)
     read = limits.read_bytes_per_s / 1e9
     console.print(
         "error: against float64, relative, bfloat16 in and out. of limit: the time this machine "
@@ -29,20 +30,19 @@ def print_report(
 
 
 def _table(rows: list[Measured]) -> Table:
-    table = Table()
+    # No lines between columns, so that it fits a terminal of 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("backend", "variant"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("packed", "load", "error", *_timing_headings(rows)):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("packed\nMB", "load\ns", "error", *_timing_headings(rows)):
+        table.add_column(heading, justify="right")
     before = ""
     for row in rows:
-        if before and row.backend != before:
-            table.add_section()
         table.add_row(
             row.backend if row.backend != before else "",
             row.variant,
-            f"{row.nbytes / 1e6:.0f} MB",
-            f"{row.load_seconds:.2f} s",
+            f"{row.nbytes / 1e6:.0f}",
+            f"{row.load_seconds:.2f}",
             f"{row.error:.4f}",
             *_cells(row.decode),
             *_cells(row.prefill),
@@ -55,12 +55,12 @@ def _timing_headings(rows: list[Measured]) -> list[str]:
     if not rows:
         return []
     return [
-        f"decode T={rows[0].decode.tokens}",
-        "of limit",
-        f"prefill T={rows[0].prefill.tokens}",
-        "of limit",
+        f"decode ms\nT={rows[0].decode.tokens}",
+        "of\nlimit",
+        f"prefill ms\nT={rows[0].prefill.tokens}",
+        "of\nlimit",
     ]
 
 
 def _cells(timing: Timing) -> tuple[str, str]:
-    return f"{timing.seconds * 1e3:.2f} ms", f"{timing.fraction:.0%}"
+    return f"{timing.seconds * 1e3:.2f}", f"{timing.fraction:.0%}"
