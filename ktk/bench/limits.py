@@ -131,7 +131,7 @@ def variant_units(variant: _Variant) -> tuple[str, ...]:
 
 
 def default_buffer_bytes() -> int:
-    """Return how much memory to read: four times the last-level cache, 1 to 4 GiB, if it is free."""
+    """Return the bytes to read: 4 x the last-level cache, 1 to 4 GiB, if so many are free."""
     wanted = min(max(4 * last_level_cache_bytes(), 1 << 30), 4 << 30)
     return max(min(wanted, available_bytes() // 3), 64 << 20)
 

@@ -109,9 +109,8 @@ class _Candidate:
     next_call: int = 0
 
     @property
-    def bytes_per_expert(self) -> float:
-        layer = self.layers[0]
-        return layer.nbytes / layer.config.num_experts
+    def bytes_per_expert(self) -> int:
+        return self.layers[0].expert_nbytes
 
     def call(self) -> tuple[float, int]:
         """Run the next layer on its next input: seconds, and how many experts were hit."""
