@@ -95,7 +95,7 @@ def _limit(moe: MoE, batch: Batch, variant: Any, limits: Limits) -> float:
     per_row = 6.0 * config.hidden_size * config.intermediate_size
     return roofline(
         limits,
-        nbytes=moe.nbytes * batch.hits / config.num_experts,
+        nbytes=float(moe.expert_nbytes * batch.hits),
         flops=per_row * batch.ids.numel(),
         units=variant_units(variant),
     ).seconds
