@@ -31,11 +31,11 @@ def print_report(
 
 def _table(rows: list[Measured]) -> Table:
     # No lines between columns, so that it fits a terminal of 80 columns.
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("backend", "variant"):
         table.add_column(heading, no_wrap=True)
     for heading in ("packed\nMB", "load\ns", "error", *_timing_headings(rows)):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     before = ""
     for row in rows:
         table.add_row(
@@ -55,9 +55,9 @@ def _timing_headings(rows: list[Measured]) -> list[str]:
     if not rows:
         return []
     return [
-        f"decode ms\nT={rows[0].decode.tokens}",
+        f"decode\nT={rows[0].decode.tokens}\nms",
         "of\nlimit",
-        f"prefill ms\nT={rows[0].prefill.tokens}",
+        f"prefill\nT={rows[0].prefill.tokens}\nms",
         "of\nlimit",
     ]
 
