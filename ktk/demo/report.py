@@ -15,21 +15,22 @@ def print_report(
     console: Console, rows: list[Measured], notes: list[str], limits: Limits, next_step: str
 ) -> None:
     """Print the table, why some are missing, how to read it, and what to do next."""
-    console.print(_table(rows))
+    console.print(_table(rows, limits))
     for note in notes:
         console.print(f"[yellow]not run:[/] {escape(note)}", highlight=False, soft_wrap=True)
     read = limits.read_bytes_per_s / 1e9
-    console.print(
+    legend = (
         "error: against float64, relative, bfloat16 in and out. of limit: the time this machine "
-        f"needs to read the experts' weights once ({read:.1f} GB/s measured with "
-        f"{limits.threads} threads) or to multiply, whichever is longer, over the time taken.",
-        highlight=False,
-        style="dim",
+        f"needs to read the experts' weights once ({read:.1f} GB/s, measured with {limits.threads} "
+        "threads) or to multiply, whichever is longer, over the time taken."
     )
+    if any(row.decode.fraction(limits) > 1 for row in rows):
+        legend += " Above 100%: weights came from a cache."
+    console.print(legend, highlight=False, style="dim")
     console.print(f"[bold]Next:[/] {escape(next_step)}", highlight=False, soft_wrap=True)
 
 
-def _table(rows: list[Measured]) -> Table:
+def _table(rows: list[Measured], limits: Limits) -> Table:
     # No lines between columns, so that it fits a terminal of 80 columns.
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("backend", "variant"):
@@ -44,8 +45,8 @@ def _table(rows: list[Measured]) -> Table:
             f"{row.nbytes / 1e6:.0f}",
             f"{row.load_seconds:.2f}",
             f"{row.error:.4f}",
-            *_cells(row.decode),
-            *_cells(row.prefill),
+            *_cells(row.decode, limits),
+            *_cells(row.prefill, limits),
         )
         before = row.backend
     return table
@@ -62,5 +63,5 @@ def _timing_headings(rows: list[Measured]) -> list[str]:
     ]
 
 
-def _cells(timing: Timing) -> tuple[str, str]:
-    return f"{timing.seconds * 1e3:.2f}", f"{timing.fraction:.0%}"
+def _cells(timing: Timing, limits: Limits) -> tuple[str, str]:
+    return f"{timing.seconds * 1e3:.2f}", f"{timing.fraction(limits):.0%}"
