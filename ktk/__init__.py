@@ -1,10 +1,10 @@
 """CPU kernels for the routed experts of Mixture-of-Experts models.
 
-    backend = ktk.load_backend("AMXINT8")
-    moe = backend.moe(num_experts=128, num_experts_per_tok=8, hidden_size=2048,
-                      intermediate_size=768)
-    moe.load(gate, up, down)
-    y = moe(hidden, topk_ids, topk_weights)
+backend = ktk.load_backend("AMXINT8")
+moe = backend.moe(num_experts=128, num_experts_per_tok=8, hidden_size=2048,
+                  intermediate_size=768)
+moe.load(gate, up, down)
+y = moe(hidden, topk_ids, topk_weights)
 """
 
 from pathlib import Path

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, NoReturn
 
+# Importing a package binds its name in the parent. This import has to come before ktk/__init__.py
+# binds `ktk.backends` to the function below, or importing a backend would replace the function.
+import ktk.backends  # noqa: F401
 from ktk.errors import (
     BackendConflict,
     BackendError,
