@@ -18,7 +18,7 @@ struct Dot : Zmm {
   }
 };
 
-using TargetAct = Act<ByteCodes, 128>;
+using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 24 accumulators, 2 weights, broadcasts.
 constexpr ktk_ukernel kUkernels[] = {

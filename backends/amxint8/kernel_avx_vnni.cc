@@ -18,7 +18,7 @@ struct Dot : Ymm {
   }
 };
 
-using TargetAct = Act<ByteCodes, 128>;
+using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 12 accumulators, 2 weights, a broadcast.
 constexpr ktk_ukernel kUkernels[] = {
