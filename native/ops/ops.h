@@ -1,0 +1,36 @@
+// Element-wise work between the matrix products, compiled once per instruction set.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "ktk/abi.h"
+
+// How gate and up become the input of the down projection.
+typedef enum ktk_activation {
+  KTK_SILU = 0,       // silu(g) * u
+  KTK_SWIGLUOAI = 1,  // g * sigmoid(alpha * g) * (u + 1), gpt-oss and MiniMax-M3
+  KTK_GELU_TANH = 2,  // gelu_tanh(g) * u
+} ktk_activation;
+
+// An activation with its constants. Both clamps come before the function.
+typedef struct ktk_glu {
+  ktk_activation kind;
+  float alpha;
+  float limit;        // +inf: no clamp. Otherwise g <= limit and -limit <= u <= limit
+  bool clamp_gate_below;  // also g >= -limit
+} ktk_glu;
+
+typedef struct ktk_ops {
+  // n elements of KTK_F32, KTK_F16 or KTK_BF16 to f32, and back (round to nearest even).
+  void (*to_f32)(const void* src, ktk_element type, size_t n, float* dst);
+  void (*from_f32)(const float* src, ktk_element type, size_t n, void* dst);
+  // gate[m][n] becomes the activation of (gate + gate_bias, up + up_bias); a bias may be NULL.
+  // Rows are `stride` floats apart. `up` is overwritten with anything.
+  void (*glu)(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, size_t stride,
+              const float* gate_bias, const float* up_bias);
+  // dst += weight * (src + bias), n elements; bias may be NULL.
+  void (*add_weighted)(const float* src, const float* bias, float weight, size_t n, float* dst);
+  // dst += src.
+  void (*add)(const float* src, size_t n, float* dst);
+} ktk_ops;
