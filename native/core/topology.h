@@ -7,14 +7,16 @@
 namespace ktk {
 
 struct Node {
-  int id = 0;             // as in /sys/devices/system/node/node<id>; ids may have gaps
-  std::vector<int> cores; // one usable CPU of every physical core, ascending
-  std::vector<int> cpus;  // all usable CPUs, hardware threads included, ascending
+  int id = 0;              // as in /sys/devices/system/node/node<id>; ids may have gaps
+  std::vector<int> cores;  // one usable CPU of every physical core, ascending
+  std::vector<int> cpus;   // all usable CPUs, hardware threads included, ascending
   bool has_memory = true;
+  // core_of[i] is the member of `cores` that shares its physical core with cpus[i].
+  std::vector<int> core_of;
 };
 
 struct Topology {
-  std::vector<Node> nodes; // only those with at least one usable CPU, by id
+  std::vector<Node> nodes;  // only those with at least one usable CPU, by id
   // CPUs that the cgroup's quota pays for (cpu.max), rounded up; 0 when there is no quota.
   int quota = 0;
 

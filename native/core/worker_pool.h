@@ -22,8 +22,8 @@ namespace ktk {
 class WorkerPool {
  public:
   struct Options {
-    int threads = 0;         // 0: topology.default_threads()
-    std::vector<int> cpus;   // CPUs of workers 0..n-1; empty: spread over the nodes' cores in order
+    int threads = 0;        // 0: topology.default_threads()
+    std::vector<int> cpus;  // CPUs of workers 0..n-1; empty: spread over the nodes' cores in order
     bool pin = true;
   };
   // Throws std::invalid_argument for thread counts < 0 or CPUs outside the topology,
@@ -53,6 +53,5 @@ class WorkerPool {
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };
-
 
 }  // namespace ktk

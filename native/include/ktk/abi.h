@@ -124,7 +124,7 @@ typedef struct ktk_matmul {
   float *dst;
   size_t dst_stride; /* floats, >= n_end - n_begin rounded up to n_step; a multiple of 16 */
   void *scratch;     /* scratch_size() bytes, KTK_ALIGNMENT-aligned, private to the call */
-  const void *next;  /* what this worker will probably read next, to prefetch; may be NULL */
+  const void *next;  /* where this worker will probably read weights next, to prefetch; or NULL */
 } ktk_matmul;
 
 /* A product over one packed layout, best up to m_max rows: GEMV, then GEMM. All micro-kernels of a
@@ -175,6 +175,10 @@ typedef struct ktk_variant {
    * NULL, or neither. */
   void (*enter)(void);
   void (*leave)(void);
+
+  /* Offset in bytes of where a product that begins at column n starts to read a packed matrix: what
+   * ktk_matmul.next is made of. NULL: the layout has no such place, and `next` stays NULL. */
+  size_t (*weight_offset)(const ktk_matrix *matrix, size_t n);
 } ktk_variant;
 
 /* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */

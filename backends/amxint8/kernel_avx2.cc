@@ -1,0 +1,54 @@
+// Plain AVX2: byte products through vpmaddwd on widened words, which is exact where vpmaddubsw
+// would saturate. The specification of the layout for everybody else.
+#include "amxint8/matmul.h"
+#include "amxint8/variant.h"
+#include "amxint8/ymm.h"
+
+namespace ktk::amxint8 {
+namespace {
+
+struct Dot : Ymm {
+  // Bytes widened to words: the even ones of each dword, then the odd ones.
+  struct Weight {
+    Int even, odd;
+  };
+  using Act = Weight;
+  static Weight load_weight(const uint8_t* p) {
+    const Int bytes = load_bytes(p);
+    return {_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(bytes, 8)};
+  }
+  static Act broadcast_act(const uint8_t* p) { return {broadcast(p), broadcast(p + 4)}; }
+  static Int dot(Int acc, Weight w, Act a) {
+    const Int even = _mm256_madd_epi16(w.even, a.even);
+    return add(acc, add(even, _mm256_madd_epi16(w.odd, a.odd)));
+  }
+};
+
+using TargetAct = Act<WordCodes, 128>;
+
+// Registers: 8 accumulators, 4 halves of weights, 2 broadcasts, products.
+constexpr ktk_ukernel kUkernels[] = {
+    {
+        .struct_size = sizeof(ktk_ukernel),
+        .name = "gemv",
+        .m_max = 2,
+        .scratch_size = nullptr,
+        .run = multiply<Dot, TargetAct, 2, 4, 4>,
+    },
+    {
+        .struct_size = sizeof(ktk_ukernel),
+        .name = "gemm",
+        .m_max = SIZE_MAX,
+        .scratch_size = nullptr,
+        .run = multiply<Dot, TargetAct, 4, 2, 8>,
+    },
+};
+
+}  // namespace
+}  // namespace ktk::amxint8
+
+extern "C" {
+extern const ktk_variant KTK_VARIANT(amxint8);
+constexpr ktk_variant KTK_VARIANT(amxint8) =
+    ktk::amxint8::make_variant<ktk::amxint8::TargetAct>(ktk::amxint8::kUkernels);
+}

@@ -1,0 +1,44 @@
+// AVX-512 with vpdpbusd: Ice Lake and later servers, Zen 4, Zen 5.
+#include "amxint8/matmul.h"
+#include "amxint8/variant.h"
+#include "amxint8/zmm.h"
+
+namespace ktk::amxint8 {
+namespace {
+
+struct Dot : Zmm {
+  using Weight = Int;
+  using Act = Int;
+  static Weight load_weight(const uint8_t* p) { return load_bytes(p); }
+  static Act broadcast_act(const uint8_t* p) { return broadcast(p); }
+  static Int dot(Int acc, Weight w, Act a) { return _mm512_dpbusd_epi32(acc, w, a); }
+};
+
+using TargetAct = Act<ByteCodes, 128>;
+
+// Registers: 24 accumulators, 2 weights, broadcasts.
+constexpr ktk_ukernel kUkernels[] = {
+    {
+        .struct_size = sizeof(ktk_ukernel),
+        .name = "gemv",
+        .m_max = 4,
+        .scratch_size = nullptr,
+        .run = multiply<Dot, TargetAct, 4, 2, 4>,
+    },
+    {
+        .struct_size = sizeof(ktk_ukernel),
+        .name = "gemm",
+        .m_max = SIZE_MAX,
+        .scratch_size = nullptr,
+        .run = multiply<Dot, TargetAct, 12, 2, 8>,
+    },
+};
+
+}  // namespace
+}  // namespace ktk::amxint8
+
+extern "C" {
+extern const ktk_variant KTK_VARIANT(amxint8);
+constexpr ktk_variant KTK_VARIANT(amxint8) =
+    ktk::amxint8::make_variant<ktk::amxint8::TargetAct>(ktk::amxint8::kUkernels);
+}

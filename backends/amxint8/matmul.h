@@ -1,0 +1,194 @@
+// The product on vector registers, for any instruction set that says how four products are summed.
+//
+//   one tile: kRows rows of act x kVecs vectors of columns; 4 deep a turn
+//
+//                  weight v0   v1          int32 accumulators, one group of k
+//   act row 0  k0..k3  x  |    |     ->    acc[0][0]  acc[0][1]
+//   act row 1  k0..k3  x  |    |     ->    acc[1][0]  acc[1][1]
+//     :      (broadcast)                     :
+//
+// At the end of a group: dst += float(acc) * act scale, in order of k; after the last one, times
+// the weight scale. dst is the only accumulator between groups, so k can be cut in blocks that keep
+// the weights of a block in L1 for all rows. Integer sums have no order, hence GEMV and GEMM,
+// whatever their tiles, return the same bits.
+//
+// A target `Dot` offers: Int, Float, kLanes; Weight and Act with load_weight(), broadcast_act();
+// dot(acc, weight, act), add, set1_int, set1, load, store, convert, mul, fma.
+#pragma once
+
+#include "amxint8/act.h"
+#include "amxint8/layout.h"
+
+namespace ktk::amxint8 {
+namespace {
+
+struct TileArgs {
+  const uint8_t* weight;  // first step of the block, columns of the tile
+  const float* weight_scale;
+  const uint8_t* act;  // first row of the tile
+  size_t act_stride;
+  size_t scale_offset, comp_offset;  // in a row of act
+  size_t step_begin, step_end, num_steps;
+  float* dst;
+  size_t dst_stride;
+  const uint8_t* prefetch;  // what this tile fetches ahead: 32 bytes * prefetch_step a turn
+  size_t prefetch_half, prefetch_step;
+};
+
+template <class Dot, int kRows, int kVecs, int kChains>
+inline void multiply_turn(typename Dot::Int (&acc)[kChains][kRows][kVecs], int chain,
+                          const uint8_t* weight, const uint8_t* act, size_t act_stride) {
+  constexpr int kVecBytes = Dot::kLanes * 4;
+  if constexpr (kRows < kVecs) {
+    typename Dot::Act a[kRows];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) a[r] = Dot::broadcast_act(act + r * act_stride);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      const int byte = v * kVecBytes;
+      const auto w = Dot::load_weight(weight + byte / 64 * kTileBytes + byte % 64);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) acc[chain][r][v] = Dot::dot(acc[chain][r][v], w, a[r]);
+    }
+  } else {
+    typename Dot::Weight w[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) {
+      const int byte = v * kVecBytes;
+      w[v] = Dot::load_weight(weight + byte / 64 * kTileBytes + byte % 64);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto a = Dot::broadcast_act(act + r * act_stride);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) acc[chain][r][v] = Dot::dot(acc[chain][r][v], w[v], a);
+    }
+  }
+}
+
+// One tile over steps [step_begin, step_end), which start at a group. kChains > 1 sums turns in
+// turn into several accumulators, for tiles too small to hide the latency of dot().
+template <class Dot, class Act, int kRows, int kVecs, int kChains>
+void multiply_tile(const TileArgs& t) {
+  using Int = typename Dot::Int;
+  constexpr size_t kTurns = kDepth / 4;
+  const uint8_t* weight = t.weight;
+  const uint8_t* act = t.act + t.step_begin * kDepth * Act::kCodeBytes;
+  const uint8_t* prefetch = t.prefetch;
+  for (size_t begin = t.step_begin; begin < t.step_end; begin += Act::kGroupSteps) {
+    const size_t end = smaller(begin + Act::kGroupSteps, t.step_end);
+    const size_t group = begin / Act::kGroupSteps;
+    const uint8_t* comp = t.act + t.comp_offset + 4 * group;
+    Int acc[kChains][kRows][kVecs];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const Int c = Dot::set1_int(*reinterpret_cast<const int32_t*>(comp + r * t.act_stride));
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        acc[0][r][v] = c;
+#pragma GCC unroll 4
+        for (int i = 1; i < kChains; ++i) acc[i][r][v] = Dot::set1_int(0);
+      }
+    }
+    for (size_t step = begin; step < end; ++step) {
+#pragma GCC unroll 1
+      for (size_t turn = 0; turn < kTurns; turn += 4) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          _mm_prefetch(prefetch, _MM_HINT_T0);
+          _mm_prefetch(prefetch + t.prefetch_half, _MM_HINT_T0);
+          prefetch += t.prefetch_step;
+          multiply_turn<Dot>(acc, i % kChains, weight + 64 * i, act + 4 * i * Act::kCodeBytes,
+                             t.act_stride);
+        }
+        weight += 4 * 64;
+        act += 4 * 4 * Act::kCodeBytes;
+      }
+      weight += kTileBytes;  // the other tile of the step
+    }
+    const uint8_t* scale = t.act + t.scale_offset + 4 * group;
+    const bool first = begin == 0, last = end == t.num_steps;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const auto s = Dot::set1(*reinterpret_cast<const float*>(scale + r * t.act_stride));
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        float* dst = t.dst + r * t.dst_stride + v * Dot::kLanes;
+        Int sum = acc[0][r][v];
+#pragma GCC unroll 4
+        for (int i = 1; i < kChains; ++i) sum = Dot::add(sum, acc[i][r][v]);
+        auto x = Dot::fma(Dot::convert(sum), s, first ? Dot::set1(0) : Dot::load(dst));
+        if (last) x = Dot::mul(x, Dot::load(t.weight_scale + v * Dot::kLanes));
+        Dot::store(dst, x);
+      }
+    }
+  }
+}
+
+using MultiplyTile = void (*)(const TileArgs&);
+
+// Enough accumulators to keep two pipes of latency 5 busy.
+constexpr int chains(int rows, int vecs) { return rows * vecs >= 6 ? 1 : rows * vecs >= 4 ? 2 : 4; }
+
+template <class Dot, class Act, int kMaxRows, int kVecs>
+struct Tiles {
+  MultiplyTile of_rows[kMaxRows + 1];
+
+  template <int kRows = 1>
+  constexpr void fill() {
+    of_rows[kRows] = multiply_tile<Dot, Act, kRows, kVecs, chains(kRows, kVecs)>;
+    if constexpr (kRows < kMaxRows) fill<kRows + 1>();
+  }
+  constexpr Tiles() : of_rows{} { fill(); }
+};
+
+// The product in tiles of up to kMaxRows x kVecs; weights stay in L1 for kBlockSteps steps of
+// depth, while the tiles of that block prefetch the next one, so that memory never waits for
+// arithmetic.
+template <class Dot, class Act, int kMaxRows, int kVecs, size_t kBlockSteps>
+void multiply(const ktk_matmul* mm) {
+  static_assert(kBlockSteps % Act::kGroupSteps == 0);
+  static constexpr Tiles<Dot, Act, kMaxRows, kVecs> kTiles;
+  constexpr size_t kTileColumns = kVecs * Dot::kLanes;
+  const ktk_matrix* matrix = mm->matrix;
+  const size_t steps = num_steps(matrix);
+  const size_t row_tiles = (mm->m + kMaxRows - 1) / kMaxRows;
+  const size_t tiles = row_tiles * (kColumns / kTileColumns);
+  const uint8_t* packed = static_cast<const uint8_t*>(mm->weight);
+  TileArgs t;
+  t.act_stride = mm->act_stride;
+  t.scale_offset = Act::scale_offset(matrix);
+  t.comp_offset = Act::comp_offset(matrix);
+  t.num_steps = steps;
+  t.dst_stride = mm->dst_stride;
+  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
+    const uint8_t* weight = packed + block_offset(matrix, n);
+    for (size_t step = 0; step < steps; step += kBlockSteps, weight += kBlockSteps * kStepBytes) {
+      t.step_begin = step;
+      t.step_end = smaller(step + kBlockSteps, steps);
+      const uint8_t* ahead = weight + (t.step_end - step) * kStepBytes;
+      if (t.step_end == steps && n + kColumns >= mm->n_end) {
+        ahead = mm->next ? static_cast<const uint8_t*>(mm->next) : weight;
+      }
+      t.prefetch_step = 64 / tiles;
+      t.prefetch_half = t.prefetch_step * (kDepth / 4) * (t.step_end - step);
+      t.prefetch = ahead;
+      // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
+      for (size_t i = 0, row = 0; i < row_tiles; ++i) {
+        const size_t row_end = mm->m * (i + 1) / row_tiles;
+        t.act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
+        for (size_t column = 0; column < kColumns; column += kTileColumns) {
+          t.weight = weight + column / 16 * kTileBytes;
+          t.weight_scale = weight_scale(matrix, packed) + n + column;
+          t.dst = mm->dst + row * mm->dst_stride + (n - mm->n_begin) + column;
+          kTiles.of_rows[row_end - row](t);
+          t.prefetch += 2 * t.prefetch_half;
+        }
+        row = row_end;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ktk::amxint8

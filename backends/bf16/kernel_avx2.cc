@@ -1,0 +1,136 @@
+// BF16 with AVX2 and FMA: f32 rows, a register tile of up to 6 rows x 16 columns, twice per block.
+//
+// A cache line of weights holds pairs (k, k+1) of 16 columns, two registers. A shift makes f32 of
+// the even k, a mask of the odd ones; each is multiplied with an act value broadcast from memory:
+//
+//   for even, odd k:   f32 of w0 (8 columns)   f32 of w1 (8 columns)
+//   row 0:  act[0][k]  acc[0][0]               acc[0][1]
+//   ...
+//   row 5:  act[5][k]  acc[5][0]               acc[5][1]       12 sums, 2 weights, mask, broadcast
+//
+// Few rows take both tiles of a block at once (32 columns): a single row would have two chains of
+// dependent additions otherwise, too few to keep up with memory.
+#include <immintrin.h>
+#include <string.h>
+
+#include "act_codec.h"
+#include "ktk/target.h"
+#include "loops.h"
+#include "weight_codec.h"
+
+namespace {
+
+constexpr size_t kVectorCols = 8;
+
+inline __m256 even_k(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline __m256 odd_k(__m256i pairs) {
+  return _mm256_castsi256_ps(
+      _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+}
+
+// kVectors: 2 for one tile of the block, 4 for both.
+template <size_t kM, size_t kVectors>
+inline void half_tile(const TileWork& work, size_t half, bool prefetch) {
+  // Two row pointers, three rows apart, and the stride times 0, 1, 2: addressing modes do the rest.
+  const char* act[(kM + 2) / 3];
+  __m256 acc[kM][kVectors];
+  float* dst = work.dst + half * kTileCols;
+#pragma GCC unroll 2
+  for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] = work.act + i * 3 * work.act_stride;
+#pragma GCC unroll 6
+  for (size_t i = 0; i < kM; ++i) {
+#pragma GCC unroll 4
+    for (size_t j = 0; j < kVectors; ++j) {
+      acc[i][j] = work.first ? _mm256_setzero_ps()
+                             : _mm256_loadu_ps(dst + i * work.dst_stride + j * kVectorCols);
+    }
+  }
+  const char* weight = work.weight + half * kTileBytes;
+  for (size_t step = 0; step < work.steps; ++step, weight += kTileBytes) {
+    if (prefetch) prefetch_step(work, step);
+    for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd) {
+        __m256 w[kVectors];
+#pragma GCC unroll 4
+        for (size_t j = 0; j < kVectors; ++j) {
+          const __m256i pairs = _mm256_load_si256(
+              reinterpret_cast<const __m256i*>(weight + j / 2 * kTileBytes + j % 2 * kLine / 2));
+          w[j] = odd ? odd_k(pairs) : even_k(pairs);
+        }
+#pragma GCC unroll 6
+        for (size_t i = 0; i < kM; ++i) {
+          const char* value = act[i / 3] + i % 3 * work.act_stride + odd * sizeof(float);
+          const __m256 a = _mm256_broadcast_ss(reinterpret_cast<const float*>(value));
+#pragma GCC unroll 4
+          for (size_t j = 0; j < kVectors; ++j) acc[i][j] = _mm256_fmadd_ps(a, w[j], acc[i][j]);
+        }
+      }
+#pragma GCC unroll 2
+      for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] += 2 * sizeof(float);
+    }
+  }
+#pragma GCC unroll 6
+  for (size_t i = 0; i < kM; ++i) {
+#pragma GCC unroll 4
+    for (size_t j = 0; j < kVectors; ++j) {
+      _mm256_storeu_ps(dst + i * work.dst_stride + j * kVectorCols, acc[i][j]);
+    }
+  }
+}
+
+template <size_t kM>
+void tile(const TileWork& work) {
+  if constexpr (kM <= 2) {
+    half_tile<kM, 4>(work, 0, true);
+  } else {
+    half_tile<kM, 2>(work, 0, true);
+    half_tile<kM, 2>(work, 1, false);
+  }
+}
+
+struct Tile {
+  static constexpr size_t kRows = 6;
+  static constexpr size_t kRowStep = 1;
+  static constexpr size_t kSteps = 8;  // 16 KiB of weights
+  static constexpr size_t kActBytes = sizeof(float);
+
+  static void run(const TileWork& work) {
+    static constexpr void (*kTiles[kRows])(const TileWork&) = {
+        tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>,
+    };
+    kTiles[work.rows - 1](work);
+  }
+};
+
+constexpr ktk_ukernel kUkernels[] = {
+    {
+        .struct_size = sizeof(ktk_ukernel),
+        .name = "gemm_6x16",
+        .m_max = SIZE_MAX,
+        .scratch_size = nullptr,
+        .run = matmul<Tile>,
+    },
+};
+
+}  // namespace
+
+extern "C" const ktk_variant KTK_VARIANT(bf16);
+extern "C" const ktk_variant KTK_VARIANT(bf16) = {
+    .struct_size = sizeof(ktk_variant),
+    .name = KTK_STRING(KTK_TARGET),
+    .required_isa = KTK_TARGET_ISA,
+    .tile = {.m_step = 1, .n_step = kBlockCols, .k_step = kStepDepth},
+    .act = {.element = KTK_F32, .scale = KTK_NONE, .zero = KTK_NONE, .group_n = 0, .group_k = 0},
+    .layout = kLayout,
+    .weight_size = weight_size,
+    .pack_weight = pack_weight,
+    .unpack_weight = unpack_weight,
+    .act_size = act_size<sizeof(float)>,
+    .pack_act = pack_act_f32,
+    .unpack_act = unpack_act_f32,
+    .ukernels = kUkernels,
+    .num_ukernels = sizeof kUkernels / sizeof *kUkernels,
+    .enter = nullptr,
+    .leave = nullptr,
+};

@@ -1,0 +1,144 @@
+// Row-major bf16, f16 or f32 weights <-> the packed layout: transposes of 8 x 8 pairs of bf16.
+//
+// AVX2 serves every variant: the 24 shuffles of a transpose move 256 bytes, far above the speed of
+// memory, so wider registers would buy nothing.
+#pragma once
+
+#include <immintrin.h>
+#include <string.h>
+
+#include "common/bf16.h"
+#include "layout.h"
+
+namespace {
+
+// Sixteen consecutive elements of a row as bf16.
+template <ktk_element kElement>
+inline __m256i load_bf16(const char* row) {
+  if constexpr (kElement == KTK_BF16) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row));
+  } else if constexpr (kElement == KTK_F16) {
+    const __m128i* halves = reinterpret_cast<const __m128i*>(row);
+    return bf16_from_f32(_mm256_cvtph_ps(_mm_loadu_si128(halves)),
+                         _mm256_cvtph_ps(_mm_loadu_si128(halves + 1)));
+  } else {
+    const float* values = reinterpret_cast<const float*>(row);
+    return bf16_from_f32(_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8));
+  }
+}
+
+// Eight rows of sixteen elements become eight half rows of a tile (pairs x columns).
+template <ktk_element kElement>
+inline void transpose_pairs(const char* rows, size_t stride, char* tile_row) {
+  __m256i v[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) v[i] = load_bf16<kElement>(rows + i * stride);
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    v[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm256_store_si256(reinterpret_cast<__m256i*>(tile_row + i * kLine),
+                       _mm256_permute2x128_si256(v[i], v[i + 4], 0x20));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(tile_row + (i + 4) * kLine),
+                       _mm256_permute2x128_si256(v[i], v[i + 4], 0x31));
+  }
+}
+
+// One full step of 32 rows x 32 elements.
+template <ktk_element kElement>
+inline void pack_step(const char* rows, size_t stride, char* step) {
+  constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
+  for (size_t col = 0; col < kBlockCols; col += 8) {
+    char* out = step + col / kTileCols * kTileBytes + col % kTileCols * 4;
+    for (size_t pair = 0; pair < kPairs; pair += 8) {
+      transpose_pairs<kElement>(rows + col * stride + pair * 2 * kBytes, stride,
+                                out + pair * kLine);
+    }
+  }
+}
+
+template <ktk_element kElement>
+inline uint16_t element_as_bf16(const char* element) {
+  uint16_t half;
+  float value;
+  if constexpr (kElement == KTK_F32) {
+    memcpy(&value, element, sizeof value);
+    return bf16_from_f32(value);
+  }
+  memcpy(&half, element, sizeof half);
+  return kElement == KTK_F16 ? bf16_from_f32(_cvtsh_ss(half)) : half;
+}
+
+// A step that n or k ends in: through a copy that is padded with zeros.
+template <ktk_element kElement>
+inline void pack_edge(const char* rows, size_t stride, size_t num_rows, size_t depth, char* step) {
+  constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
+  alignas(64) uint16_t padded[kBlockCols][kStepDepth] = {};
+  for (size_t row = 0; row < num_rows; ++row) {
+    for (size_t i = 0; i < depth; ++i) {
+      padded[row][i] = element_as_bf16<kElement>(rows + row * stride + i * kBytes);
+    }
+  }
+  pack_step<KTK_BF16>(reinterpret_cast<const char*>(padded), sizeof padded[0], step);
+}
+
+template <ktk_element kElement>
+inline void pack_rows(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                      size_t n_end, char* packed) {
+  constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
+  const size_t stride = source->data_stride;
+  for (size_t n = n_begin; n < n_end; n += kBlockCols) {
+    const char* rows = static_cast<const char*>(source->data) + n * stride;
+    char* step = packed + n / kBlockCols * block_bytes(matrix);
+    const size_t num_rows = n_end - n < kBlockCols ? n_end - n : kBlockCols;
+    for (size_t k = 0; k < matrix->k; k += kStepDepth, step += kStepBytes) {
+      const size_t depth = matrix->k - k < kStepDepth ? matrix->k - k : kStepDepth;
+      if (num_rows == kBlockCols && depth == kStepDepth) {
+        pack_step<kElement>(rows + k * kBytes, stride, step);
+      } else {
+        pack_edge<kElement>(rows + k * kBytes, stride, num_rows, depth, step);
+      }
+    }
+  }
+}
+
+inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                        size_t n_end, void* packed) {
+  char* out = static_cast<char*>(packed);
+  switch (source->format.element) {
+    case KTK_BF16:
+      return pack_rows<KTK_BF16>(matrix, source, n_begin, n_end, out);
+    case KTK_F16:
+      return pack_rows<KTK_F16>(matrix, source, n_begin, n_end, out);
+    case KTK_F32:
+      return pack_rows<KTK_F32>(matrix, source, n_begin, n_end, out);
+  }
+}
+
+inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                          size_t n_end, float* out, size_t out_stride) {
+  for (size_t n = n_begin; n < n_end; ++n) {
+    const size_t col = n % kBlockCols;
+    const char* pairs = static_cast<const char*>(packed) + n / kBlockCols * block_bytes(matrix) +
+                        col / kTileCols * kTileBytes + col % kTileCols * 4;
+    float* row = out + (n - n_begin) * out_stride;
+    for (size_t k = 0; k < matrix->k; ++k) {
+      uint16_t value;
+      memcpy(&value, pairs + k / kStepDepth * kStepBytes + k % kStepDepth / 2 * kLine + k % 2 * 2,
+             sizeof value);
+      row[k] = f32_from_bf16(value);
+    }
+  }
+}
+
+}  // namespace

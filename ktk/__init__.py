@@ -1,0 +1,55 @@
+"""CPU kernels for the routed experts of Mixture-of-Experts models.
+
+    backend = ktk.load_backend("AMXINT8")
+    moe = backend.moe(num_experts=128, num_experts_per_tok=8, hidden_size=2048,
+                      intermediate_size=768)
+    moe.load(gate, up, down)
+    y = moe(hidden, topk_ids, topk_weights)
+"""
+
+from pathlib import Path
+
+from ktk._core import Format, WorkerPool
+from ktk.backend import Backend
+from ktk.config import MoEConfig
+from ktk.errors import (
+    BackendConflict,
+    BackendError,
+    BackendImportError,
+    BackendIncompatible,
+    BackendNotFound,
+    BackendUnsupported,
+    CheckpointError,
+)
+from ktk.moe import MoE, Ticket
+from ktk.pool import default_pool
+from ktk.registry import BackendInfo, backends, load_backend
+
+__all__ = [
+    "Backend",
+    "BackendConflict",
+    "BackendError",
+    "BackendImportError",
+    "BackendIncompatible",
+    "BackendInfo",
+    "BackendNotFound",
+    "BackendUnsupported",
+    "CheckpointError",
+    "Format",
+    "MoE",
+    "MoEConfig",
+    "Ticket",
+    "WorkerPool",
+    "backends",
+    "default_pool",
+    "get_include",
+    "load_backend",
+]
+
+
+def get_include() -> str:
+    """Return the directory of ``ktk/abi.h``, for authors of third-party backends."""
+    package = Path(__file__).parent
+    installed = package / "include"
+    # An editable install runs from the source tree, where headers are native.
+    return str(installed if installed.is_dir() else package.parent / "native" / "include")

@@ -1,0 +1,157 @@
+"""`ktk bench`: layers of named shapes against the limits of this machine."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ktk.bench.shapes import SHAPES, Shape, find_shape
+
+if TYPE_CHECKING:
+    from ktk.bench.runner import Result, Subject
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def bench(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", "-b", help="Backend; may be given several times. Default: all."),
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Layer: {', '.join(SHAPES)}; may be given several times. Default: the first."
+        ),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per call, separated by commas.")
+    ] = "1,8,128,512,2048",
+    threads: Annotated[int, typer.Option(min=0, help="Workers; 0: all physical cores.")] = 0,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Variant (instruction set) of the backends; may be given several times, 'all' for "
+            "every one that runs here. Default: what each backend chooses."
+        ),
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Experts of the layer, to fit memory.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of everything, alternating.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Length of one turn.")] = 0.5,
+    rotate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, help="GB of weights to rotate; default: 4 x the last-level cache, 1 or more."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON lines, no table.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG file.")] = None,
+    accuracy: Annotated[
+        bool, typer.Option("--accuracy", help="Also compare the outputs with float64.")
+    ] = False,
+) -> None:
+    """Time MoE layers and the machine's own limits in alternation: how close do they come?"""
+    from ktk.bench.runner import Settings, run
+
+    screen = Console(stderr=True)
+    results: list[Result] = []
+    try:
+        if plot:
+            from ktk.bench.plot import require_matplotlib
+
+            require_matplotlib()
+        counts = _token_counts(tokens)
+        shapes = [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
+        subjects = _subjects(backend, variant)
+        settings = Settings(
+            threads=threads,
+            rounds=rounds,
+            seconds=seconds,
+            rotated_bytes=None if rotate is None else int(rotate * 1e9),
+        )
+        for chosen in shapes:
+            with screen.status("") as status:
+                found = run(subjects, chosen, counts, settings, progress=status.update)
+            results += found
+            _show_results(found, as_json=json)
+            if accuracy:
+                _show_accuracy(subjects, chosen, threads, as_json=json)
+        if plot:
+            from ktk.bench.plot import draw_roofline
+
+            draw_roofline(results, plot)
+    except (ValueError, RuntimeError, MemoryError, ImportError) as error:
+        screen.print(f"[red]ktk bench:[/] {error}", highlight=False)
+        raise typer.Exit(1) from None
+
+
+def _subjects(backends: list[str] | None, variants: list[str] | None) -> list[Subject]:
+    import ktk
+    from ktk.bench.runner import Subject
+
+    subjects = []
+    for name in backends or sorted(ktk.backends()):
+        runnable = [v.name for v in ktk.load_backend(name).variants if v.runnable]
+        if not variants:
+            subjects.append(Subject(name))
+            continue
+        wanted = runnable if "all" in variants else [v for v in variants if v in runnable]
+        if not wanted:
+            raise ValueError(
+                f"{name} has no variant {', '.join(variants)} that runs here; "
+                f"those that do: {', '.join(runnable) or 'none'}"
+            )
+        subjects += [Subject(name, v) for v in wanted]
+    if not subjects:
+        raise ValueError("no backend is installed")
+    return subjects
+
+
+def _token_counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--tokens wants numbers separated by commas, got {text!r}") from None
+    if min(counts) < 1:
+        raise ValueError(f"--tokens wants at least one token, got {text!r}")
+    return counts
+
+
+def _shape(name: str, experts: int | None) -> Shape:
+    shape = find_shape(name)
+    return shape.with_experts(experts) if experts else shape
+
+
+def _show_results(results: list[Result], *, as_json: bool) -> None:
+    if as_json:
+        _print_lines([result.as_dict() for result in results])
+        return
+    from ktk.bench.report import results_table
+
+    Console().print(results_table(results))
+
+
+def _show_accuracy(subjects: list[Subject], shape: Shape, threads: int, *, as_json: bool) -> None:
+    from ktk.bench.accuracy import measure_accuracy
+
+    errors = measure_accuracy(subjects, shape, threads=threads)
+    if as_json:
+        _print_lines([error.as_dict() for error in errors])
+        return
+    from ktk.bench.report import accuracy_table
+
+    Console().print(accuracy_table(errors))
+
+
+def _print_lines(records: list[dict[str, Any]]) -> None:
+    for record in records:
+        sys.stdout.write(json_module.dumps(record) + "\n")
+    sys.stdout.flush()

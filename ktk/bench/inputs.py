@@ -1,0 +1,90 @@
+"""Synthetic layers: weights, activations and routings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ktk.bench.shapes import Shape
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """bf16 matrices of one expert, with f32 biases where the shape has them."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+def random_experts(shape: Shape, count: int, seed: int = 0) -> list[ExpertWeights]:
+    """Make `count` different experts whose results have the size of their inputs."""
+    experts = []
+    for index in range(count):
+        generator = torch.Generator().manual_seed(7919 * seed + index)
+
+        def matrix(n: int, k: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return (torch.randn(n, k, generator=generator) * k**-0.5).to(torch.bfloat16)
+
+        def bias(n: int, generator: torch.Generator = generator) -> torch.Tensor | None:
+            return torch.randn(n, generator=generator) * 0.1 if shape.biases else None
+
+        hidden, intermediate = shape.hidden_size, shape.intermediate_size
+        experts.append(
+            ExpertWeights(
+                matrix(intermediate, hidden),
+                matrix(intermediate, hidden),
+                matrix(hidden, intermediate),
+                bias(intermediate),
+                bias(intermediate),
+                bias(hidden),
+            )
+        )
+    return experts
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one call of a layer."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    distinct_experts: int
+
+
+def routed_calls(shape: Shape, tokens: int, seed: int = 0) -> list[Call]:
+    """Make calls with random routings, for one layer to take in turn.
+
+    Within a call each token goes to random distinct experts. From call to call the experts that
+    were not used for longest come first, so that a layer is used up evenly and a call does not
+    find in the cache what the one before it read: models have many layers, and the benchmark
+    rotates only a few.
+    """
+    experts, top_k = shape.num_experts, shape.num_experts_per_tok
+    generator = torch.Generator().manual_seed(1000 * tokens + seed)
+    by_age = torch.randperm(experts, generator=generator).tolist()  # least recently used first
+    calls: list[Call] = []
+    used = 0
+    while not calls or (used < experts and len(calls) < 64):
+        scores = torch.rand(tokens, experts, generator=generator)
+        drawn = scores.topk(top_k, dim=1).indices
+        hit = torch.unique(drawn)
+        rename = torch.empty(experts, dtype=torch.int64)
+        rename[hit] = torch.tensor(by_age[: len(hit)], dtype=torch.int64)
+        by_age = by_age[len(hit) :] + by_age[: len(hit)]
+        used += len(hit)
+        logits = torch.randn(tokens, top_k, generator=generator)
+        calls.append(
+            Call(
+                hidden=torch.randn(tokens, shape.hidden_size, generator=generator).bfloat16(),
+                ids=rename[drawn].contiguous(),
+                weights=torch.softmax(logits, dim=1).contiguous(),
+                distinct_experts=len(hit),
+            )
+        )
+    return calls

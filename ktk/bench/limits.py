@@ -1,0 +1,207 @@
+"""The limits of the machine, and the time they leave for a layer: the roofline.
+
+A layer has to read the packed bytes of the experts it hits once, and to do its multiplications.
+Neither can be faster than the machine, so
+
+    limit_seconds = max(bytes / read bandwidth, operations / peak of the unit)
+
+and ``fraction = limit_seconds / measured seconds`` is 1 for a perfect implementation. Activations
+and outputs are not counted: they are small, and a lower bound stays a bound.
+
+*The unit* of a variant is the fastest that its instruction sets offer for what it multiplies:
+integer units for int8 activations, floating-point ones for bf16, f16 and f32. It is not tied to
+one instruction: ``vdpbf16ps`` does twice the operations of a ``vfmadd`` on AMD Zen 5 and half of
+them on Intel's servers, where a bf16 kernel can widen its weights and use the f32 unit instead.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ktk import _probe
+from ktk.bench.machine import available_bytes, last_level_cache_bytes, undisturbed
+
+# Unit -> the instruction set it needs (a name of native/isa/meson.build).
+INTEGER_UNITS = {
+    "amx_int8": "amx_int8",
+    "avx512_vnni": "avx512_vnni",
+    "avx_vnni": "avx_vnni",
+    "avx512_bw": "avx512",
+    "avx2_madd": "avx2",
+}
+FLOAT_UNITS = {
+    "amx_bf16": "amx_bf16",
+    "avx512_bf16": "avx512_bf16",
+    "avx512_fma": "avx512",
+    "avx2_fma": "avx2",
+}
+
+
+class _Element(Protocol):
+    @property
+    def element(self) -> str: ...
+
+
+class _Variant(Protocol):
+    """What is needed of `ktk._core.VariantInfo`."""
+
+    @property
+    def required_isa(self) -> Sequence[str]: ...
+    @property
+    def act(self) -> _Element: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the machine can do with `threads` threads.
+
+    Attributes
+    ----------
+    threads : int
+    read_bytes_per_s : float
+        Reading memory from end to end, far more of it than the caches hold.
+    peak_ops_per_s : mapping of str to float
+        Operations per second of each unit, registers only. A multiply and an add are two.
+    """
+
+    threads: int
+    read_bytes_per_s: float
+    peak_ops_per_s: Mapping[str, float]
+
+    def peak(self, units: Iterable[str]) -> float:
+        """Return the highest peak among `units`; those that were not measured do not count."""
+        return max((self.peak_ops_per_s.get(unit, 0.0) for unit in units), default=0.0)
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """The shortest time possible, and which of the two limits sets it."""
+
+    memory_seconds: float
+    compute_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Return the larger of the two bounds."""
+        return max(self.memory_seconds, self.compute_seconds)
+
+    @property
+    def bound(self) -> str:
+        """Return ``"memory"`` or ``"compute"``."""
+        return "memory" if self.memory_seconds >= self.compute_seconds else "compute"
+
+    def fraction(self, seconds: float) -> float:
+        """Return the share of the limit that a measured time reaches."""
+        return self.seconds / seconds
+
+
+def roofline(limits: Limits, *, nbytes: float, flops: float, units: Iterable[str]) -> Roofline:
+    """Return the time the machine needs at least.
+
+    Parameters
+    ----------
+    limits : Limits
+        From `measure_limits`, best in the same minute as the times to compare with.
+    nbytes : float
+        Packed bytes of the distinct experts that are hit.
+    flops : float
+        Operations: 6 * tokens * top-k * hidden * intermediate for a gated MoE.
+    units : iterable of str
+        From `variant_units`.
+    """
+    peak = limits.peak(units)
+    return Roofline(
+        memory_seconds=nbytes / limits.read_bytes_per_s,
+        compute_seconds=flops / peak if peak else 0.0,
+    )
+
+
+def variant_units(variant: _Variant) -> tuple[str, ...]:
+    """Return the units that the instruction sets of a variant offer for its activations.
+
+    `variant` is one of `Backend.variants`.
+    """
+    integer = variant.act.element in ("i8", "u8", "i4", "u4")
+    units = INTEGER_UNITS if integer else FLOAT_UNITS
+    return tuple(unit for unit, isa in units.items() if isa in variant.required_isa)
+
+
+def default_buffer_bytes() -> int:
+    """Return how much memory to read: four times the last-level cache, 1 to 4 GiB, if it is free."""
+    wanted = min(max(4 * last_level_cache_bytes(), 1 << 30), 4 << 30)
+    return max(min(wanted, available_bytes() // 3), 64 << 20)
+
+
+class LimitProbe:
+    """Measures limits again and again without making its buffer anew.
+
+    Parameters
+    ----------
+    threads : int
+    cpus : sequence of int, optional
+        Where to pin them; default: the first of the affinity mask. Give it the CPUs of the worker
+        pool that the limits are compared with.
+    buffer_bytes : int, optional
+        Memory to read from, see `default_buffer_bytes`.
+    """
+
+    def __init__(
+        self, threads: int, *, cpus: Sequence[int] = (), buffer_bytes: int | None = None
+    ) -> None:
+        self.threads = threads
+        self.cpus = list(cpus)
+        self._buffer_bytes = buffer_bytes
+        self._reader: _probe.Reader | None = None
+
+    def read(self, seconds: float) -> float:
+        """Return the bytes per second read from memory."""
+        if self._reader is None:
+            nbytes = self._buffer_bytes or default_buffer_bytes()
+            self._reader = _probe.Reader(nbytes, self.threads, self.cpus)
+        return self._reader.measure(seconds)
+
+    def peak(self, unit: str, seconds: float) -> float:
+        """Return the operations per second of one unit."""
+        return _probe.peak(unit, self.threads, seconds, self.cpus)
+
+
+def measure_limits(
+    threads: int,
+    *,
+    units: Iterable[str] | None = None,
+    seconds: float = 0.1,
+    rounds: int = 3,
+    cpus: Sequence[int] = (),
+    buffer_bytes: int | None = None,
+) -> Limits:
+    """Measure what the machine can do.
+
+    Parameters
+    ----------
+    threads : int
+        Pinned threads, one per CPU.
+    units : iterable of str, optional
+        Which units; default: all that can run here. Those that cannot are left out.
+    seconds : float
+        Length of one measurement. Each is made `rounds` times in turn, and the median counts.
+    cpus, buffer_bytes
+        See `LimitProbe`.
+    """
+    here = _probe.units()
+    wanted = here if units is None else [unit for unit in here if unit in set(units)]
+    probe = LimitProbe(threads, cpus=cpus, buffer_bytes=buffer_bytes)
+    read: list[float] = []
+    peaks: dict[str, list[float]] = {unit: [] for unit in wanted}
+    for _ in range(rounds):
+        read.append(undisturbed(partial(probe.read, seconds)).value)
+        for unit, found in peaks.items():
+            found.append(undisturbed(partial(probe.peak, unit, seconds)).value)
+    return Limits(
+        threads=threads,
+        read_bytes_per_s=statistics.median(read),
+        peak_ops_per_s={unit: statistics.median(found) for unit, found in peaks.items()},
+    )

@@ -1,0 +1,109 @@
+"""What Linux says about this machine: cache sizes, free memory, who uses the CPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def last_level_cache_bytes(root: Path = Path("/")) -> int:
+    """Bytes of last-level cache that this process can use, all its instances together."""
+    instances: dict[tuple[int, str], int] = {}
+    for cpu in os.sched_getaffinity(0):
+        for cache in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            try:
+                level = int((cache / "level").read_text())
+                size = re.fullmatch(r"(\d+)([KMG]?)", (cache / "size").read_text().strip())
+                shared = (cache / "shared_cpu_list").read_text().strip()
+            except (OSError, ValueError):
+                continue
+            if size:
+                instances[level, shared] = int(size[1]) * _UNITS[size[2]]
+    last = max((level for level, _ in instances), default=0)
+    return sum(size for (level, _), size in instances.items() if level == last)
+
+
+def available_bytes(root: Path = Path("/")) -> int:
+    """Memory that can be allocated without swapping, inside the cgroup's limit."""
+    try:
+        fields = (root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()
+        available = int(fields[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    group = root / "sys/fs/cgroup"
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            free = int((group / limit).read_text()) - int((group / used).read_text())
+        except (OSError, ValueError):  # no such controller, or "max"
+            continue
+        available = min(available, max(free, 0))
+    return available
+
+
+class CpuWatch:
+    """Says which share of the CPUs went to other processes since it was made."""
+
+    _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+
+    def __init__(self) -> None:
+        self._cpus = os.sched_getaffinity(0)
+        self._start = (time.perf_counter(), self._busy(), time.process_time())
+
+    def _busy(self) -> float:
+        """Seconds of any work on our CPUs since boot, stolen time included."""
+        total = 0
+        with open("/proc/stat") as stat:
+            for line in stat:
+                name, *fields = line.split()
+                if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in self._cpus:
+                    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+                    total += user + nice + system + irq + softirq + steal
+        return total * self._TICK
+
+    def others(self) -> float:
+        """Return the share, 0 to 1; the clock of the statistics (a tick per CPU) is forgiven."""
+        begin, busy, own = self._start
+        elapsed = time.perf_counter() - begin
+        theirs = (self._busy() - busy) - (time.process_time() - own)
+        theirs -= self._TICK * len(self._cpus)
+        return max(0.0, theirs) / max(elapsed * len(self._cpus), 1e-9)
+
+
+@dataclass(frozen=True)
+class Measured(Generic[T]):
+    """A measurement, and the share of the CPUs that others took from it."""
+
+    value: T
+    others: float
+
+
+def undisturbed(measure: Callable[[], T], *, noise: float = 0.05, tries: int = 5) -> Measured[T]:
+    """Repeat a measurement until other processes use less than `noise` of the CPUs meanwhile.
+
+    After `tries` the quietest one is returned: a number with a warning is better than none.
+    """
+    best: Measured[T] | None = None
+    for attempt in range(max(tries, 1)):
+        if attempt:
+            time.sleep(0.2)  # whatever it was, it may be short
+        watch = CpuWatch()
+        value = measure()
+        found = Measured(value, watch.others())
+        if best is None or found.others < best.others:
+            best = found
+        if best.others <= noise:
+            break
+    assert best is not None
+    return best

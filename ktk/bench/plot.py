@@ -1,0 +1,86 @@
+"""The roofline as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ktk.bench.runner import Result
+
+
+def require_matplotlib() -> None:
+    """Raise an ImportError that says what to install, before anything is measured."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'ktk[plot]'") from error
+
+
+def draw_roofline(results: Sequence[Result], path: Path) -> None:
+    """Write a PNG: rate over operations per byte of weights, under the roofs of the units."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    series: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        series.setdefault((result.backend, result.variant), []).append(result)
+    intensities = [_intensity(result) for result in results]
+    span = (min(intensities) / 1.5, max(intensities) * 1.5)
+
+    read = max(result.read_gb_per_s for result in results)
+    roofs = {r.peak_unit: r.peak_gflop_per_s for r in results if r.peak_unit}
+    for unit, peak in roofs.items():
+        corner = peak / read
+        axes.plot([corner, max(span[1], corner)], [peak, peak], color="0.5", linewidth=1)
+        axes.annotate(
+            f"{unit}: {peak:,.0f} GFLOP/s",
+            (max(span[1], corner), peak),
+            ha="right",
+            va="bottom",
+            fontsize=8,
+            color="0.3",
+        )
+    top = max([peak / read for peak in roofs.values()], default=span[1])
+    axes.plot([span[0], top], [span[0] * read, top * read], color="0.5", linewidth=1)
+    axes.annotate(
+        f"reading memory: {read:.1f} GB/s",
+        (span[0], span[0] * read),
+        rotation=0,
+        va="top",
+        fontsize=8,
+        color="0.3",
+    )
+    for (backend, variant), points in series.items():
+        points.sort(key=_intensity)
+        line = axes.plot(
+            [_intensity(p) for p in points],
+            [p.gflop_per_s for p in points],
+            marker="o",
+            label=f"{backend} {variant}",
+        )[0]
+        for p in points:
+            axes.annotate(
+                f"{p.tokens}",
+                (_intensity(p), p.gflop_per_s),
+                textcoords="offset points",
+                xytext=(0, -12),
+                ha="center",
+                fontsize=7,
+                color=line.get_color(),
+            )
+    axes.set_xlabel("operations per byte of packed weights read")
+    axes.set_ylabel("GFLOP/s")
+    axes.set_title(f"{results[0].shape}, {results[0].threads} threads (numbers: tokens)")
+    axes.legend(loc="lower right")
+    axes.grid(visible=True, which="both", linewidth=0.3)
+    figure.savefig(path, dpi=150)
+
+
+def _intensity(result: Result) -> float:
+    return result.gflop_per_s / result.gb_per_s

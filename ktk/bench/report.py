@@ -1,0 +1,88 @@
+"""Tables of results for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from ktk.bench.accuracy import Accuracy
+from ktk.bench.runner import Result
+
+
+def results_table(results: Sequence[Result]) -> RenderableType:
+    """Show one row per backend and number of tokens, and the limits they are measured against."""
+    first = results[0]
+    table = Table(title=f"{first.shape}, {first.threads} threads", title_justify="left")
+    table.add_column("backend")
+    table.add_column("variant")
+    for name in ("tokens", "time", "spread", "GB/s", "GFLOP/s", "limit", "reached"):
+        table.add_column(name, justify="right")
+    table.add_column("bound by")
+    tokens = None
+    for r in results:
+        if tokens not in (None, r.tokens):
+            table.add_section()
+        tokens = r.tokens
+        table.add_row(
+            r.backend,
+            r.variant,
+            str(r.tokens),
+            milliseconds(r.seconds),
+            f"{r.spread:.0%}",
+            f"{r.gb_per_s:.1f}",
+            f"{r.gflop_per_s:.0f}",
+            milliseconds(r.limit_seconds),
+            f"[bold]{r.fraction:.0%}[/]",
+            "reading memory" if r.bound == "memory" else r.peak_unit,
+        )
+    reads = [r.read_gb_per_s for r in results]
+    notes = [
+        "",
+        "limit: the larger of packed bytes of the experts hit / read bandwidth, and operations / "
+        "peak of the unit; reached: limit / time.",
+        f"Measured in the same alternation: reading {_range(reads)} GB/s; "
+        + "; ".join(
+            f"{unit} {_range([r.peak_gflop_per_s for r in results if r.peak_unit == unit])} GFLOP/s"
+            for unit in dict.fromkeys(r.peak_unit for r in results if r.peak_unit)
+        )
+        + f"; {first.layers} or more layers rotated.",
+    ]
+    disturbed = max(r.others for r in results)
+    if disturbed > 0.05:
+        notes.append(
+            f"[yellow]Other processes took up to {disturbed:.0%} of the CPUs: repeat this on a "
+            "quiet machine.[/]"
+        )
+    return Group(table, *notes)
+
+
+def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:
+    """Show relative L2 errors."""
+    table = Table(
+        title=f"Relative L2 error, {results[0].shape}, {results[0].tokens} tokens",
+        title_justify="left",
+    )
+    table.add_column("backend")
+    table.add_column("variant")
+    for name in ("kernel", "quantization", "total"):
+        table.add_column(name, justify="right")
+    for r in results:
+        table.add_row(
+            r.backend, r.variant, f"{r.kernel:.4f}", f"{r.quantization:.4f}", f"{r.total:.4f}"
+        )
+    return table
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a time with three digits that matter."""
+    ms = seconds * 1e3
+    return f"{ms:.3f} ms" if ms < 10 else f"{ms:.1f} ms" if ms < 1000 else f"{ms:.0f} ms"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = min(values), max(values)
+    if high - low < 0.05 * high:
+        return f"{high:.0f}"
+    return f"{low:.0f}-{high:.0f}"

@@ -1,0 +1,288 @@
+"""Times layers and the machine's limits in alternation."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+import ktk
+from ktk import _probe
+from ktk.bench.inputs import Call, ExpertWeights, random_experts, routed_calls
+from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
+from ktk.bench.machine import available_bytes, last_level_cache_bytes, undisturbed
+from ktk.bench.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What to time: a backend, and which of its variants (None: the one it would choose)."""
+
+    backend: str
+    variant: str | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes
+    ----------
+    threads : int
+        Workers; 0 for all physical cores.
+    rounds : int
+        How often everything takes its turn. The median over the rounds counts.
+    seconds : float
+        Length of one turn.
+    rotated_bytes : int or None
+        Weights to rotate through, so that small batches stream them from memory; default: four
+        times the last-level cache, at least 1 GiB.
+    noise : float
+        Share of the CPUs that others may use before a turn is repeated.
+    """
+
+    threads: int = 0
+    rounds: int = 3
+    seconds: float = 0.5
+    rotated_bytes: int | None = None
+    noise: float = 0.05
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the output; rates in 1e9 per second.
+
+    `seconds` is the median time of a call, `limit_seconds` what the machine needs at least (see
+    `ktk.bench.limits`), measured in the same alternation, and ``fraction = limit_seconds /
+    seconds``. `spread` is (slowest - fastest turn) / `seconds`; `others` the largest share of the
+    CPUs that other processes took from a turn.
+    """
+
+    backend: str
+    variant: str
+    shape: str
+    tokens: int
+    threads: int
+    seconds: float
+    gb_per_s: float
+    gflop_per_s: float
+    limit_seconds: float
+    fraction: float
+    bound: str
+    read_gb_per_s: float
+    peak_gflop_per_s: float
+    peak_unit: str
+    spread: float
+    others: float
+    experts_hit: float
+    layers: int
+    rotated_gb: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+@dataclass
+class _Turn:
+    """One window of a candidate: the median of its calls."""
+
+    seconds: float
+    distinct_experts: float
+    others: float = 0.0
+
+
+@dataclass
+class _Candidate:
+    """A subject with its layers loaded."""
+
+    subject: Subject
+    variant: str
+    layers: list[ktk.MoE]
+    units: tuple[str, ...]
+    calls: list[Call] = field(default_factory=list)
+    next_call: int = 0
+
+    @property
+    def bytes_per_expert(self) -> float:
+        layer = self.layers[0]
+        return layer.nbytes / layer.config.num_experts
+
+    def call(self) -> tuple[float, int]:
+        """Run the next layer on its next input: seconds, and how many experts were hit."""
+        layer = self.layers[self.next_call % len(self.layers)]
+        inputs = self.calls[self.next_call // len(self.layers) % len(self.calls)]
+        self.next_call += 1
+        begin = time.perf_counter()
+        layer(inputs.hidden, inputs.ids, inputs.weights)
+        return time.perf_counter() - begin, inputs.distinct_experts
+
+    def turn(self, seconds: float) -> _Turn:
+        times, hit = [], []
+        end = time.perf_counter() + seconds
+        while len(times) < 2 or time.perf_counter() < end:
+            elapsed, experts = self.call()
+            times.append(elapsed)
+            hit.append(experts)
+        return _Turn(statistics.median(times), statistics.fmean(hit))
+
+
+def run(
+    subjects: Sequence[Subject],
+    shape: Shape,
+    tokens: Sequence[int],
+    settings: Settings = Settings(),
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Result]:
+    """Time every subject at every number of tokens.
+
+    The subjects take turns within a round, in the other direction every second round, and the
+    machine's limits have turns of their own: all see the same machine, and what a neighbour takes
+    from one it takes from all.
+    """
+    pool = ktk.WorkerPool(settings.threads)
+    candidates = _load(subjects, shape, pool, settings, progress)
+    probe = LimitProbe(pool.size, cpus=[cpu for cpu in pool.cpus if cpu >= 0])
+    unit_of = {id(c): _best_unit(probe, c.units) for c in candidates}
+    results = []
+    for count in tokens:
+        progress(f"{shape.name}, {count} tokens")
+        results += _run_tokens(candidates, unit_of, shape, count, probe, settings)
+    return results
+
+
+def _run_tokens(
+    candidates: Sequence[_Candidate],
+    unit_of: dict[int, str],
+    shape: Shape,
+    tokens: int,
+    probe: LimitProbe,
+    settings: Settings,
+) -> list[Result]:
+    calls = routed_calls(shape, tokens)
+    for candidate in candidates:
+        candidate.calls, candidate.next_call = calls, 0
+        for _ in candidate.layers:  # buffers, pages of the activations, clock frequency
+            candidate.call()
+    turns: dict[int, list[_Turn]] = {id(candidate): [] for candidate in candidates}
+    reads: list[float] = []
+    units = sorted({unit for unit in unit_of.values() if unit})
+    peaks: dict[str, list[float]] = {unit: [] for unit in units}
+    for number in range(settings.rounds):
+        reads.append(_quiet(partial(probe.read, settings.seconds), settings)[0])
+        for unit in units:
+            peaks[unit].append(_quiet(partial(probe.peak, unit, settings.seconds / 4), settings)[0])
+        for candidate in candidates if number % 2 == 0 else reversed(candidates):
+            turn, others = _quiet(partial(candidate.turn, settings.seconds), settings)
+            turn.others = others
+            turns[id(candidate)].append(turn)
+    limits = Limits(
+        threads=probe.threads,
+        read_bytes_per_s=statistics.median(reads),
+        peak_ops_per_s={unit: statistics.median(found) for unit, found in peaks.items()},
+    )
+    return [
+        _result(candidate, turns[id(candidate)], shape, tokens, limits, unit_of[id(candidate)])
+        for candidate in candidates
+    ]
+
+
+def _quiet(measure: Callable[[], Any], settings: Settings) -> tuple[Any, float]:
+    measured = undisturbed(measure, noise=settings.noise)
+    return measured.value, measured.others
+
+
+def _result(
+    candidate: _Candidate,
+    turns: Sequence[_Turn],
+    shape: Shape,
+    tokens: int,
+    limits: Limits,
+    unit: str,
+) -> Result:
+    seconds = statistics.median(turn.seconds for turn in turns)
+    hit = statistics.fmean(turn.distinct_experts for turn in turns)
+    nbytes, flops = hit * candidate.bytes_per_expert, shape.flops(tokens)
+    limit = roofline(limits, nbytes=nbytes, flops=flops, units=[unit])
+    extremes = [turn.seconds for turn in turns]
+    return Result(
+        backend=candidate.subject.backend,
+        variant=candidate.variant,
+        shape=shape.name,
+        tokens=tokens,
+        threads=limits.threads,
+        seconds=seconds,
+        gb_per_s=nbytes / seconds / 1e9,
+        gflop_per_s=flops / seconds / 1e9,
+        limit_seconds=limit.seconds,
+        fraction=limit.fraction(seconds),
+        bound=limit.bound,
+        read_gb_per_s=limits.read_bytes_per_s / 1e9,
+        peak_gflop_per_s=limits.peak([unit]) / 1e9,
+        peak_unit=unit,
+        spread=(max(extremes) - min(extremes)) / seconds,
+        others=max(turn.others for turn in turns),
+        experts_hit=hit,
+        layers=len(candidate.layers),
+        rotated_gb=sum(layer.nbytes for layer in candidate.layers) / 1e9,
+    )
+
+
+def _best_unit(probe: LimitProbe, units: Sequence[str]) -> str:
+    """Return the fastest of a variant's units, "" where none can be measured (AMX emulated)."""
+    here = [unit for unit in units if unit in _probe.units()]
+    return max(here, key=lambda unit: probe.peak(unit, 0.02), default="")
+
+
+def _load(
+    subjects: Sequence[Subject],
+    shape: Shape,
+    pool: ktk.WorkerPool,
+    settings: Settings,
+    progress: Callable[[str], None],
+) -> list[_Candidate]:
+    """Load enough layers of every subject; fewer where memory is short."""
+    wanted = settings.rotated_bytes
+    if wanted is None:
+        wanted = max(4 * last_level_cache_bytes(), 1 << 30)
+    experts = random_experts(shape, 2)
+    candidates = []
+    for index, subject in enumerate(subjects):
+        progress(f"loading {subject.backend} {subject.variant or ''}")
+        share = (available_bytes() - (1 << 30)) // (len(subjects) - index)
+        estimate = 2 * shape.num_experts * shape.weights_per_expert
+        if estimate > share:
+            fitting = shape.num_experts * max(share, 0) // estimate
+            raise MemoryError(
+                f"a layer of {shape.name} takes up to {estimate / 1e9:.1f} GB and there are "
+                f"{max(share, 0) / 1e9:.1f} GB for each of {len(subjects)} candidates; "
+                f"try --experts {max(fitting, shape.num_experts_per_tok)}"
+            )
+        layers = [make_layer(subject, shape, experts, pool)]
+        nbytes = layers[0].nbytes
+        for _ in range(1, max(1, min(-(-wanted // nbytes), share // nbytes))):
+            layers.append(make_layer(subject, shape, experts, pool))  # noqa: PERF401 (slow)
+        variants = {v.name: v for v in ktk.load_backend(subject.backend).variants}
+        chosen = layers[0].variant
+        candidates.append(_Candidate(subject, chosen, layers, variant_units(variants[chosen])))
+    return candidates
+
+
+def make_layer(
+    subject: Subject, shape: Shape, experts: Sequence[ExpertWeights], pool: ktk.WorkerPool
+) -> ktk.MoE:
+    """Load a layer whose experts repeat the given ones, each in memory of its own."""
+    backend = ktk.load_backend(subject.backend)
+    moe = backend.moe(**shape.moe_arguments(), variant=subject.variant, pool=pool)
+    source = [experts[e % len(experts)] for e in range(shape.num_experts)]
+    biases: dict[str, list[torch.Tensor]] = {}
+    if shape.biases:
+        for name in ("gate_bias", "up_bias", "down_bias"):
+            biases[name] = [getattr(expert, name) for expert in source]
+    moe.load([w.gate for w in source], [w.up for w in source], [w.down for w in source], **biases)
+    return moe

@@ -1,0 +1,76 @@
+"""MoE layers by name: the sizes of models that people run on CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one MoE layer, and what its experts compute between the matrices."""
+
+    name: str
+    num_experts: int
+    num_experts_per_tok: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str = "silu"
+    activation_limit: float | None = None
+    biases: bool = False
+
+    @property
+    def weights_per_expert(self) -> int:
+        """Number of weights in gate, up and down of one expert."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    def flops(self, tokens: int) -> float:
+        """Operations of the matrix products for `tokens` tokens, a multiply and an add being two."""
+        return 2.0 * tokens * self.num_experts_per_tok * self.weights_per_expert
+
+    def moe_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `Backend.moe` for this layer."""
+        return {
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "activation": self.activation,
+            "activation_limit": self.activation_limit,
+        }
+
+    def with_experts(self, num_experts: int) -> Shape:
+        """Return the same layer with fewer (or more) experts, to fit memory.
+
+        The name says so: ``deepseek-v3-e32``.
+        """
+        if num_experts < self.num_experts_per_tok:
+            raise ValueError(
+                f"{self.name} sends a token to {self.num_experts_per_tok} experts, "
+                f"so {num_experts} are too few"
+            )
+        if num_experts == self.num_experts:
+            return self
+        return replace(self, name=f"{self.name}-e{num_experts}", num_experts=num_experts)
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("qwen3-30b-a3b", 128, 8, 2048, 768),
+        Shape("deepseek-v3", 256, 8, 7168, 2048),
+        Shape("mixtral-8x7b", 8, 2, 4096, 14336),
+        Shape("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai", 7.0, biases=True),
+        Shape("deepseek-v4-flash", 256, 6, 4096, 2048, "silu", 10.0),
+        # Not a model: small enough for a test to run in a second.
+        Shape("tiny", 8, 2, 512, 256),
+    )
+}
+
+
+def find_shape(name: str) -> Shape:
+    """Return the shape called `name`, or raise a ValueError that lists the names."""
+    try:
+        return SHAPES[name]
+    except KeyError:
+        raise ValueError(f"no shape {name!r}; known: {', '.join(SHAPES)}") from None

@@ -1,0 +1,123 @@
+"""What config.json says about the routed experts: sizes and activation function."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktk.errors import CheckpointError
+
+# The first name that is present counts. `intermediate_size` is the dense layers' size in models
+# that also have the other one.
+_NAMES = {
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "moe_topk", "moe_k"),
+    "hidden_size": ("hidden_size",),
+    "intermediate_size": ("moe_intermediate_size", "intermediate_size"),
+}
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "swigluoai": "swigluoai",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+}
+
+# gpt-oss published its weights before transformers wrote these two into config.json.
+_OAI_ALPHA = 1.702
+_OAI_LIMIT = 7.0
+
+
+@dataclass(frozen=True)
+class ExpertConfig:
+    """The routed experts of one model, in the words of `Backend.moe`.
+
+    `activation` may be a name that ktk does not know; `arguments` refuses it.
+    """
+
+    model_type: str
+    num_experts: int
+    num_experts_per_tok: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str = "silu"
+    activation_limit: float | None = None
+    activation_alpha: float = _OAI_ALPHA
+
+    def arguments(self, **overrides: Any) -> dict[str, Any]:
+        """Return keyword arguments for `Backend.moe`; `overrides` win over the activation's."""
+        sizes = {name: getattr(self, name) for name in _NAMES}
+        activation = {
+            "activation": _ACTIVATIONS.get(self.activation),
+            "activation_limit": self.activation_limit,
+            "activation_alpha": self.activation_alpha,
+        }
+        fixed = sorted(sizes.keys() & overrides.keys())
+        if fixed:
+            raise TypeError(f"{', '.join(fixed)}: the checkpoint decides, it cannot be overridden")
+        arguments = {**sizes, **activation, **overrides}
+        if arguments["activation"] is None:
+            raise CheckpointError(
+                f"model type {self.model_type!r} uses the activation {self.activation!r}; ktk "
+                f"knows {', '.join(sorted(set(_ACTIVATIONS)))}. Pass activation= to choose one"
+            )
+        return arguments
+
+
+def read_config(folder: Path) -> ExpertConfig:
+    """Read `folder`/config.json.
+
+    Raises
+    ------
+    CheckpointError
+        It is missing, unreadable, or describes no routed experts.
+    """
+    path = folder / "config.json"
+    document = read_json(path)
+    # Models of several modalities keep the language model's entries one level down.
+    text = document.get("text_config")
+    entries = {**document, **text} if isinstance(text, dict) else document
+    sizes = {field: _size(path, entries, field) for field in _NAMES}
+    return ExpertConfig(
+        model_type=str(entries.get("model_type", "unknown")), **sizes, **_activation(entries)
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, or raise a `CheckpointError` that names the file."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: not a checkpoint folder") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path} holds {type(document).__name__}, expected an object")
+    return document
+
+
+def _size(path: Path, entries: dict[str, Any], field: str) -> int:
+    for name in _NAMES[field]:
+        value = entries.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{path}: {name} is {value!r}, expected a positive integer")
+        return value
+    raise CheckpointError(f"{path} has none of {', '.join(_NAMES[field])}: not an MoE model?")
+
+
+def _activation(entries: dict[str, Any]) -> dict[str, Any]:
+    name = str(entries.get("hidden_act") or entries.get("hidden_activation") or "silu")
+    limit = entries.get("swiglu_limit")
+    alpha = entries.get("swiglu_alpha")
+    if entries.get("model_type") == "gpt_oss" or name == "swigluoai" or alpha is not None:
+        return {
+            "activation": "swigluoai",
+            "activation_limit": _OAI_LIMIT if limit is None else float(limit),
+            "activation_alpha": _OAI_ALPHA if alpha is None else float(alpha),
+        }
+    return {"activation": name, "activation_limit": None if limit is None else float(limit)}

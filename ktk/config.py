@@ -1,0 +1,69 @@
+"""What a layer of experts is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ACTIVATIONS = ("silu", "swigluoai", "gelu_tanh")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Sizes and activation function of one layer of experts.
+
+    With ``g = gate @ x + gate_bias`` and ``u = up @ x + up_bias``, an expert computes
+    ``down @ act(g, u) + down_bias``, where ``act`` is one of
+
+    ``silu``
+        ``silu(g) * u``.
+    ``swigluoai``
+        ``g * sigmoid(activation_alpha * g) * (u + 1)``: gpt-oss, MiniMax-M3.
+    ``gelu_tanh``
+        ``gelu_tanh(g) * u``, the tanh form of GELU.
+
+    Parameters
+    ----------
+    num_experts : int
+        Experts of the layer.
+    num_experts_per_tok : int
+        Experts that each token names (top-k).
+    hidden_size : int
+        Width of the layer's input and output.
+    intermediate_size : int
+        Width of gate and up.
+    activation : str
+        One of the names above.
+    activation_limit : float, optional
+        Before the function, ``g`` is clamped to at most ``activation_limit`` and ``u`` to
+        ``[-activation_limit, activation_limit]``. None: no clamp.
+    activation_alpha : float
+        Slope of the sigmoid of ``swigluoai``.
+    clamp_gate_below : bool
+        Also clamp ``g`` to at least ``-activation_limit`` (MiniMax-M3; gpt-oss does not).
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    hidden_size: int
+    intermediate_size: int
+    activation: str = "silu"
+    activation_limit: float | None = None
+    activation_alpha: float = 1.702
+    clamp_gate_below: bool = False
+
+    def __post_init__(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
+            )
+        for name in ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok}, "
+                f"but there are only {self.num_experts} experts"
+            )
+        if self.activation_limit is not None and not self.activation_limit > 0:
+            raise ValueError(f"activation_limit must be positive, got {self.activation_limit!r}")

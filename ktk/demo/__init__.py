@@ -1,0 +1,149 @@
+"""`ktk demo`: a checkpoint through every backend that can run here, how accurate and how fast."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktk.errors import BackendError, CheckpointError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ktk.backend import Backend
+    from ktk.bench.limits import Limits
+    from ktk.demo.measure import Measured, Task
+
+_PREFILL_TOKENS = 256
+_DECODE_CALLS = 32
+# The float64 reference reads this many experts; with large ones that takes a while.
+_CHECKED_EXPERTS = 32
+
+
+def run_demo(
+    *, checkpoint: Path | None, layer: int | None, names: Sequence[str] | None
+) -> list[Measured]:
+    """Measure and print; returns what was measured.
+
+    Parameters
+    ----------
+    checkpoint
+        Folder of a model; None makes a small one in a temporary folder.
+    layer
+        None takes the first one that has experts.
+    names
+        Backends; None takes all that load.
+    """
+    from rich.console import Console
+
+    import ktk
+    from ktk.bench.limits import measure_limits
+    from ktk.checkpoint import describe
+    from ktk.demo.report import print_report
+
+    console = Console()
+    with _folder(checkpoint, console) as folder:
+        description = describe(folder)
+        number = description.layers[0] if layer is None else layer
+        console.print(f"{description}; layer {number}", highlight=False)
+        backends, notes = _backends(names)
+        with console.status("measuring this machine"):
+            pool = ktk.WorkerPool()
+            limits = measure_limits(pool.size, cpus=pool.cpus)
+        with console.status("computing the layer in float64"):
+            task = _task(folder, number)
+        rows = _measure_all(console, task, backends, limits, pool, notes)
+    print_report(console, rows, notes, limits, _next_step(checkpoint, number, rows))
+    return rows
+
+
+@contextmanager
+def _folder(checkpoint: Path | None, console: Console) -> Iterator[Path]:
+    if checkpoint is not None:
+        yield checkpoint
+        return
+    from ktk.demo.model import write_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix="ktk-demo-") as name:
+        with console.status("writing a small Qwen3-MoE checkpoint"):
+            write_checkpoint(Path(name))
+        yield Path(name)
+
+
+def _backends(names: Sequence[str] | None) -> tuple[list[Backend], list[str]]:
+    """Load backends. One that was asked for must load; of the others the reason is noted."""
+    import ktk
+
+    if names is not None:
+        return [ktk.load_backend(name) for name in names], []
+    loaded, notes = [], []
+    for name in ktk.backends():
+        try:
+            loaded.append(ktk.load_backend(name))
+        except BackendError as error:
+            notes.append(str(error))
+    return loaded, notes
+
+
+def _task(folder: Path, layer: int) -> Task:
+    from ktk.checkpoint.experts import Checkpoint
+    from ktk.demo.measure import Task
+    from ktk.demo.reference import reference
+    from ktk.demo.routing import batches
+
+    with Checkpoint(folder) as opened:
+        config = opened.config
+        tokens = max(_CHECKED_EXPERTS // config.num_experts_per_tok, 1)
+        [check] = batches(config, tokens, 1, seed=0)
+        found = opened.layer(layer)
+        expected = reference(opened, found, check.hidden, check.ids, check.weights)
+    return Task(
+        path=folder,
+        layer=layer,
+        check=check,
+        expected=expected,
+        decode=batches(config, 1, _DECODE_CALLS),
+        prefill=batches(config, _PREFILL_TOKENS, 2),
+    )
+
+
+def _measure_all(
+    console: Console,
+    task: Task,
+    backends: Sequence[Backend],
+    limits: Limits,
+    pool: Any,
+    notes: list[str],
+) -> list[Measured]:
+    from ktk.demo.measure import measure
+
+    rows = []
+    for backend in backends:
+        for variant in backend.variants:
+            what = f"{backend.name} {variant.name}"
+            if not variant.runnable:
+                notes.append(f"{what}: this CPU lacks {', '.join(variant.missing_isa)}")
+                continue
+            with console.status(f"running {what}"):
+                try:
+                    rows.append(measure(task, backend, variant, limits, pool))
+                except CheckpointError:
+                    raise
+                except (BackendError, ValueError) as error:
+                    # For instance a third party's backend that takes no bfloat16.
+                    notes.append(f"{what}: {error}")
+    return rows
+
+
+def _next_step(checkpoint: Path | None, layer: int, rows: Sequence[Measured]) -> str:
+    if checkpoint is None:
+        return (
+            "ktk demo --checkpoint DIR does the same with a layer of your own model; ktk bench "
+            "measures layers of well-known models."
+        )
+    fastest = min(rows, key=lambda row: row.decode.seconds, default=None)
+    name = fastest.backend if fastest else "BF16"
+    return f'in Python: moe = ktk.MoE.from_checkpoint("{checkpoint}", {layer}, "{name}")'

@@ -1,0 +1,101 @@
+"""One line of the demo: a variant loads the layer, is checked against float64, and is timed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ktk.bench.limits import Limits, roofline, variant_units
+from ktk.checkpoint.load import load_moe
+from ktk.demo.routing import Batch
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+    from ktk.moe import MoE
+
+# Long enough for a stable median, short enough that a dozen variants take a few seconds.
+_SECONDS = 0.25
+_CALLS = 5
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every variant has to do."""
+
+    path: Path
+    layer: int
+    check: Batch
+    expected: torch.Tensor
+    decode: list[Batch]
+    prefill: list[Batch]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median time of a call, and the share of the machine's limit that it reaches."""
+
+    tokens: int
+    seconds: float
+    fraction: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came out. `error` is relative to the norm of the result in float64."""
+
+    backend: str
+    variant: str
+    nbytes: int
+    load_seconds: float
+    error: float
+    decode: Timing
+    prefill: Timing
+
+
+def measure(task: Task, backend: Backend, variant: Any, limits: Limits, pool: Any) -> Measured:
+    """Run the task with one variant of a backend."""
+    began = time.perf_counter()
+    moe = load_moe(task.path, task.layer, backend, variant=variant.name, pool=pool)
+    load_seconds = time.perf_counter() - began
+    got = moe(task.check.hidden, task.check.ids, task.check.weights).double()
+    return Measured(
+        backend=backend.name,
+        variant=variant.name,
+        nbytes=moe.nbytes,
+        load_seconds=load_seconds,
+        error=float((got - task.expected).norm() / task.expected.norm()),
+        decode=_time(moe, task.decode, variant, limits),
+        prefill=_time(moe, task.prefill, variant, limits),
+    )
+
+
+def _time(moe: MoE, calls: list[Batch], variant: Any, limits: Limits) -> Timing:
+    for batch in calls[:2]:
+        moe(batch.hidden, batch.ids, batch.weights)
+    seconds: list[float] = []
+    fractions: list[float] = []
+    end = time.perf_counter() + _SECONDS
+    while len(seconds) < _CALLS or time.perf_counter() < end:
+        batch = calls[len(seconds) % len(calls)]
+        began = time.perf_counter()
+        moe(batch.hidden, batch.ids, batch.weights)
+        seconds.append(time.perf_counter() - began)
+        fractions.append(_limit(moe, batch, variant, limits) / seconds[-1])
+    return Timing(len(calls[0].ids), statistics.median(seconds), statistics.median(fractions))
+
+
+def _limit(moe: MoE, batch: Batch, variant: Any, limits: Limits) -> float:
+    """Return the seconds that this machine needs at least: read the experts once, multiply."""
+    config = moe.config
+    per_row = 6.0 * config.hidden_size * config.intermediate_size
+    return roofline(
+        limits,
+        nbytes=moe.nbytes * batch.hits / config.num_experts,
+        flops=per_row * batch.ids.numel(),
+        units=variant_units(variant),
+    ).seconds

@@ -1,0 +1,48 @@
+"""The layer in float64, as it is defined: one expert after another, straight from the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ktk.checkpoint.experts import Checkpoint, Layer
+
+_Tensors = Mapping[str, torch.Tensor]
+
+
+def reference(
+    checkpoint: Checkpoint,
+    layer: Layer,
+    hidden: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return what the routed experts give for each token, [T, H] in float64."""
+    arguments = checkpoint.config.arguments()
+    x = hidden.double()
+    result = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        token, place = (ids == expert).nonzero(as_tuple=True)
+        tensors = {
+            part: tensor.double() for part, tensor in checkpoint.expert(layer, expert).items()
+        }
+        output = _expert(x[token], tensors, arguments)
+        result.index_add_(0, token, output * weights[token, place, None].double())
+    return result
+
+
+def _expert(x: torch.Tensor, tensors: _Tensors, arguments: Mapping[str, Any]) -> torch.Tensor:
+    gate = torch.nn.functional.linear(x, tensors["gate"], tensors.get("gate_bias"))
+    up = torch.nn.functional.linear(x, tensors["up"], tensors.get("up_bias"))
+    limit = arguments["activation_limit"]
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if arguments["activation"] == "swigluoai":
+        inner = gate * torch.sigmoid(arguments["activation_alpha"] * gate) * (up + 1)
+    elif arguments["activation"] == "gelu_tanh":
+        inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    else:
+        inner = torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.linear(inner, tensors["down"], tensors.get("down_bias"))

@@ -1,0 +1,346 @@
+"""A layer of experts on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ktk import _core
+from ktk.config import ACTIVATIONS, MoEConfig
+from ktk.errors import BackendUnsupported
+from ktk.pool import default_pool
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+
+Array = Any  # numpy, torch or anything else that speaks DLPack
+_CONFIG_FIELDS = {f.name for f in fields(MoEConfig)}
+_EXPERT_ARRAYS = (
+    *("gate", "up", "down", "gate_scale", "up_scale", "down_scale"),
+    *("gate_zero", "up_zero", "down_zero", "gate_bias", "up_bias", "down_bias"),
+)
+
+
+class Ticket:
+    """A call that was submitted; see :meth:`MoE.submit`. Dropping it waits for the call."""
+
+    def __init__(self, core: _core.Ticket, out: Array) -> None:
+        self._core = core
+        self._out = out
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return bool(self._core.done)
+
+    def wait(self) -> Array:
+        """Wait for the end of the call and return its output; raise what went wrong in it."""
+        self._core.wait()
+        return self._out
+
+    result = wait
+
+
+class MoE:
+    """The experts of one layer, packed for one variant of a backend.
+
+    Parameters
+    ----------
+    backend : Backend
+        From :func:`ktk.load_backend`.
+    config : MoEConfig, optional
+        Sizes and activation; or give its fields as keywords.
+    variant : str, optional
+        Name of a variant; by default the best one that runs here.
+    force : bool
+        Take `variant` even where CPUID does not show its instructions (emulators).
+    pool : WorkerPool, optional
+        By default the pool of the process, :func:`ktk.default_pool`.
+    shards : int, optional
+        Parts of the intermediate size that weights are divided into; by default one per NUMA
+        node that has workers.
+    weight_format : Format, optional
+        What to store weights as, where the backend offers a choice.
+
+    Raises
+    ------
+    BackendUnsupported
+        When the variant cannot run on this CPU.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        config: MoEConfig | None = None,
+        *,
+        variant: str | None = None,
+        force: bool = False,
+        pool: _core.WorkerPool | None = None,
+        shards: int | None = None,
+        weight_format: _core.Format | None = None,
+        **sizes: Any,
+    ) -> None:
+        unknown = sizes.keys() - _CONFIG_FIELDS
+        if unknown:
+            raise TypeError(f"MoE got an unexpected keyword argument {min(unknown)!r}")
+        if config is not None and sizes:
+            raise TypeError("give either config or its fields, not both")
+        self.backend = backend
+        self.config = config or MoEConfig(**sizes)
+        try:
+            self._core = _core.MoE(
+                backend.core,
+                pool or default_pool(),
+                num_experts=self.config.num_experts,
+                num_experts_per_tok=self.config.num_experts_per_tok,
+                hidden_size=self.config.hidden_size,
+                intermediate_size=self.config.intermediate_size,
+                activation=ACTIVATIONS.index(self.config.activation),
+                alpha=self.config.activation_alpha,
+                limit=self.config.activation_limit,
+                clamp_gate_below=self.config.clamp_gate_below,
+                variant=variant or "",
+                force=force,
+                shards=shards or 0,
+                stored=weight_format,
+            )
+        except RuntimeError as error:
+            raise BackendUnsupported(str(error)) from error
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | Path, layer: int, backend: str | Backend = "BF16", **options: Any
+    ) -> MoE:
+        """Load the experts of one layer of a checkpoint.
+
+        Parameters
+        ----------
+        path : path
+            Directory with ``config.json`` and safetensors files.
+        layer : int
+            Number of the layer.
+        backend : str or Backend
+            What computes it.
+        **options
+            Keywords of :class:`MoE`.
+
+        Raises
+        ------
+        CheckpointError
+            When a file is missing, truncated or does not fit; the message names it.
+        """
+        from ktk.checkpoint import load_moe
+
+        return load_moe(path, layer, backend, **options)
+
+    def load(
+        self,
+        gate: Array | Sequence[Array | None],
+        up: Array | Sequence[Array | None],
+        down: Array | Sequence[Array | None],
+        *,
+        physical_to_logical_map: Sequence[int] | Array | None = None,
+        given: _core.Format | None = None,
+        **arrays: Array | Sequence[Array | None] | None,
+    ) -> MoE:
+        """Pack all experts; the arrays may go afterwards.
+
+        Parameters
+        ----------
+        gate, up : array [experts, intermediate_size, hidden_size]
+            Or sequences of 2-D arrays. None in place of an expert leaves it out: it takes no
+            memory, and rows routed to it contribute nothing (it lives on a GPU, say).
+        down : array [experts, hidden_size, intermediate_size]
+            Likewise.
+        physical_to_logical_map : sequence of int, optional
+            Slot p is filled with expert ``physical_to_logical_map[p]`` of the arrays. By default
+            slot p holds expert p.
+        given : Format, optional
+            What the arrays hold, where their dtypes do not tell.
+        **arrays
+            ``gate_scale``, ``gate_zero``, ``gate_bias`` and the same for up and down, with a
+            leading dimension of experts; as in :meth:`load_expert`.
+
+        Returns
+        -------
+        MoE
+            self.
+        """
+        unknown = arrays.keys() - set(_EXPERT_ARRAYS)
+        if unknown:
+            raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
+        stacks = {"gate": gate, "up": up, "down": down}
+        stacks |= {name: stack for name, stack in arrays.items() if stack is not None}
+        count = len(gate)
+        for name, stack in stacks.items():
+            if len(stack) != count:
+                raise ValueError(f"{name} has {len(stack)} experts, gate has {count}")
+        slots = self.config.num_experts
+        order = range(slots) if physical_to_logical_map is None else physical_to_logical_map
+        if len(order) != slots:
+            raise ValueError(f"physical_to_logical_map has {len(order)} entries, expected {slots}")
+        if physical_to_logical_map is None and count != slots:
+            raise ValueError(f"gate has {count} experts, expected {slots}")
+        for slot, expert in enumerate(order):
+            expert = int(expert)
+            if not 0 <= expert < count:
+                raise ValueError(f"physical_to_logical_map names expert {expert} of {count}")
+            if gate[expert] is None:
+                self.leave_out(slot)
+            else:
+                one = {name: stack[expert] for name, stack in stacks.items()}
+                self.load_expert(slot, **one, given=given)
+        return self
+
+    def load_expert(
+        self,
+        expert: int,
+        gate: Array,
+        up: Array,
+        down: Array,
+        *,
+        given: _core.Format | None = None,
+        **arrays: Array | None,
+    ) -> None:
+        """Pack one expert; the arrays may go afterwards.
+
+        Parameters
+        ----------
+        expert : int
+            Slot to fill.
+        gate, up : array [intermediate_size, hidden_size]
+        down : array [hidden_size, intermediate_size]
+            f32, f16 or bf16, or what else the backend accepts.
+        given : Format, optional
+            What the arrays hold, where their dtypes do not tell (two 4-bit elements to a uint8).
+        **arrays
+            ``gate_scale`` and ``gate_zero`` [groups of n, groups of k] (or [n]: one per row),
+            ``gate_bias`` [n], and the same for up and down.
+        """
+        unknown = arrays.keys() - set(_EXPERT_ARRAYS)
+        if unknown:
+            raise TypeError(f"load_expert() got an unexpected keyword argument {min(unknown)!r}")
+        rest = {name: _plain(array) for name, array in arrays.items()}
+        self._core.load_expert(
+            expert, _plain(gate), _plain(up), _plain(down), given=given, **rest
+        )
+
+    def leave_out(self, expert: int) -> None:
+        """Give an expert's memory back; rows routed to it contribute nothing."""
+        self._core.leave_out(expert)
+
+    def __call__(
+        self,
+        hidden: Array,
+        topk_ids: Array,
+        topk_weights: Array,
+        *,
+        mask: Array | None = None,
+        out: Array | None = None,
+    ) -> Array:
+        """Compute the weighted sum of the chosen experts for each token.
+
+        Parameters
+        ----------
+        hidden : array [tokens, hidden_size]
+            bf16, f16 or f32, in CPU memory. Rows may be strided.
+        topk_ids : array [tokens, num_experts_per_tok]
+            int32 or int64. Ids < 0 or >= num_experts contribute nothing; an id that a token names
+            twice counts twice.
+        topk_weights : array [tokens, num_experts_per_tok]
+            f32, bf16 or f16.
+        mask : array [num_experts], bool, optional
+            True: the expert contributes nothing (someone else computes it).
+        out : array [tokens, hidden_size], optional
+            Where to write; may be `hidden` itself.
+
+        Returns
+        -------
+        array [tokens, hidden_size]
+            `out`, or a new array of the library and dtype of `hidden`.
+        """
+        hidden = _plain(hidden)
+        result = _empty_like(hidden) if out is None else out
+        self._core.forward(hidden, topk_ids, _plain(topk_weights), mask, result)
+        return result
+
+    def submit(
+        self,
+        hidden: Array,
+        topk_ids: Array,
+        topk_weights: Array,
+        *,
+        mask: Array | None = None,
+        out: Array | None = None,
+    ) -> Ticket:
+        """Queue a call and return at once.
+
+        The inputs are copied and may be changed when this returns. Calls that are submitted to
+        layers on one pool run in the order of their submission. Parameters as in a call.
+        """
+        hidden = _plain(hidden)
+        result = _empty_like(hidden) if out is None else out
+        core = self._core.submit(hidden, topk_ids, _plain(topk_weights), mask, result)
+        return Ticket(core, result)
+
+    def unpack_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return gate, up and down of an expert as they are stored, in f32."""
+        gate, up, down = self._core.unpack_expert(expert)
+        return gate, up, down
+
+    @property
+    def variant(self) -> str:
+        """Name of the variant that computes."""
+        return str(self._core.variant)
+
+    @property
+    def pool(self) -> _core.WorkerPool:
+        """The workers that compute."""
+        return self._core.pool
+
+    @property
+    def shards(self) -> int:
+        """Parts that the weights are divided into."""
+        return int(self._core.shards)
+
+    @property
+    def format(self) -> _core.Format | None:
+        """What gate and up are stored as; None before an expert is loaded."""
+        return self._core.format
+
+    @property
+    def nbytes(self) -> int:
+        """Packed bytes of the experts that are loaded."""
+        return int(self._core.nbytes)
+
+    @property
+    def expert_nbytes(self) -> int:
+        """Packed bytes of one expert; 0 before one is loaded."""
+        return int(self._core.expert_nbytes)
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"<ktk.MoE {self.backend.name}/{self.variant}: {c.num_experts} experts, "
+            f"top-{c.num_experts_per_tok}, {c.hidden_size} x {c.intermediate_size}, "
+            f"{self.nbytes / 2**20:.0f} MiB>"
+        )
+
+
+def _plain(array: Array) -> Array:
+    """Return what DLPack can export: a tensor without its graph."""
+    return array.detach() if isinstance(array, torch.Tensor) and array.requires_grad else array
+
+
+def _empty_like(hidden: Array) -> Array:
+    if isinstance(hidden, torch.Tensor):
+        return torch.empty(hidden.shape, dtype=hidden.dtype)
+    if isinstance(hidden, np.ndarray):
+        return np.empty(hidden.shape, dtype=hidden.dtype)
+    tensor = torch.from_dlpack(hidden)
+    return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,18 @@
+"""The worker pool that layers share unless they are given one."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+from ktk._core import WorkerPool
+
+
+@cache
+def default_pool() -> WorkerPool:
+    """Return the pool of this process, made at first use with one worker per physical core."""
+    return WorkerPool()
+
+
+# A child has none of its parent's threads; its first layer makes a pool of its own.
+os.register_at_fork(after_in_child=default_pool.cache_clear)

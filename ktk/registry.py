@@ -1,0 +1,255 @@
+"""Finds backends through entry points and loads them when they are asked for.
+
+Listing reads package metadata and imports nothing, so a broken plug-in cannot harm anyone who does
+not name it. The backends that come with ktk take the same path as everyone else's.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import threading
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING, NoReturn
+
+from ktk.errors import (
+    BackendConflict,
+    BackendError,
+    BackendImportError,
+    BackendIncompatible,
+    BackendNotFound,
+    BackendUnsupported,
+)
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+
+GROUP = "ktk.backends"
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """Where a backend comes from, as its package's metadata says.
+
+    Attributes
+    ----------
+    name
+        The name that `load_backend` takes.
+    distribution, version
+        The installed package that provides it.
+    value
+        The module or object that is imported, as in the entry point.
+    built
+        False for a backend that ktk announces, but that this build of ktk was made without.
+    rivals
+        Other distributions that provide a backend of the same name.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+    built: bool = True
+    rivals: tuple[str, ...] = ()
+    entry: EntryPoint | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.distribution} {self.version}"
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a backend did not load, kept so that asking again gives the same answer."""
+
+    kind: type[BackendError]
+    message: str
+    cause: BaseException | None
+
+    def raise_again(self) -> NoReturn:
+        # A new exception each time: re-raising one object would grow its traceback for ever.
+        raise self.kind(self.message) from self.cause
+
+
+_lock = threading.RLock()
+_opened: dict[tuple[str, str, str], Backend | _Failure] = {}
+
+
+def backends() -> dict[str, BackendInfo]:
+    """List the installed backends by name, from package metadata only.
+
+    Returns
+    -------
+    dict[str, BackendInfo]
+        Sorted by name. Where several distributions provide the same name, the first of them in
+        alphabetical order is shown and the others are its `rivals`.
+    """
+    return {name: infos[0] for name, infos in _providers().items()}
+
+
+def load_backend(name: str, *, distribution: str | None = None) -> Backend:
+    """Import a backend, check that it fits this ktk and this CPU, and return it.
+
+    Parameters
+    ----------
+    name
+        One of `backends()`.
+    distribution
+        The package to take it from; needed only where several provide the name.
+
+    Returns
+    -------
+    Backend
+        The same object each time.
+
+    Raises
+    ------
+    BackendNotFound, BackendConflict, BackendImportError, BackendIncompatible, BackendUnsupported
+        All are `BackendError`. A failure is remembered and raised again with the same message.
+    """
+    info = find_backend(name, distribution=distribution)
+    backend = open_backend(info)
+    if not any(variant.runnable for variant in backend.variants):
+        needs = "; ".join(
+            f"{variant.name} needs {', '.join(variant.missing_isa)}" for variant in backend.variants
+        )
+        raise BackendUnsupported(
+            f"backend {info} cannot run here, because this CPU lacks instruction sets: {needs}"
+        )
+    return backend
+
+
+def find_backend(name: str, *, distribution: str | None = None) -> BackendInfo:
+    """Return the one installed backend that is meant, or say why there is not exactly one."""
+    providers = _providers()
+    if name not in providers:
+        raise BackendNotFound(_not_found(name, list(providers)))
+    infos = providers[name]
+    if distribution is not None:
+        infos = [info for info in infos if _same(info.distribution, distribution)]
+        if not infos:
+            found = ", ".join(info.distribution for info in providers[name])
+            raise BackendNotFound(
+                f"distribution {distribution!r} provides no backend {name!r}; it is provided by "
+                f"{found}"
+            )
+    if len(infos) > 1:
+        raise BackendConflict(
+            f"backend {name!r} is provided by {_and([_origin(info) for info in infos])}; "
+            f"choose with load_backend({name!r}, distribution={infos[0].distribution!r}), or "
+            "uninstall one"
+        )
+    return infos[0]
+
+
+def open_backend(info: BackendInfo) -> Backend:
+    """Import and wrap a backend even if this CPU can run none of its variants."""
+    key = (info.name, info.distribution, info.value)
+    with _lock:
+        if key not in _opened:
+            try:
+                _opened[key] = _open(info)
+            except BackendError as error:
+                _opened[key] = _Failure(type(error), str(error), error.__cause__)
+        opened = _opened[key]
+    if isinstance(opened, _Failure):
+        opened.raise_again()
+    return opened
+
+
+def providers() -> list[BackendInfo]:
+    """List every provider of every name, rivals included."""
+    return [info for infos in _providers().values() for info in infos]
+
+
+def _open(info: BackendInfo) -> Backend:
+    from ktk import _core
+    from ktk.backend import Backend
+
+    if not info.built:
+        raise BackendNotFound(
+            f"backend {info.name!r} is not part of this build of ktk {info.version}: it is made "
+            "only where its library or its architecture is present; install it there and rebuild "
+            "ktk from source"
+        )
+    assert info.entry is not None
+    # A plug-in may raise anything, and one that calls sys.exit() must not end its user's program.
+    try:
+        capsule = info.entry.load().__ktk_backend__()
+    except (Exception, SystemExit) as error:
+        raise BackendImportError(_failed(info, error)) from error
+    try:
+        core = _core.Backend(capsule)
+    except _core.AbiError as error:
+        raise BackendIncompatible(f"backend {info} does not fit this ktk: {error}") from error
+    except Exception as error:
+        raise BackendImportError(_failed(info, error)) from error
+    return Backend(core, info)
+
+
+def _providers() -> dict[str, list[BackendInfo]]:
+    """Read the metadata anew, so that a package installed meanwhile is seen."""
+    built = _built()
+    found: dict[str, list[BackendInfo]] = {}
+    for entry in entry_points(group=GROUP):
+        dist = entry.dist
+        info = BackendInfo(
+            name=entry.name,
+            distribution=dist.name if dist else "(unknown)",
+            version=dist.version if dist else "(unknown)",
+            value=entry.value,
+            built=_is_built(entry.value, built),
+            entry=entry,
+        )
+        found.setdefault(entry.name, []).append(info)
+    return {name: _with_rivals(found[name]) for name in sorted(found)}
+
+
+def _with_rivals(infos: list[BackendInfo]) -> list[BackendInfo]:
+    infos = sorted(infos, key=lambda info: (info.distribution, info.value))
+    return [
+        replace(info, rivals=tuple(other.distribution for other in infos if other is not info))
+        for info in infos
+    ]
+
+
+def _built() -> frozenset[str] | None:
+    """Return the modules of `ktk.backends` that this build has; None where it does not say."""
+    try:
+        from ktk.backends._built import MODULES
+    except ImportError:
+        return None
+    return frozenset(MODULES)
+
+
+def _is_built(value: str, built: frozenset[str] | None) -> bool:
+    package, _, module = value.partition(":")[0].rpartition(".")
+    return built is None or package != "ktk.backends" or module in built
+
+
+def _not_found(name: str, names: list[str]) -> str:
+    by_folded = {known.casefold(): known for known in names}
+    close = difflib.get_close_matches(name.casefold(), by_folded, n=1)
+    hint = f". Did you mean {by_folded[close[0]]!r}?" if close else ""
+    return f"no backend {name!r}; installed: {', '.join(names) or 'none'}{hint}"
+
+
+def _failed(info: BackendInfo, error: BaseException) -> str:
+    return f"backend {info} ({info.value}) failed to load: {type(error).__name__}: {error}"
+
+
+def _origin(info: BackendInfo) -> str:
+    return f"{info.distribution} {info.version}"
+
+
+def _and(parts: list[str]) -> str:
+    return ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _same(first: str, second: str) -> bool:
+    """Compare names of distributions as package indexes do."""
+    return _normal(first) == _normal(second)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

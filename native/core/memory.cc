@@ -1,0 +1,90 @@
+#include "core/memory.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cassert>
+#include <climits>
+#include <cstdint>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace ktk {
+namespace {
+
+// x86-64's huge page, and aarch64's with 4 KiB pages.
+constexpr size_t kHugePage = size_t{2} << 20;
+
+// MPOL_BIND and not MPOL_PREFERRED: after a checkpoint was read the node is full of page cache, and
+// "preferred" would rather use a remote node than drop some of it.
+void bind(void* data, size_t bytes, int node) {
+  constexpr long kMpolBind = 2;
+  constexpr int kBits = CHAR_BIT * sizeof(unsigned long);
+  std::vector<unsigned long> nodes(static_cast<size_t>(node / kBits + 1));
+  nodes.back() = 1ul << node % kBits;
+  // The kernel reads one bit less than it is told.
+  const unsigned long max_node = nodes.size() * kBits + 1;
+  // Refused by seccomp in containers (EPERM), without NUMA (ENOSYS) and for nodes without memory
+  // (EINVAL): then first touch has to do.
+  static_cast<void>(syscall(SYS_mbind, data, bytes, kMpolBind, nodes.data(), max_node, 0u));
+}
+
+char* map(size_t bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) throw std::bad_alloc();
+  return static_cast<char*>(data);
+}
+
+size_t page_size() {
+  static const size_t size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return size;
+}
+
+size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+
+// A mapping that starts on a huge page: maps more and gives both ends back.
+char* map_huge(size_t bytes) {
+  const size_t kept = round_up(bytes, page_size());
+  const size_t mapped = kept + kHugePage;
+  if (mapped < bytes) throw std::bad_alloc();
+  char* whole = map(mapped);
+  const size_t head =
+      round_up(reinterpret_cast<uintptr_t>(whole), kHugePage) - reinterpret_cast<uintptr_t>(whole);
+  if (head != 0) munmap(whole, head);
+  if (head != kHugePage) munmap(whole + head + kept, kHugePage - head);
+  madvise(whole + head, kept, MADV_HUGEPAGE);  // a wish: kernels may be built or set up without
+  return whole + head;
+}
+
+}  // namespace
+
+Memory::Memory(size_t bytes, int node) : size_(bytes) {
+  if (bytes == 0) return;
+  data_ = bytes >= kHugePage ? map_huge(bytes) : map(bytes);
+  if (node >= 0) bind(data_, bytes, node);
+}
+
+Memory::~Memory() {
+  if (data_ != nullptr) munmap(data_, size_);
+}
+
+Memory::Memory(Memory&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Memory& Memory::operator=(Memory&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+void Memory::discard(size_t offset, size_t bytes) {
+  assert(offset <= size_ && bytes <= size_ - offset);
+  const size_t page = page_size();
+  const size_t begin = round_up(offset, page);
+  const size_t end = (offset + bytes) / page * page;
+  if (begin < end) madvise(data_ + begin, end - begin, MADV_DONTNEED);
+}
+
+}  // namespace ktk

@@ -1,0 +1,54 @@
+#include "moe/engine.h"
+
+#include <unistd.h>
+
+#include <utility>
+
+namespace ktk {
+
+Engine::Engine(const WorkerPool::Options& options) : pool(options), scratch(pool.size()) {}
+
+std::shared_ptr<Engine> Engine::make(const WorkerPool::Options& options) {
+  return {new Engine(options), [owner = getpid()](Engine* engine) {
+            if (getpid() != owner) return;
+            if (engine->server_.get_id() == std::this_thread::get_id()) {
+              std::thread([engine] { delete engine; }).detach();
+            } else {
+              delete engine;
+            }
+          }};
+}
+
+Engine::~Engine() {
+  {
+    std::lock_guard lock(queue_mutex_);
+    stopping_ = true;
+  }
+  queue_changed_.notify_one();
+  if (server_.joinable()) server_.join();
+}
+
+void Engine::enqueue(std::function<void()> job) {
+  {
+    std::lock_guard lock(queue_mutex_);
+    if (!server_.joinable()) server_ = std::thread(&Engine::serve, this);
+    queue_.push_back(std::move(job));
+  }
+  queue_changed_.notify_one();
+}
+
+void Engine::serve() {
+  std::unique_lock lock(queue_mutex_);
+  for (;;) {
+    queue_changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+    if (queue_.empty()) return;
+    std::function<void()> job = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    job();
+    job = nullptr;  // what the job holds goes before the next one starts
+    lock.lock();
+  }
+}
+
+}  // namespace ktk

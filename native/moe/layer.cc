@@ -1,0 +1,118 @@
+#include "moe/layer.h"
+
+#include <algorithm>
+
+namespace ktk {
+namespace {
+
+void check_positive(const char* name, size_t value, size_t most) {
+  if (value == 0 || value > most) {
+    throw std::invalid_argument(std::string(name) + " must be between 1 and " +
+                                std::to_string(most) + ", got " + std::to_string(value));
+  }
+}
+
+// The node of each shard: as many shards as asked, spread over the nodes that have workers.
+std::vector<int> shard_nodes(const WorkerPool& pool, int shards) {
+  std::vector<int> used;
+  for (int w = 0; w < pool.size(); ++w) {
+    const int at = pool.node_of(w);
+    if (std::find(used.begin(), used.end(), at) == used.end()) used.push_back(at);
+  }
+  const size_t count = shards > 0 ? static_cast<size_t>(shards) : used.size();
+  std::vector<int> nodes;
+  for (size_t s = 0; s < count; ++s) {
+    const size_t at = static_cast<size_t>(used[s * used.size() / count]);
+    // One node needs no binding, and then its memory needs no system call.
+    nodes.push_back(topology().nodes.size() > 1 ? topology().nodes[at].id : -1);
+  }
+  return nodes;
+}
+
+}  // namespace
+
+Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& variant, bool force,
+             const Config& config, std::shared_ptr<Engine> engine, int shards,
+             const std::optional<ktk_format>& wanted)
+    : table_(std::move(table)),
+      variant_(table_->select(variant, force)),
+      config_(config),
+      engine_(std::move(engine)),
+      wanted_(wanted) {
+  constexpr size_t kMost = size_t{1} << 24;
+  check_positive("num_experts", config.num_experts, kMost);
+  check_positive("num_experts_per_tok", config.top_k, config.num_experts);
+  check_positive("hidden_size", config.hidden, kMost);
+  check_positive("intermediate_size", config.intermediate, kMost);
+  if (shards < 0) throw std::invalid_argument("shards must not be negative");
+  nodes_ = shard_nodes(engine_->pool, shards);
+  left_out_.resize(config.num_experts);
+  ops();  // fails here rather than in the first call
+}
+
+void Layer::load(size_t expert, const ExpertSource& source) {
+  const std::lock_guard lock(engine_->busy);
+  const ktk_format* wanted = wanted_ ? &*wanted_ : nullptr;
+  const size_t h = config_.hidden, i = config_.intermediate;
+  const ktk_format& gate = table_->stored(source.gate.format, wanted, i, h);
+  const ktk_format& up = table_->stored(source.up.format, &gate, i, h);
+  const ktk_format& down = table_->stored(source.down.format, wanted, h, i);
+  (void)up;
+  if (!weights_) {
+    weights_ = std::make_unique<Weights>(config_, variant_, gate, down, nodes_);
+  } else {
+    table_->stored(source.gate.format, &weights_->shards()[0].gate.format, i, h);
+    table_->stored(source.down.format, &weights_->shards()[0].down.format, h, i);
+  }
+  const bool fresh = weights_->state(expert) == Weights::State::kMissing && !left_out_[expert];
+  weights_->load(expert, source, engine_->pool);
+  left_out_[expert] = 0;
+  loaded_ += fresh;
+}
+
+void Layer::leave_out(size_t expert) {
+  const std::lock_guard lock(engine_->busy);
+  const bool fresh = !left_out_[expert] &&
+                     (!weights_ || weights_->state(expert) == Weights::State::kMissing);
+  if (weights_) weights_->leave_out(expert);
+  left_out_[expert] = 1;
+  loaded_ += fresh;
+}
+
+void Layer::check_loaded(const Request& request) const {
+  if (loaded_ == config_.num_experts) return;
+  const Choice& choice = request.choice;
+  for (size_t token = 0; token < choice.tokens; ++token) {
+    for (size_t slot = 0; slot < choice.top_k; ++slot) {
+      const int64_t id = choice.id(token, slot);
+      if (id < 0 || id >= static_cast<int64_t>(config_.num_experts)) continue;
+      const size_t e = static_cast<size_t>(id);
+      if (left_out_[e] || (!request.skip.empty() && request.skip[e])) continue;
+      if (!weights_ || weights_->state(e) == Weights::State::kMissing) {
+        throw std::runtime_error("expert " + std::to_string(e) + " is not loaded (token " +
+                                 std::to_string(token) + " wants it)");
+      }
+    }
+  }
+}
+
+void Layer::forward(const Request& request) {
+  check_loaded(request);
+  std::vector<uint8_t> skip = left_out_;
+  for (size_t e = 0; e < request.skip.size(); ++e) skip[e] |= request.skip[e];
+  Request merged = request;
+  merged.skip = skip;
+  if (!weights_) {
+    // Nothing is loaded and nothing is wanted: an all-zero result needs no pipeline.
+    const Rows& out = request.out;
+    const size_t bytes = element_bits(out.type) / 8;
+    for (size_t token = 0; token < request.choice.tokens; ++token) {
+      char* row = static_cast<char*>(out.data) + token * out.stride * bytes;
+      std::fill_n(row, config_.hidden * bytes, char{0});
+    }
+    return;
+  }
+  ktk::forward(*engine_, config_, variant_, *weights_, merged);
+}
+
+}  // namespace ktk

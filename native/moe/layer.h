@@ -1,0 +1,53 @@
+// A layer of experts: configuration, packed weights and the pool that computes it.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "moe/config.h"
+#include "moe/engine.h"
+#include "moe/pipeline.h"
+#include "moe/table.h"
+#include "moe/weights.h"
+
+namespace ktk {
+
+class Layer {
+ public:
+  // `shards` 0: one per NUMA node that has workers. Throws std::invalid_argument for sizes that
+  // make no sense, and what BackendTable::select throws.
+  Layer(std::shared_ptr<const BackendTable> table, const std::string& variant, bool force,
+        const Config& config, std::shared_ptr<Engine> engine, int shards,
+        const std::optional<ktk_format>& wanted);
+
+  // Packs one expert. The first one decides the stored formats; later ones must fit them.
+  void load(size_t expert, const ExpertSource& source);
+  void leave_out(size_t expert);
+  // Throws std::runtime_error when a row would go to an expert that was never loaded.
+  void forward(const Request& request);
+
+  const Config& config() const { return config_; }
+  const BackendTable& table() const { return *table_; }
+  const Variant& variant() const { return variant_; }
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
+  size_t shards() const { return nodes_.size(); }
+  // NULL until an expert has been loaded.
+  const Weights* weights() const { return weights_.get(); }
+
+ private:
+  void check_loaded(const Request& request) const;
+
+  std::shared_ptr<const BackendTable> table_;
+  const Variant& variant_;
+  Config config_;
+  std::shared_ptr<Engine> engine_;
+  std::optional<ktk_format> wanted_;
+  std::vector<int> nodes_;  // of each shard
+  std::unique_ptr<Weights> weights_;
+  std::vector<uint8_t> left_out_;
+  size_t loaded_ = 0;  // experts that are loaded or left out
+};
+
+}  // namespace ktk

@@ -1,0 +1,46 @@
+// Which tokens each expert computes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace ktk {
+
+// The choice of experts for tokens [0, tokens), as the router gives it. Rows may be strided.
+struct Choice {
+  const void* ids = nullptr;  // int32 or int64
+  bool ids_64 = false;
+  size_t ids_stride = 0;  // elements
+  const float* weights = nullptr;
+  size_t weights_stride = 0;
+  size_t tokens = 0, top_k = 0;
+
+  int64_t id(size_t token, size_t slot) const {
+    const size_t at = token * ids_stride + slot;
+    return ids_64 ? static_cast<const int64_t*>(ids)[at] : static_cast<const int32_t*>(ids)[at];
+  }
+};
+
+// Rows sorted by expert. A row is one (token, expert) pair; within an expert, rows are in the order
+// of tokens, and a token that names an expert twice has two rows.
+struct Route {
+  struct Active {
+    uint32_t expert;
+    uint32_t first, count;  // rows [first, first + count)
+  };
+  std::vector<Active> active;    // by expert; only those with rows
+  std::vector<uint32_t> tokens;  // of each row
+  std::vector<float> weights;    // of each row
+
+  // Sorts tokens [begin, end) of `choice`. Ids outside [0, experts) and experts whose `skip` is set
+  // have no rows; `skip` holds one byte per expert.
+  void build(const Choice& choice, size_t begin, size_t end, size_t experts,
+             std::span<const uint8_t> skip);
+
+ private:
+  std::vector<uint32_t> next_;  // per expert: count, then the next free row
+};
+
+}  // namespace ktk

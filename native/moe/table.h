@@ -1,0 +1,55 @@
+// A backend's table, checked and copied into structs of this ABI version.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "ktk/abi.h"
+
+namespace ktk {
+
+// The table was written for another ABI.
+class AbiError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+struct Variant : ktk_variant {
+  std::vector<ktk_ukernel> kernels;  // what `ukernels` points at
+
+  // The micro-kernel for m rows.
+  const ktk_ukernel& kernel_for(size_t m) const;
+};
+
+struct BackendTable {
+  std::string name;
+  uint32_t abi_major = 0, abi_minor = 0;
+  std::vector<ktk_format> formats;
+  std::vector<ktk_accept> accepts;
+  std::vector<std::unique_ptr<Variant>> variants;
+
+  // Throws AbiError for another MAJOR, std::invalid_argument for a table that breaks a rule of
+  // abi.h; the message names backend, variant and field.
+  static std::shared_ptr<BackendTable> copy(const ktk_backend* table);
+
+  // The variant called `name`; or, for an empty name, the first one that allowed_isa() covers.
+  // A named variant must be covered too, or be `forced`. Throws std::invalid_argument when there
+  // is no such variant, std::runtime_error with the missing instruction sets when it cannot run.
+  const Variant& select(const std::string& name, bool forced = false) const;
+
+  // What a matrix of n x k that comes as `given` is stored as: the backend's choice, or `wanted`,
+  // when that is not NULL. Throws std::invalid_argument with what is accepted.
+  const ktk_format& stored(const ktk_format& given, const ktk_format* wanted, size_t n,
+                           size_t k) const;
+};
+
+// "i8 with f32 scales per 1 x 128", for messages.
+std::string describe(const ktk_format& format);
+std::string element_name(ktk_element element);
+// Inverse of element_name; throws std::invalid_argument.
+ktk_element element_from_name(const std::string& name);
+// Bits of one element; 0 for ggml's block types.
+size_t element_bits(ktk_element element);
+
+}  // namespace ktk

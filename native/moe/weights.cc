@@ -1,0 +1,143 @@
+#include "moe/weights.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <numeric>
+
+#include "core/worker_pool.h"
+
+namespace ktk {
+namespace {
+
+constexpr size_t kPage = 4096;
+
+size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+
+// Rows [row, ...) and columns [col, ...) of a source; both are multiples of its group.
+ktk_source view(const ktk_source& source, size_t row, size_t col) {
+  ktk_source part = source;
+  const auto move = [](const void*& data, size_t stride, size_t rows, size_t bits) {
+    if (data) data = static_cast<const char*>(data) + rows * stride + bits / 8;
+  };
+  const ktk_format& f = source.format;
+  move(part.data, source.data_stride, row, col * element_bits(f.element));
+  const size_t group_row = f.group_n ? row / f.group_n : 0;
+  const size_t group_col = f.group_k ? col / f.group_k : 0;
+  move(part.scale, source.scale_stride, group_row, group_col * element_bits(f.scale));
+  move(part.zero, source.zero_stride, group_row, group_col * element_bits(f.zero));
+  return part;
+}
+
+// What the intermediate size may be cut at: whole packed columns of gate and up, whole depth steps
+// and groups of down.
+size_t cut_step(const ktk_tile& tile, const ktk_format& gate, const ktk_format& down) {
+  size_t step = std::lcm<size_t>(tile.n_step, tile.k_step);
+  if (gate.group_n) step = std::lcm<size_t>(step, gate.group_n);
+  if (down.group_k) step = std::lcm<size_t>(step, down.group_k);
+  return step;
+}
+
+}  // namespace
+
+Weights::Weights(const Config& config, const Variant& variant, const ktk_format& gate_format,
+                 const ktk_format& down_format, const std::vector<int>& nodes)
+    : config_(config), variant_(variant), states_(config.num_experts, State::kMissing) {
+  const size_t step = cut_step(variant.tile, gate_format, down_format);
+  const size_t steps = round_up(config.intermediate, step) / step;
+  const size_t parts = nodes.size();
+  if (parts > steps) {
+    throw std::invalid_argument("intermediate_size " + std::to_string(config.intermediate) +
+                                " can be split into at most " + std::to_string(steps) +
+                                " shards of " + std::to_string(step) + ", not " +
+                                std::to_string(parts));
+  }
+  for (size_t s = 0; s < parts; ++s) {
+    Shard shard;
+    shard.begin = steps * s / parts * step;
+    shard.end = std::min(steps * (s + 1) / parts * step, config.intermediate);
+    shard.gate = {shard.width(), config.hidden, gate_format};
+    shard.down = {config.hidden, shard.width(), down_format};
+    shard.gate_bytes = round_up(variant.weight_size(&shard.gate), KTK_ALIGNMENT);
+    shard.down_bytes = round_up(variant.weight_size(&shard.down), KTK_ALIGNMENT);
+    shard.expert_bytes = round_up(2 * shard.gate_bytes + shard.down_bytes, kPage);
+    shard.memory = Memory(config.num_experts * shard.expert_bytes, nodes[s]);
+    shards_.push_back(std::move(shard));
+  }
+}
+
+void Weights::set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n) {
+  if (!bias && all.empty()) return;
+  if (all.empty()) all.resize(config_.num_experts * n);
+  float* at = all.data() + expert * n;
+  if (bias) {
+    std::copy_n(bias, n, at);
+  } else {
+    std::fill_n(at, n, 0.0f);
+  }
+}
+
+void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) {
+  struct Job {
+    const ktk_matrix* matrix;
+    ktk_source source;
+    void* packed;
+    size_t begin, end;
+  };
+  std::vector<Job> jobs;
+  const size_t n_step = variant_.tile.n_step;
+  const auto add = [&](const ktk_matrix& matrix, const ktk_source& part, void* packed) {
+    // A few jobs per worker and matrix: enough to balance, large enough to stream.
+    const size_t pieces = static_cast<size_t>(pool.size()) * 4;
+    const size_t rows = std::max(round_up(matrix.n / pieces + 1, n_step), n_step);
+    for (size_t n = 0; n < matrix.n; n += rows) {
+      jobs.push_back({&matrix, part, packed, n, std::min(n + rows, matrix.n)});
+    }
+  };
+  for (const Shard& shard : shards_) {
+    add(shard.gate, view(source.gate, shard.begin, 0), shard.gate_at(expert));
+    add(shard.gate, view(source.up, shard.begin, 0), shard.up_at(expert));
+    add(shard.down, view(source.down, 0, shard.begin), shard.down_at(expert));
+  }
+  std::atomic<size_t> next{0};
+  pool.run([&](int) {
+    for (size_t i = next.fetch_add(1); i < jobs.size(); i = next.fetch_add(1)) {
+      const Job& job = jobs[i];
+      variant_.pack_weight(job.matrix, &job.source, job.begin, job.end, job.packed);
+    }
+  });
+  set_bias(gate_bias_, source.gate_bias, expert, config_.intermediate);
+  set_bias(up_bias_, source.up_bias, expert, config_.intermediate);
+  set_bias(down_bias_, source.down_bias, expert, config_.hidden);
+  states_[expert] = State::kLoaded;
+}
+
+void Weights::leave_out(size_t expert) {
+  for (Shard& shard : shards_) {
+    shard.memory.discard(expert * shard.expert_bytes, shard.expert_bytes);
+  }
+  states_[expert] = State::kLeftOut;
+}
+
+void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
+  for (const Shard& s : shards_) {
+    const size_t at = s.begin * config_.hidden;
+    variant_.unpack_weight(&s.gate, s.gate_at(expert), 0, s.gate.n, gate + at, config_.hidden);
+    variant_.unpack_weight(&s.gate, s.up_at(expert), 0, s.gate.n, up + at, config_.hidden);
+    variant_.unpack_weight(&s.down, s.down_at(expert), 0, s.down.n, down + s.begin,
+                           config_.intermediate);
+  }
+}
+
+size_t Weights::expert_bytes() const {
+  size_t bytes = 0;
+  for (const Shard& shard : shards_) bytes += 2 * shard.gate_bytes + shard.down_bytes;
+  return bytes;
+}
+
+size_t Weights::bytes() const {
+  const auto loaded = std::count(states_.begin(), states_.end(), State::kLoaded);
+  return static_cast<size_t>(loaded) * expert_bytes();
+}
+
+}  // namespace ktk

@@ -1,0 +1,82 @@
+// The packed experts of one layer, divided into shards.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/memory.h"
+#include "moe/config.h"
+#include "moe/table.h"
+
+namespace ktk {
+
+class WorkerPool;
+
+// The matrices of one expert as they are given. Biases are f32 and may be NULL.
+struct ExpertSource {
+  ktk_source gate, up, down;  // [I, H], [I, H], [H, I]
+  const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
+};
+
+// One part of every expert: rows [begin, end) of gate and up, the same columns of down.
+//
+//   expert 0                      expert 1
+//   | gate | up | down | padding  | gate | up | down | padding ...
+//
+// Each expert starts on a page, so that experts that are left out take no memory.
+struct Shard {
+  size_t begin = 0, end = 0;
+  ktk_matrix gate{}, down{};  // up is like gate
+  size_t gate_bytes = 0, down_bytes = 0, expert_bytes = 0;
+  Memory memory;
+
+  size_t width() const { return end - begin; }
+  char* gate_at(size_t expert) const { return memory.data() + expert * expert_bytes; }
+  char* up_at(size_t expert) const { return gate_at(expert) + gate_bytes; }
+  char* down_at(size_t expert) const { return up_at(expert) + gate_bytes; }
+};
+
+class Weights {
+ public:
+  enum class State : uint8_t { kMissing, kLoaded, kLeftOut };
+
+  // Splits the intermediate size into `shards` parts of whole packing steps; shard s lives on
+  // nodes[s]. Throws std::invalid_argument when there are more shards than steps.
+  Weights(const Config& config, const Variant& variant, const ktk_format& gate_format,
+          const ktk_format& down_format, const std::vector<int>& nodes);
+
+  // Packs one expert with all workers of the pool; the sources may go afterwards. The formats have
+  // been matched with the backend's by the caller.
+  void load(size_t expert, const ExpertSource& source, WorkerPool& pool);
+  // Forgets an expert and gives its memory back; rows routed to it contribute nothing.
+  void leave_out(size_t expert);
+
+  // Writes a matrix of an expert as stored, in f32: [I, H], [I, H] and [H, I], row-major.
+  void unpack(size_t expert, float* gate, float* up, float* down) const;
+
+  const std::vector<Shard>& shards() const { return shards_; }
+  State state(size_t expert) const { return states_[expert]; }
+  // Packed bytes of one expert, padding between experts not counted.
+  size_t expert_bytes() const;
+  // Packed bytes of all loaded experts.
+  size_t bytes() const;
+
+  const float* gate_bias(size_t expert) const { return bias(gate_bias_, expert, config_.intermediate); }
+  const float* up_bias(size_t expert) const { return bias(up_bias_, expert, config_.intermediate); }
+  const float* down_bias(size_t expert) const { return bias(down_bias_, expert, config_.hidden); }
+
+ private:
+  static const float* bias(const std::vector<float>& all, size_t expert, size_t n) {
+    return all.empty() ? nullptr : all.data() + expert * n;
+  }
+  void set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n);
+
+  Config config_;
+  const Variant& variant_;
+  std::vector<Shard> shards_;
+  std::vector<State> states_;
+  std::vector<float> gate_bias_, up_bias_, down_bias_;  // empty until one is given
+};
+
+}  // namespace ktk

@@ -1,0 +1,37 @@
+// 256-bit units: f32 FMA, and the 16-bit multiply-add that int8 kernels without VNNI are made of.
+#include <immintrin.h>
+
+#include "probe/loop.h"
+#include "probe/unit.h"
+
+namespace {
+
+constexpr int kChains = 12;  // of 16 registers
+
+void run_fma(size_t iterations) {
+  __m256 a = _mm256_set1_ps(0.5f), b = _mm256_set1_ps(1.25f);
+  opaque(a);
+  opaque(b);
+  run_chains<kChains, __m256>(iterations, [=](__m256 acc) { return _mm256_fmadd_ps(a, b, acc); });
+}
+
+// The sum of two products goes to 32 bits, so a kernel needs the addition as well.
+void run_madd(size_t iterations) {
+  __m256i a = _mm256_set1_epi16(93);
+  opaque(a);
+  run_chains<kChains, __m256i>(iterations, [=](__m256i acc) {
+    __m256i product = _mm256_madd_epi16(a, a);
+    opaque(product);
+    return _mm256_add_epi32(acc, product);
+  });
+}
+
+constexpr ktk_probe_unit kUnits[] = {
+    {.name = "avx2_fma", .required_isa = KTK_ISA_AVX2, .ops = kChains * 16, .run = run_fma},
+    {.name = "avx2_madd", .required_isa = KTK_ISA_AVX2, .ops = kChains * 32, .run = run_madd},
+};
+
+}  // namespace
+
+extern "C" const ktk_probe_target KTK_PROBE_TARGET;
+const ktk_probe_target KTK_PROBE_TARGET = {2, kUnits};

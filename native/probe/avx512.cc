@@ -1,0 +1,42 @@
+// 512-bit units without extensions: f32 FMA and the 16-bit multiply-add.
+#include <immintrin.h>
+
+#include "probe/loop.h"
+#include "probe/unit.h"
+
+namespace {
+
+constexpr int kChains = 16;
+
+void run_fma(size_t iterations) {
+  __m512 a = _mm512_set1_ps(0.5f), b = _mm512_set1_ps(1.25f);
+  opaque(a);
+  opaque(b);
+  run_chains<kChains, __m512>(iterations, [=](__m512 acc) { return _mm512_fmadd_ps(a, b, acc); });
+}
+
+void run_madd(size_t iterations) {
+  __m512i a = _mm512_set1_epi16(93);
+  opaque(a);
+  run_chains<kChains, __m512i>(iterations, [=](__m512i acc) {
+    __m512i product = _mm512_madd_epi16(a, a);
+    opaque(product);
+    return _mm512_add_epi32(acc, product);
+  });
+}
+
+constexpr ktk_probe_unit kUnits[] = {
+    {.name = "avx512_fma",
+     .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX512,
+     .ops = kChains * 32,
+     .run = run_fma},
+    {.name = "avx512_bw",
+     .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX512,
+     .ops = kChains * 64,
+     .run = run_madd},
+};
+
+}  // namespace
+
+extern "C" const ktk_probe_target KTK_PROBE_TARGET;
+const ktk_probe_target KTK_PROBE_TARGET = {2, kUnits};

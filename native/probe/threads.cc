@@ -1,0 +1,80 @@
+#include "probe/threads.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <barrier>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace ktk::probe {
+namespace {
+
+constexpr int kMaxCpus = 8192;
+
+// cpu_set_t of any size, freed at the end.
+struct CpuSet {
+  size_t size = CPU_ALLOC_SIZE(kMaxCpus);
+  cpu_set_t* set = CPU_ALLOC(kMaxCpus);
+  CpuSet() { CPU_ZERO_S(size, set); }
+  ~CpuSet() { CPU_FREE(set); }
+  CpuSet(const CpuSet&) = delete;
+  CpuSet& operator=(const CpuSet&) = delete;
+};
+
+std::vector<int> allowed_cpus() {
+  CpuSet mask;
+  std::vector<int> cpus;
+  if (sched_getaffinity(0, mask.size, mask.set) != 0) return cpus;
+  for (int cpu = 0; cpu < kMaxCpus; cpu++) {
+    if (CPU_ISSET_S(cpu, mask.size, mask.set)) cpus.push_back(cpu);
+  }
+  return cpus;
+}
+
+void pin(int cpu) {
+  CpuSet mask;
+  CPU_SET_S(cpu, mask.size, mask.set);
+  // Refused only where the mask changed in between; then the thread runs unpinned.
+  pthread_setaffinity_np(pthread_self(), mask.size, mask.set);
+}
+
+}  // namespace
+
+std::vector<int> choose_cpus(int threads, std::vector<int> cpus) {
+  if (threads < 1) {
+    throw std::invalid_argument("threads must be at least 1, got " + std::to_string(threads));
+  }
+  const std::vector<int> allowed = allowed_cpus();
+  if (cpus.empty()) cpus = allowed;
+  if (static_cast<size_t>(threads) > cpus.size()) {
+    throw std::invalid_argument(std::to_string(threads) + " threads need as many CPUs, but only " +
+                                std::to_string(cpus.size()) + " may be used");
+  }
+  cpus.resize(static_cast<size_t>(threads));
+  for (int cpu : cpus) {
+    if (std::find(allowed.begin(), allowed.end(), cpu) == allowed.end()) {
+      throw std::invalid_argument("CPU " + std::to_string(cpu) +
+                                  " is not in the affinity mask of this process");
+    }
+  }
+  return cpus;
+}
+
+void on_cpus(const std::vector<int>& cpus, const std::function<void(int)>& body) {
+  std::barrier start(static_cast<std::ptrdiff_t>(cpus.size()));
+  std::vector<std::thread> threads;
+  threads.reserve(cpus.size());
+  for (size_t i = 0; i < cpus.size(); i++) {
+    threads.emplace_back([&, i] {
+      pin(cpus[i]);
+      start.arrive_and_wait();
+      body(static_cast<int>(i));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace ktk::probe

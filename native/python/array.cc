@@ -1,0 +1,103 @@
+#include "python/array.h"
+
+#include <cstring>
+#include <new>
+
+#include "moe/table.h"
+
+namespace ktk {
+namespace {
+
+using Code = nb::dlpack::dtype_code;
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (const int64_t n : shape) {
+    text += (text.size() > 1 ? ", " : "") + (n < 0 ? std::string("any") : std::to_string(n));
+  }
+  return text + "]";
+}
+
+template <typename Array>
+std::vector<int64_t> shape_of(const Array& array) {
+  std::vector<int64_t> shape;
+  for (size_t i = 0; i < array.ndim(); ++i) shape.push_back(static_cast<int64_t>(array.shape(i)));
+  return shape;
+}
+
+std::string dtype_name(const nb::dlpack::dtype& dtype) {
+  const auto code = static_cast<Code>(dtype.code);
+  const std::string bits = std::to_string(dtype.bits);
+  if (code == Code::Int) return "int" + bits;
+  if (code == Code::UInt) return "uint" + bits;
+  if (code == Code::Float) return "float" + bits;
+  if (code == Code::Bfloat) return "bfloat" + bits;
+  if (code == Code::Bool) return "bool";
+  return "dtype code " + std::to_string(dtype.code) + " of " + bits + " bits";
+}
+
+template <typename T>
+nb::ndarray<nb::numpy, T, nb::ndim<2>> allocate(size_t rows, size_t columns) {
+  const std::align_val_t align{KTK_ALIGNMENT};
+  T* data = static_cast<T*>(::operator new(std::max<size_t>(rows * columns * sizeof(T), 1), align));
+  std::memset(data, 0, rows * columns * sizeof(T));
+  nb::capsule owner(data, [](void* p) noexcept {
+    ::operator delete(p, std::align_val_t{KTK_ALIGNMENT});
+  });
+  return {data, {rows, columns}, owner};
+}
+
+}  // namespace
+
+template <typename Array>
+std::string describe_array(const Array& array) {
+  return shape_text(shape_of(array)) + " " + dtype_name(array.dtype());
+}
+
+ktk_element element_of(const char* name, const nb::dlpack::dtype& dtype) {
+  const auto code = static_cast<Code>(dtype.code);
+  if (code == Code::Float && dtype.bits == 32) return KTK_F32;
+  if (code == Code::Float && dtype.bits == 16) return KTK_F16;
+  if (code == Code::Bfloat && dtype.bits == 16) return KTK_BF16;
+  if (code == Code::Int && dtype.bits == 8) return KTK_I8;
+  if (code == Code::UInt && dtype.bits == 8) return KTK_U8;
+  const std::string text = std::string(name) + " has dtype " + dtype_name(dtype) +
+                           "; expected float32, float16, bfloat16, int8 or uint8";
+  throw nb::type_error(text.c_str());
+}
+
+template <typename Array>
+void check_array(const char* name, const Array& array, const std::vector<int64_t>& shape) {
+  if (array.device_type() != nb::device::cpu::value) {
+    throw nb::type_error((std::string(name) + " must be in CPU memory").c_str());
+  }
+  const std::vector<int64_t> got = shape_of(array);
+  bool fits = got.size() == shape.size();
+  for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || shape[i] == got[i];
+  if (!fits) {
+    throw nb::value_error((std::string(name) + " must have shape " + shape_text(shape) + ", got " +
+                           describe_array(array)).c_str());
+  }
+  const size_t last = shape.size() - 1;
+  if (got[last] > 1 && array.stride(last) != 1) {
+    throw nb::value_error((std::string(name) + " must be contiguous in its last dimension").c_str());
+  }
+  for (size_t i = 0; i < last; ++i) {
+    if (got[i] > 1 && array.stride(i) < 0) {
+      throw nb::value_error((std::string(name) + " must not have negative strides").c_str());
+    }
+  }
+}
+
+template std::string describe_array(const AnyArray&);
+template std::string describe_array(const AnyOutput&);
+template void check_array(const char*, const AnyArray&, const std::vector<int64_t>&);
+template void check_array(const char*, const AnyOutput&, const std::vector<int64_t>&);
+
+F32Matrix new_matrix(size_t rows, size_t columns) { return allocate<float>(rows, columns); }
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> new_bytes(size_t rows, size_t columns) {
+  return allocate<uint8_t>(rows, columns);
+}
+
+}  // namespace ktk

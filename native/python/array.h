@@ -1,0 +1,43 @@
+// Arrays as they come from Python: numpy, torch or anything else that speaks DLPack.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <string>
+#include <vector>
+
+#include "ktk/abi.h"
+
+namespace ktk {
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+using AnyArray = nb::ndarray<nb::ro>;
+using AnyOutput = nb::ndarray<>;
+using F32Matrix = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
+
+// "[4, 8] bf16", for messages.
+template <typename Array>
+std::string describe_array(const Array& array);
+
+// The element type; throws TypeError for `name` when ktk has none for its dtype.
+ktk_element element_of(const char* name, const nb::dlpack::dtype& dtype);
+
+// Throws unless the array is in CPU memory, has the shape (-1: any) and its last dimension is
+// contiguous. TypeError for the wrong device, ValueError for the rest.
+template <typename Array>
+void check_array(const char* name, const Array& array, const std::vector<int64_t>& shape);
+
+// Elements between rows of a 2-D array.
+template <typename Array>
+size_t row_stride(const Array& array) {
+  return array.shape(0) > 1 ? static_cast<size_t>(array.stride(0)) : array.shape(1);
+}
+
+// A new numpy array that owns its memory.
+F32Matrix new_matrix(size_t rows, size_t columns);
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> new_bytes(size_t rows, size_t columns);
+
+}  // namespace ktk

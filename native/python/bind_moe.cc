@@ -1,0 +1,207 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+#include <optional>
+
+#include "moe/layer.h"
+#include "moe/ticket.h"
+#include "python/bind.h"
+#include "python/source.h"
+
+namespace ktk {
+
+namespace {
+
+using OptArray = std::optional<AnyArray>;
+
+std::shared_ptr<Layer> make_layer(nb::handle backend, std::shared_ptr<Engine> pool,
+                                  size_t num_experts, size_t top_k, size_t hidden,
+                                  size_t intermediate, int activation, float alpha,
+                                  std::optional<float> limit, bool clamp_gate_below,
+                                  const std::string& variant, bool force, int shards,
+                                  const std::optional<ktk_format>& stored) {
+  Config config;
+  config.num_experts = num_experts;
+  config.top_k = top_k;
+  config.hidden = hidden;
+  config.intermediate = intermediate;
+  if (limit && !(*limit > 0)) throw nb::value_error("activation_limit must be positive");
+  config.glu = {static_cast<ktk_activation>(activation), alpha, limit.value_or(HUGE_VALF),
+                clamp_gate_below && limit.has_value()};
+  return std::make_shared<Layer>(nb::cast<std::shared_ptr<BackendTable>>(backend), variant, force,
+                                 config, std::move(pool), shards, stored);
+}
+
+size_t check_expert(const Layer& layer, int64_t expert) {
+  if (expert < 0 || expert >= static_cast<int64_t>(layer.config().num_experts)) {
+    throw nb::index_error(("expert " + std::to_string(expert) + " is not one of " +
+                           std::to_string(layer.config().num_experts)).c_str());
+  }
+  return static_cast<size_t>(expert);
+}
+
+const float* bias_from(const char* name, const OptArray& bias, size_t n, std::vector<float>& copy) {
+  if (!bias) return nullptr;
+  check_array(name, *bias, {static_cast<int64_t>(n)});
+  const ktk_element type = element_of(name, bias->dtype());
+  if (type != KTK_F32 && type != KTK_F16 && type != KTK_BF16) {
+    throw nb::type_error((std::string(name) + " must be float32, float16 or bfloat16").c_str());
+  }
+  copy.resize(n);
+  ops().to_f32(bias->data(), type, n, copy.data());
+  return copy.data();
+}
+
+void load_expert(Layer& layer, int64_t expert, const AnyArray& gate, const AnyArray& up,
+                 const AnyArray& down, const OptArray& gate_scale, const OptArray& up_scale,
+                 const OptArray& down_scale, const OptArray& gate_zero, const OptArray& up_zero,
+                 const OptArray& down_zero, const OptArray& gate_bias, const OptArray& up_bias,
+                 const OptArray& down_bias, const std::optional<ktk_format>& given) {
+  const auto h = static_cast<int64_t>(layer.config().hidden);
+  const auto i = static_cast<int64_t>(layer.config().intermediate);
+  ExpertSource source{};
+  source.gate = source_from("gate", gate, gate_scale, gate_zero, given, i, h);
+  source.up = source_from("up", up, up_scale, up_zero, given, i, h);
+  source.down = source_from("down", down, down_scale, down_zero, given, h, i);
+  std::vector<float> biases[3];
+  source.gate_bias = bias_from("gate_bias", gate_bias, layer.config().intermediate, biases[0]);
+  source.up_bias = bias_from("up_bias", up_bias, layer.config().intermediate, biases[1]);
+  source.down_bias = bias_from("down_bias", down_bias, layer.config().hidden, biases[2]);
+  const size_t at = check_expert(layer, expert);
+  const nb::gil_scoped_release release;
+  layer.load(at, source);
+}
+
+// A call's arrays, checked; the request points into them and into `weights`.
+struct Call {
+  Request request;
+  std::vector<float> weights;  // when they did not come as f32
+};
+
+void check_call(const Layer& layer, const AnyArray& hidden, const AnyArray& ids,
+                const AnyArray& weights, const OptArray& mask, const AnyOutput& out, Call& call) {
+  const Config& config = layer.config();
+  const auto h = static_cast<int64_t>(config.hidden), k = static_cast<int64_t>(config.top_k);
+  check_array("hidden", hidden, {-1, h});
+  const auto tokens = static_cast<int64_t>(hidden.shape(0));
+  check_array("topk_ids", ids, {tokens, k});
+  check_array("topk_weights", weights, {tokens, k});
+  check_array("out", out, {tokens, h});
+  Request& r = call.request;
+  const auto float_type = [](const char* name, const nb::dlpack::dtype& dtype) {
+    const ktk_element type = element_of(name, dtype);
+    if (type == KTK_F32 || type == KTK_F16 || type == KTK_BF16) return type;
+    throw nb::type_error((std::string(name) + " must be float32, float16 or bfloat16").c_str());
+  };
+  r.hidden = {const_cast<void*>(hidden.data()), float_type("hidden", hidden.dtype()),
+              row_stride(hidden)};
+  r.out = {out.data(), float_type("out", out.dtype()), row_stride(out)};
+  if (tokens > 1 && r.out.stride < config.hidden) {
+    throw nb::value_error("out must not overlap itself");
+  }
+  const auto code = static_cast<nb::dlpack::dtype_code>(ids.dtype().code);
+  if (code != nb::dlpack::dtype_code::Int || (ids.dtype().bits != 32 && ids.dtype().bits != 64)) {
+    throw nb::type_error(("topk_ids must be int32 or int64, got " + describe_array(ids)).c_str());
+  }
+  Choice& c = r.choice;
+  c.ids = ids.data();
+  c.ids_64 = ids.dtype().bits == 64;
+  c.ids_stride = row_stride(ids);
+  c.tokens = static_cast<size_t>(tokens);
+  c.top_k = config.top_k;
+  const ktk_element type = float_type("topk_weights", weights.dtype());
+  if (type == KTK_F32) {
+    c.weights = static_cast<const float*>(weights.data());
+    c.weights_stride = row_stride(weights);
+  } else {
+    call.weights.resize(c.tokens * c.top_k);
+    const char* row = static_cast<const char*>(weights.data());
+    for (size_t t = 0; t < c.tokens; ++t, row += row_stride(weights) * weights.itemsize()) {
+      ops().to_f32(row, type, c.top_k, &call.weights[t * c.top_k]);
+    }
+    c.weights = call.weights.data();
+    c.weights_stride = c.top_k;
+  }
+  if (mask) {
+    check_array("mask", *mask, {static_cast<int64_t>(config.num_experts)});
+    if (mask->itemsize() != 1) {
+      throw nb::type_error(("mask must be bool, got " + describe_array(*mask)).c_str());
+    }
+    r.skip = {static_cast<const uint8_t*>(mask->data()), config.num_experts};
+  }
+}
+
+void forward(Layer& layer, const AnyArray& hidden, const AnyArray& ids, const AnyArray& weights,
+             const OptArray& mask, const AnyOutput& out) {
+  Call call;
+  check_call(layer, hidden, ids, weights, mask, out, call);
+  const nb::gil_scoped_release release;
+  layer.forward(call.request);
+}
+
+std::unique_ptr<Ticket> submit(std::shared_ptr<Layer> layer, const AnyArray& hidden,
+                               const AnyArray& ids, const AnyArray& weights, const OptArray& mask,
+                               const AnyOutput& out) {
+  Call call;
+  check_call(*layer, hidden, ids, weights, mask, out, call);
+  const nb::gil_scoped_release release;
+  return std::make_unique<Ticket>(std::move(layer), call.request);
+}
+
+nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
+  const size_t at = check_expert(layer, expert);
+  if (!layer.weights() || layer.weights()->state(at) != Weights::State::kLoaded) {
+    throw nb::value_error(("expert " + std::to_string(at) + " is not loaded").c_str());
+  }
+  const size_t h = layer.config().hidden, i = layer.config().intermediate;
+  F32Matrix gate = new_matrix(i, h), up = new_matrix(i, h), down = new_matrix(h, i);
+  layer.weights()->unpack(at, gate.data(), up.data(), down.data());
+  return nb::make_tuple(gate, up, down);
+}
+
+}  // namespace
+
+void bind_moe(nb::module_& m) {
+  nb::class_<Ticket>(m, "Ticket", "A call that was submitted.")
+      .def("wait", &Ticket::wait, nb::call_guard<nb::gil_scoped_release>(),
+           "Waits for the end of the call; raises what went wrong in it.")
+      .def_prop_ro("done", &Ticket::done, "Whether wait() would return at once.");
+
+  nb::class_<Layer>(m, "MoE", "The experts of one layer; ktk.MoE is its public face.")
+      .def(nb::new_(&make_layer), "backend"_a, "pool"_a, "num_experts"_a, "num_experts_per_tok"_a,
+           "hidden_size"_a, "intermediate_size"_a, "activation"_a, "alpha"_a, "limit"_a.none(),
+           "clamp_gate_below"_a, "variant"_a, "force"_a, "shards"_a, "stored"_a.none())
+      .def("load_expert", &load_expert, "expert"_a, "gate"_a, "up"_a, "down"_a,
+           "gate_scale"_a = nb::none(), "up_scale"_a = nb::none(), "down_scale"_a = nb::none(),
+           "gate_zero"_a = nb::none(), "up_zero"_a = nb::none(), "down_zero"_a = nb::none(),
+           "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
+           "given"_a = nb::none())
+      .def("leave_out", [](Layer& layer, int64_t expert) {
+            layer.leave_out(check_expert(layer, expert));
+          }, "expert"_a)
+      .def("forward", &forward, "hidden"_a, "topk_ids"_a, "topk_weights"_a, "mask"_a.none(), "out"_a)
+      .def("submit", &submit, "hidden"_a, "topk_ids"_a, "topk_weights"_a, "mask"_a.none(), "out"_a,
+           nb::keep_alive<0, 6>())
+      .def("unpack_expert", &unpack_expert, "expert"_a)
+      .def_prop_ro("variant", [](const Layer& l) { return l.variant().name; })
+      .def_prop_ro("pool", [](const Layer& l) { return l.engine(); })
+      .def_prop_ro("shards", [](const Layer& l) { return l.shards(); })
+      .def_prop_ro("expert_nbytes", [](const Layer& l) {
+            return l.weights() ? l.weights()->expert_bytes() : 0;
+          })
+      .def_prop_ro("nbytes", [](const Layer& l) { return l.weights() ? l.weights()->bytes() : 0; })
+      .def_prop_ro("format", [](const Layer& l) -> std::optional<ktk_format> {
+            if (!l.weights()) return std::nullopt;
+            return l.weights()->shards()[0].gate.format;
+          })
+      .def_prop_ro("down_format", [](const Layer& l) -> std::optional<ktk_format> {
+            if (!l.weights()) return std::nullopt;
+            return l.weights()->shards()[0].down.format;
+          });
+}
+
+}  // namespace ktk

@@ -1,0 +1,229 @@
+// One packed matrix: the conformance kit, benchmarks and debuggers look at codecs and micro-kernels
+// through it, without the pipeline.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <memory>
+#include <optional>
+
+#include "core/memory.h"
+#include "moe/table.h"
+#include "python/bind.h"
+#include "python/source.h"
+
+namespace ktk {
+
+namespace {
+
+size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+
+using F32Input = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ByteInput = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using ByteOutput = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using F32Output = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+
+class PackedMatrix {
+ public:
+  PackedMatrix(std::shared_ptr<BackendTable> table, const std::string& variant, const AnyArray& data,
+               const std::optional<AnyArray>& scale, const std::optional<AnyArray>& zero,
+               const std::optional<ktk_format>& given, const std::optional<ktk_format>& stored,
+               bool force)
+      : table_(std::move(table)), variant_(table_->select(variant, force)) {
+    const ktk_source source = source_from("weight", data, scale, zero, given, -1, -1);
+    matrix_.n = data.shape(0);
+    matrix_.k = data.shape(1) * 8 * data.itemsize() / element_bits(source.format.element);
+    if (matrix_.n == 0 || matrix_.k == 0) throw nb::value_error("weight is empty");
+    matrix_.format = table_->stored(source.format, stored ? &*stored : nullptr, matrix_.n, matrix_.k);
+    bytes_ = variant_.weight_size(&matrix_);
+    packed_ = Memory(bytes_);
+    variant_.pack_weight(&matrix_, &source, 0, matrix_.n, packed_.data());
+  }
+
+  size_t n() const { return matrix_.n; }
+  size_t k() const { return matrix_.k; }
+  size_t nbytes() const { return bytes_; }
+  const ktk_format& format() const { return matrix_.format; }
+  const char* variant() const { return variant_.name; }
+
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(nb::handle self) {
+    return {reinterpret_cast<uint8_t*>(packed_.data()), {bytes_}, self};
+  }
+
+  void repack(const AnyArray& data, const std::optional<AnyArray>& scale,
+              const std::optional<AnyArray>& zero, const std::optional<ktk_format>& given,
+              size_t n_begin, size_t n_end) {
+    check_columns(n_begin, n_end);
+    const ktk_source source = source_from("weight", data, scale, zero, given,
+                                          static_cast<int64_t>(n()), static_cast<int64_t>(k()));
+    table_->stored(source.format, &matrix_.format, n(), k());
+    variant_.pack_weight(&matrix_, &source, n_begin, n_end, packed_.data());
+  }
+
+  F32Matrix unpack(size_t n_begin, std::optional<size_t> n_end) const {
+    const size_t end = n_end.value_or(n());
+    if (n_begin > end || end > n()) throw nb::value_error("rows are outside the matrix");
+    F32Matrix out = new_matrix(end - n_begin, k());
+    variant_.unpack_weight(&matrix_, packed_.data(), n_begin, end, out.data(), k());
+    return out;
+  }
+
+  size_t act_size() const { return variant_.act_size(&matrix_); }
+  size_t padded(size_t m) const { return round_up(m, variant_.tile.m_step); }
+
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> pack_act(const F32Input& x) const {
+    check_depth(x.shape(1));
+    auto act = new_bytes(padded(x.shape(0)), act_size());
+    variant_.pack_act(&matrix_, x.shape(0), 0, k(), x.data(), k(), act.data(), act_size());
+    return act;
+  }
+
+  void pack_act_range(const F32Input& x, size_t k_begin, size_t k_end, ByteOutput act) const {
+    check_depth(x.shape(1));
+    const size_t step = variant_.tile.k_step;
+    if (k_begin >= k_end || k_end > k() || k_begin % step || (k_end % step && k_end != k())) {
+      throw nb::value_error("depth range is not made of whole steps");
+    }
+    check_act(act.shape(0), act.shape(1), x.shape(0));
+    variant_.pack_act(&matrix_, x.shape(0), k_begin, k_end, x.data() + k_begin, k(), act.data(),
+                      act_size());
+  }
+
+  F32Matrix unpack_act(const ByteInput& act, size_t m) const {
+    check_act(act.shape(0), act.shape(1), m);
+    F32Matrix out = new_matrix(m, k());
+    variant_.unpack_act(&matrix_, m, act.data(), act_size(), out.data(), k());
+    return out;
+  }
+
+  F32Matrix act_round_trip(const F32Input& x) const {
+    const auto act = pack_act(x);
+    F32Matrix out = new_matrix(x.shape(0), k());
+    variant_.unpack_act(&matrix_, x.shape(0), act.data(), act_size(), out.data(), k());
+    return out;
+  }
+
+  F32Matrix matmul(const F32Input& x, size_t n_begin, std::optional<size_t> n_end,
+                   std::optional<size_t> ukernel) const {
+    const size_t m = x.shape(0), end = n_end.value_or(n());
+    check_columns(n_begin, end);
+    const auto act = pack_act(x);
+    const size_t stride = round_up(round_up(end - n_begin, variant_.tile.n_step), 16);
+    F32Matrix panel = new_matrix(padded(m), stride);
+    run(act.data(), m, n_begin, end, panel.data(), stride, ukernel);
+    F32Matrix out = new_matrix(m, end - n_begin);
+    for (size_t row = 0; row < m; ++row) {
+      std::copy_n(panel.data() + row * stride, end - n_begin, out.data() + row * (end - n_begin));
+    }
+    return out;
+  }
+
+  void run_raw(const ByteInput& act, size_t m, size_t n_begin, size_t n_end, F32Output dst,
+               std::optional<size_t> ukernel) const {
+    check_columns(n_begin, n_end);
+    check_act(act.shape(0), act.shape(1), m);
+    const size_t columns = round_up(n_end - n_begin, variant_.tile.n_step);
+    if (dst.shape(0) < padded(m) || dst.shape(1) < columns || dst.stride(1) != 1 ||
+        dst.stride(0) % 16) {
+      throw nb::value_error("dst is too small, or its rows are not a multiple of 16 floats apart");
+    }
+    run(act.data(), m, n_begin, n_end, dst.data(), static_cast<size_t>(dst.stride(0)), ukernel);
+  }
+
+ private:
+  void check_columns(size_t n_begin, size_t n_end) const {
+    const size_t step = variant_.tile.n_step;
+    if (n_begin >= n_end || n_end > n() || n_begin % step || (n_end % step && n_end != n())) {
+      throw nb::value_error("column range is not made of whole steps");
+    }
+  }
+  void check_depth(size_t depth) const {
+    if (depth != k()) {
+      throw nb::value_error(("act has depth " + std::to_string(depth) + ", the weight " +
+                             std::to_string(k())).c_str());
+    }
+  }
+  void check_act(size_t rows, size_t bytes, size_t m) const {
+    if (rows < padded(m) || bytes != act_size()) {
+      throw nb::value_error(("packed act must be [" + std::to_string(padded(m)) + ", " +
+                             std::to_string(act_size()) + "] bytes").c_str());
+    }
+  }
+
+  void run(const uint8_t* act, size_t m, size_t n_begin, size_t n_end, float* dst, size_t stride,
+           std::optional<size_t> ukernel) const {
+    if (m == 0) return;
+    if (ukernel && *ukernel >= variant_.kernels.size()) throw nb::value_error("no such micro-kernel");
+    const ktk_ukernel& kernel = ukernel ? variant_.kernels[*ukernel] : variant_.kernel_for(m);
+    const Memory scratch(kernel.scratch_size ? kernel.scratch_size(&matrix_, m) : 0);
+    ktk_matmul mm{};
+    mm.struct_size = sizeof mm;
+    mm.matrix = &matrix_;
+    mm.weight = packed_.data();
+    mm.n_begin = n_begin;
+    mm.n_end = n_end;
+    mm.m = m;
+    mm.act = act;
+    mm.act_stride = act_size();
+    mm.dst = dst;
+    mm.dst_stride = stride;
+    mm.scratch = scratch.data();
+    const nb::gil_scoped_release release;
+    if (variant_.enter) variant_.enter();
+    kernel.run(&mm);
+    if (variant_.leave) variant_.leave();
+  }
+
+  std::shared_ptr<BackendTable> table_;
+  const Variant& variant_;
+  ktk_matrix matrix_{};
+  size_t bytes_ = 0;
+  Memory packed_;
+};
+
+std::unique_ptr<PackedMatrix> make_packed(nb::handle backend, const std::string& variant,
+                                          const AnyArray& data, const std::optional<AnyArray>& scale,
+                                          const std::optional<AnyArray>& zero,
+                                          const std::optional<ktk_format>& given,
+                                          const std::optional<ktk_format>& stored, bool force) {
+  return std::make_unique<PackedMatrix>(nb::cast<std::shared_ptr<BackendTable>>(backend), variant,
+                                        data, scale, zero, given, stored, force);
+}
+
+}  // namespace
+
+void bind_packed(nb::module_& m) {
+  using nb::literals::operator""_a;
+  nb::class_<PackedMatrix>(m, "PackedMatrix",
+                           "A weight [n, k] packed by one variant of a backend, for tests and tools.")
+      .def(nb::new_(&make_packed), "backend"_a, "variant"_a, "data"_a, "scale"_a = nb::none(),
+           "zero"_a = nb::none(), nb::kw_only(), "given"_a = nb::none(), "stored"_a = nb::none(),
+           "force"_a = false)
+      .def_prop_ro("n", &PackedMatrix::n)
+      .def_prop_ro("k", &PackedMatrix::k)
+      .def_prop_ro("nbytes", &PackedMatrix::nbytes)
+      .def_prop_ro("format", &PackedMatrix::format)
+      .def_prop_ro("variant", &PackedMatrix::variant)
+      .def_prop_ro("act_size", &PackedMatrix::act_size, "Bytes of one packed row of activations.")
+      .def_prop_ro("buffer", [](nb::handle self) {
+            return nb::cast<PackedMatrix&>(self).buffer(self);
+          }, "The packed bytes, writable.")
+      .def("repack", &PackedMatrix::repack, "data"_a, "scale"_a = nb::none(), "zero"_a = nb::none(),
+           nb::kw_only(), "given"_a = nb::none(), "n_begin"_a, "n_end"_a,
+           "Packs rows [n_begin, n_end) of another weight of the same shape.")
+      .def("unpack", &PackedMatrix::unpack, "n_begin"_a = 0, "n_end"_a = nb::none(),
+           "Rows [n_begin, n_end) as stored, f32.")
+      .def("padded", &PackedMatrix::padded, "m"_a, "m rounded up to the variant's m_step.")
+      .def("pack_act", &PackedMatrix::pack_act, "x"_a, "Encoded rows, uint8 [padded m, act_size].")
+      .def("pack_act_range", &PackedMatrix::pack_act_range, "x"_a, "k_begin"_a, "k_end"_a, "act"_a,
+           "Encodes columns [k_begin, k_end) of x into `act`.")
+      .def("unpack_act", &PackedMatrix::unpack_act, "act"_a, "m"_a)
+      .def("act_round_trip", &PackedMatrix::act_round_trip, "x"_a)
+      .def("matmul", &PackedMatrix::matmul, "x"_a, "n_begin"_a = 0, "n_end"_a = nb::none(),
+           "ukernel"_a = nb::none(), "Encodes x and multiplies: f32 [m, n_end - n_begin].")
+      .def("run_raw", &PackedMatrix::run_raw, "act"_a, "m"_a, "n_begin"_a, "n_end"_a, "dst"_a,
+           "ukernel"_a = nb::none(), "Multiplies encoded rows into the caller's memory.");
+}
+
+}  // namespace ktk

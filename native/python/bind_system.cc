@@ -1,0 +1,87 @@
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "core/cpu.h"
+#include "core/topology.h"
+#include "moe/engine.h"
+#include "python/bind.h"
+
+namespace ktk {
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace {
+
+nb::dict describe_topology(const Topology& topology) {
+  nb::list nodes;
+  for (const Node& node : topology.nodes) {
+    nb::dict entry;
+    entry["id"] = node.id;
+    entry["cores"] = node.cores;
+    entry["cpus"] = node.cpus;
+    entry["has_memory"] = node.has_memory;
+    nodes.append(entry);
+  }
+  nb::dict result;
+  result["nodes"] = nodes;
+  result["quota"] = topology.quota;
+  result["default_threads"] = topology.default_threads();
+  return result;
+}
+
+std::shared_ptr<Engine> make_pool(int threads, const std::optional<std::vector<int>>& cpus,
+                                  bool pin) {
+  WorkerPool::Options options;
+  options.threads = threads;
+  if (cpus) options.cpus = *cpus;
+  options.pin = pin;
+  return Engine::make(options);
+}
+
+template <typename F>
+std::vector<int> per_worker(const Engine& engine, F value) {
+  std::vector<int> all;
+  for (int w = 0; w < engine.pool.size(); ++w) all.push_back(value(engine.pool, w));
+  return all;
+}
+
+}  // namespace
+
+void bind_system(nb::module_& m) {
+  m.def("detected_isa", [] { return isa_names(detected_isa()); },
+        "Names of the instruction sets that this CPU and operating system offer.");
+  m.def("allowed_isa", [] { return isa_names(allowed_isa()); },
+        "Names of the instruction sets that variants may use: detected_isa() under KTK_ISA.");
+  m.def("cpu_model", &cpu_model_name, "What the CPU calls itself.");
+  m.def("topology", [] { return describe_topology(topology()); },
+        "NUMA nodes and CPUs of this process: nodes, quota, default_threads.");
+  m.def("read_topology",
+        [](const std::string& root, const std::vector<int>& allowed) {
+          return describe_topology(read_topology(root, allowed));
+        },
+        "root"_a, "allowed"_a, "The same, from a copy of /sys below `root`.");
+
+  nb::class_<Engine>(m, "WorkerPool",
+                     "Threads that compute layers, one call at a time.\n\n"
+                     "Parameters\n----------\n"
+                     "threads : int\n    Number of workers; 0 takes one per physical core inside the\n"
+                     "    affinity mask and the cgroup's quota.\n"
+                     "cpus : list of int, optional\n    CPU of each worker; their number is `threads`.\n"
+                     "pin : bool\n    Whether workers stay on their CPU.")
+      .def(nb::new_(&make_pool), "threads"_a = 0, "cpus"_a = nb::none(), "pin"_a = true)
+      .def_prop_ro("size", [](const Engine& e) { return e.pool.size(); }, "Number of workers.")
+      .def_prop_ro("cpus", [](const Engine& e) {
+            return per_worker(e, [](const WorkerPool& pool, int w) { return pool.cpu_of(w); });
+          }, "CPU of each worker, -1 where it is not pinned.")
+      .def_prop_ro("nodes", [](const Engine& e) {
+            return per_worker(e, [](const WorkerPool& pool, int w) { return pool.node_of(w); });
+          }, "Position in topology()['nodes'] of each worker.");
+}
+
+}  // namespace ktk

@@ -1,0 +1,354 @@
+"""Checkpoints are read as published, and every kind of damage is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ktk.checkpoint import describe, load_moe
+from ktk.checkpoint.config import read_config
+from ktk.checkpoint.experts import Checkpoint, spans
+from ktk.checkpoint.families import FAMILIES
+from ktk.errors import CheckpointError
+
+E, K, H, I = 3, 2, 20, 12  # noqa: E741 - the names the table uses
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": E,
+    "num_experts_per_tok": K,
+    "hidden_size": H,
+    "intermediate_size": 99,
+    "moe_intermediate_size": I,
+    "hidden_act": "silu",
+}
+SIZES = {"E": E, "H": H, "I": I, "2I": 2 * I, "I2": 2 * I}
+Tensors = dict[str, torch.Tensor]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def experts(*, bias: bool = False) -> dict[str, torch.Tensor]:
+    """All experts' weights, stacked, as the mathematics has them."""
+    parts = {
+        "gate": random(E, I, H, seed=1),
+        "up": random(E, I, H, seed=2),
+        "down": random(E, H, I, seed=3),
+    }
+    if bias:
+        parts["gate_bias"] = random(E, I, seed=4)
+        parts["up_bias"] = random(E, I, seed=5)
+        parts["down_bias"] = random(E, H, seed=6)
+    return parts
+
+
+def qwen3(prefix: str = "model.layers.0.") -> Tensors:
+    return {
+        f"{prefix}mlp.experts.{e}.{part}_proj.weight": stacked[e].clone()
+        for part, stacked in experts().items()
+        for e in range(E)
+    }
+
+
+def write(
+    folder: Path, tensors: Tensors, config: dict[str, Any] | None = None, shards: int = 1
+) -> Path:
+    """Write a checkpoint as a hub would hold it: one file without an index, or several with one."""
+    (folder / "config.json").write_text(json.dumps(CONFIG if config is None else config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    names = list(tensors)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        mine = names[shard::shards]
+        save_file({name: tensors[name] for name in mine}, folder / file)
+        weight_map.update(dict.fromkeys(mine, file))
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def assert_reads(folder: Path, expected: dict[str, torch.Tensor], layer: int = 0) -> str:
+    """Every expert must come out as it went in; returns the family that was recognised."""
+    with Checkpoint(folder) as checkpoint:
+        found = checkpoint.layer(layer)
+        for e in range(E):
+            got = checkpoint.expert(found, e)
+            assert got.keys() == expected.keys()
+            for part, stacked in expected.items():
+                assert got[part].is_contiguous(), part
+                assert torch.equal(got[part], stacked[e]), f"{part} of expert {e}"
+        return found.family.name
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+def test_experts_are_found_in_any_number_of_files(tmp_path: Path, shards: int) -> None:
+    assert assert_reads(write(tmp_path, qwen3(), shards=shards), experts()) == "per-expert"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "model.layers.7.",
+        "model.language_model.layers.7.",
+        "language_model.model.layers.7.",
+        "layers.7.",
+    ],
+)
+def test_the_layer_is_found_under_each_prefix(tmp_path: Path, prefix: str) -> None:
+    write(tmp_path, qwen3(prefix))
+    assert_reads(tmp_path, experts(), layer=7)
+    assert describe(tmp_path).layers == (7,)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_row_of_the_table_reads_what_it_declares(tmp_path: Path, family: Any) -> None:
+    """Writes each family from its row by plain indexing, another way than the reader's."""
+    wanted = experts(bias=any(part.endswith("_bias") for part in family.parts))
+    tensors = {}
+    for part, stored in family.parts.items():
+        axes = stored.axes.split()
+        for e in range(1 if stored.fused else E):
+            tensor = torch.empty([SIZES[axis] for axis in axes], dtype=torch.bfloat16)
+            for index in (torch.ones_like(tensor) > 0).nonzero().tolist():
+                at = dict(zip(axes, index, strict=True))
+                source = part
+                if "2I" in at:
+                    source = part.replace("gate_up", "gate" if at["2I"] < I else "up")
+                    at["I"] = at["2I"] % I
+                if "I2" in at:
+                    source = part.replace("gate_up", "up" if at["I2"] % 2 else "gate")
+                    at["I"] = at["I2"] // 2
+                order = ("H", "I") if source.startswith("down") else ("I", "H")
+                stacked = wanted[source][at.get("E", e)]
+                place = [at[axis] for axis in order if axis in at][: stacked.dim()]
+                tensor[tuple(index)] = stacked[tuple(place)]
+            tensors["model.layers.0." + stored.name.format(e=e)] = tensor
+    model_type = (*family.model_types, "any_moe")[0]
+    write(tmp_path, tensors, {**CONFIG, "model_type": model_type})
+    assert assert_reads(tmp_path, wanted) == family.name
+
+
+def test_tensors_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+    write(tmp_path, qwen3())
+    with Checkpoint(tmp_path) as checkpoint:
+        found = checkpoint.layer(0)
+        first = checkpoint.expert(found, 0)["gate"]
+        again = checkpoint.expert(found, 0)["gate"]
+    assert first.data_ptr() == again.data_ptr(), "a read made a copy"
+
+
+def test_describe_reads_headers(tmp_path: Path) -> None:
+    tensors = {**qwen3("model.layers.2."), **qwen3("model.layers.3."), **qwen3("model.layers.5.")}
+    write(tmp_path, tensors, shards=3)
+    text = str(describe(tmp_path))
+    assert text == "qwen3_moe: 3 experts of 20 x 12, 2 per token, BF16, in layers 2-3, 5"
+
+
+def test_spans() -> None:
+    assert spans([]) == ""
+    assert spans([4]) == "4"
+    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+class RecordingBackend:
+    """Stands for a backend and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self.loaded: dict[int, Tensors] = {}
+
+    def moe(self, **options: Any) -> Any:
+        self.options = options
+        return SimpleNamespace(load_expert=self.load_expert)
+
+    def load_expert(self, slot: int, **tensors: torch.Tensor) -> None:
+        self.loaded[slot] = tensors
+
+
+def test_load_moe_passes_sizes_and_options(tmp_path: Path) -> None:
+    backend = RecordingBackend()
+    load_moe(write(tmp_path, qwen3()), 0, backend, shards=2)  # type: ignore[arg-type]
+    assert backend.options == {
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": H,
+        "intermediate_size": I,
+        "activation": "silu",
+        "activation_limit": None,
+        "activation_alpha": 1.702,
+        "shards": 2,
+    }
+    assert sorted(backend.loaded) == [0, 1, 2]
+
+
+def test_load_moe_takes_only_the_slots_asked_for_through_the_map(tmp_path: Path) -> None:
+    backend = RecordingBackend()
+    write(tmp_path, qwen3())
+    load_moe(tmp_path, 0, backend, experts=[0, 2], physical_to_logical_map=[2, 0, 1])  # type: ignore[arg-type]
+    assert sorted(backend.loaded) == [0, 2]
+    assert torch.equal(backend.loaded[0]["gate"], experts()["gate"][2])
+    assert torch.equal(backend.loaded[2]["gate"], experts()["gate"][1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts": [0, 3]}, "experts has 3, expected 0 <= expert < 3"),
+        ({"physical_to_logical_map": [0, 1]}, "has 2 entries, expected 3"),
+        ({"physical_to_logical_map": [0, 1, -1]}, "physical_to_logical_map has -1"),
+    ],
+)
+def test_load_moe_checks_slots(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_moe(write(tmp_path, qwen3()), 0, RecordingBackend(), **options)  # type: ignore[arg-type]
+
+
+def test_sizes_cannot_be_overridden(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="num_experts: the checkpoint decides"):
+        load_moe(write(tmp_path, qwen3()), 0, RecordingBackend(), num_experts=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("entries", "expected"),
+    [
+        ({}, ("silu", None, 1.702)),
+        ({"hidden_act": "swish"}, ("silu", None, 1.702)),
+        ({"hidden_act": "gelu_pytorch_tanh"}, ("gelu_tanh", None, 1.702)),
+        ({"swiglu_limit": 10}, ("silu", 10.0, 1.702)),
+        ({"model_type": "gpt_oss"}, ("swigluoai", 7.0, 1.702)),
+        ({"swiglu_alpha": 1.5, "swiglu_limit": 6.0}, ("swigluoai", 6.0, 1.5)),
+    ],
+)
+def test_activation_follows_the_configuration(
+    tmp_path: Path, entries: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **entries}))
+    arguments = read_config(tmp_path).arguments()
+    names = ("activation", "activation_limit", "activation_alpha")
+    assert tuple(arguments[name] for name in names) == expected
+
+
+def test_an_unknown_activation_is_named_and_can_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_act": "relu2"}))
+    config = read_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"'relu2'.*gelu_tanh.*silu"):
+        config.arguments()
+    assert config.arguments(activation="silu")["activation"] == "silu"
+
+
+def test_sizes_of_the_language_model_are_found_one_level_down(tmp_path: Path) -> None:
+    outer = {"model_type": "some_vl", "hidden_size": 7, "text_config": CONFIG}
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config = read_config(tmp_path)
+    assert (config.hidden_size, config.model_type) == (H, "qwen3_moe")
+
+
+GATE0 = "model.layers.0.mlp.experts.0.gate_proj.weight"
+GATE2 = "model.layers.0.mlp.experts.2.gate_proj.weight"
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere/config.json is missing"):
+        load_moe(tmp_path / "nowhere", 0, RecordingBackend())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", json.dumps({"hidden_size": 8})])
+def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
+    write(tmp_path, qwen3())
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint(tmp_path)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    write(tmp_path, without(qwen3(), GATE2))
+    with pytest.raises(CheckpointError, match=f"no tensor {GATE2}"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_more_experts_than_configured_are_named(tmp_path: Path) -> None:
+    write(tmp_path, qwen3(), {**CONFIG, "num_experts": 2})
+    with pytest.raises(CheckpointError, match=f"{GATE2}.*there are 2 experts"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    write(tmp_path, {**qwen3(), GATE2: random(I, H + 1)})
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(tmp_path).layer(0)
+    for part in (GATE2, "model.safetensors", str([I, H + 1]), str([I, H])):
+        assert part in str(caught.value)
+
+
+def test_fused_experts_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    down = "model.layers.0.mlp.experts.down_proj"
+    write(tmp_path, {name: random(E, 2 * I + 1, H), down: random(E, H, I)})
+    with pytest.raises(CheckpointError, match=f"{name} .*shape"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_an_element_type_that_needs_scales_is_refused(tmp_path: Path) -> None:
+    fp8 = random(I, H).to(torch.float8_e4m3fn)
+    write(tmp_path, {**qwen3(), GATE0: fp8})
+    with pytest.raises(CheckpointError, match=f"{GATE0}.*F8_E4M3"):
+        Checkpoint(tmp_path).layer(0)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -7])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
+    write(tmp_path, qwen3(), shards=2)
+    file = tmp_path / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=f"{file.name} is damaged or truncated"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write(tmp_path, qwen3(), shards=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_an_index_that_lies_is_named(tmp_path: Path) -> None:
+    write(tmp_path, without(qwen3(), GATE2), shards=2)
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][GATE2] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=rf"model-00001.* lacks the tensor {GATE2}"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(CheckpointError, match="holds no safetensors files"):
+        Checkpoint(tmp_path)
+
+
+def test_a_layer_without_experts_says_which_layers_have_some(tmp_path: Path) -> None:
+    dense = {"model.layers.0.mlp.gate_proj.weight": random(I, H)}
+    write(tmp_path, {**dense, **qwen3("model.layers.1."), **qwen3("model.layers.2.")})
+    with pytest.raises(CheckpointError, match="layer 0; layers with experts: 1-2"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_experts_of_an_unknown_scheme_are_listed(tmp_path: Path) -> None:
+    write(tmp_path, {"model.layers.0.ffn.experts.0.w9.weight": random(I, H)})
+    with pytest.raises(CheckpointError, match=r"it has .*ffn\.experts\.\*\.w9\.weight"):
+        Checkpoint(tmp_path).layer(0)

@@ -1,0 +1,252 @@
+"""Backends are found by name; whatever is wrong with one is said, and harms no other."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ktk
+from ktk import registry
+from ktk.errors import (
+    BackendConflict,
+    BackendError,
+    BackendImportError,
+    BackendIncompatible,
+    BackendNotFound,
+    BackendUnsupported,
+)
+
+_unique = itertools.count()
+
+
+class Plugins:
+    """Pretends that packages are installed, without installing any."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entries: list[EntryPoint] = []
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(registry, "entry_points", lambda group: self.entries)
+        monkeypatch.setattr(registry, "_opened", {})
+
+    def add(
+        self, name: str, distribution: str = "acme", version: str = "1.2", **module: Any
+    ) -> str:
+        """Announce a backend whose module has these attributes; returns the module's name."""
+        value = f"ktk_fake_{next(_unique)}"
+        fake = ModuleType(value)
+        vars(fake).update(module)
+        self._monkeypatch.setitem(sys.modules, value, fake)
+        return self.announce(name, value, distribution, version)
+
+    def announce(
+        self, name: str, value: str, distribution: str = "acme", version: str = "1.2"
+    ) -> str:
+        """Add an entry point only."""
+        entry = EntryPoint(name=name, value=value, group=registry.GROUP)
+        # EntryPoint is immutable and learns its distribution this way from importlib itself.
+        vars(entry)["dist"] = SimpleNamespace(name=distribution, version=version)
+        self.entries.append(entry)
+        return value
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
+    return Plugins(monkeypatch)
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accept any dictionary as a backend's table."""
+
+    def backend(capsule: Any) -> Any:
+        if isinstance(capsule, Exception):
+            raise capsule
+        return SimpleNamespace(**capsule)
+
+    monkeypatch.setattr(ktk._core, "Backend", backend)
+    monkeypatch.setattr(
+        "ktk.backend.Backend",
+        lambda core, info: SimpleNamespace(info=info, variants=core.variants),
+    )
+
+
+def variant(name: str, *missing: str) -> Any:
+    return SimpleNamespace(name=name, missing_isa=list(missing), runnable=not missing)
+
+
+def table(*variants: Any) -> Any:
+    return lambda: {"variants": list(variants) or [variant("avx2")]}
+
+
+def test_the_backends_of_ktk_are_listed() -> None:
+    found = ktk.backends()
+    assert {"AMXINT8", "BF16"} <= found.keys()
+    assert found["BF16"].distribution == "ktk"
+    assert found["BF16"].built
+
+
+def test_listing_imports_nothing(plugins: Plugins) -> None:
+    plugins.announce("BOOM", "a_module_that_does_not_exist")
+    assert registry.backends()["BOOM"].value == "a_module_that_does_not_exist"
+
+
+def test_a_backend_is_loaded_once(plugins: Plugins, core: None) -> None:
+    plugins.add("FAKE", __ktk_backend__=table())
+    first = registry.load_backend("FAKE")
+    assert first is registry.load_backend("FAKE")
+    assert str(first.info) == "FAKE of acme 1.2"
+
+
+def test_the_provider_may_be_an_object_of_a_module(plugins: Plugins, core: None) -> None:
+    module = plugins.add("UNUSED", provider=SimpleNamespace(__ktk_backend__=table()))
+    plugins.announce("FAKE", f"{module}:provider")
+    assert registry.load_backend("FAKE")
+
+
+@pytest.mark.parametrize("asked", ["amxint8", "AMXINT", "AmxInt8", "AXMINT8"])
+def test_a_wrong_name_gets_the_close_one(plugins: Plugins, asked: str) -> None:
+    plugins.announce("AMXINT8", "one")
+    plugins.announce("BF16", "two")
+    with pytest.raises(BackendNotFound) as caught:
+        registry.load_backend(asked)
+    expected = f"no backend {asked!r}; installed: AMXINT8, BF16. Did you mean 'AMXINT8'?"
+    assert str(caught.value) == expected
+
+
+def test_a_name_like_no_other_gets_the_list(plugins: Plugins) -> None:
+    plugins.announce("BF16", "two")
+    with pytest.raises(BackendNotFound, match=r"no backend 'QUUX'; installed: BF16$"):
+        registry.load_backend("QUUX")
+
+
+def test_nothing_installed_is_said(plugins: Plugins) -> None:
+    with pytest.raises(BackendNotFound, match="installed: none"):
+        registry.load_backend("BF16")
+
+
+def test_two_providers_are_named_and_one_can_be_chosen(plugins: Plugins, core: None) -> None:
+    plugins.add("FAKE", "zeta-kernels", "3.0", __ktk_backend__=table())
+    plugins.add("FAKE", "acme", "1.2", __ktk_backend__=table())
+    with pytest.raises(BackendConflict) as caught:
+        registry.load_backend("FAKE")
+    for part in ("acme 1.2", "zeta-kernels 3.0", "distribution="):
+        assert part in str(caught.value)
+    chosen = registry.load_backend("FAKE", distribution="Zeta_Kernels")
+    assert chosen.info.distribution == "zeta-kernels"
+    assert registry.backends()["FAKE"].rivals == ("zeta-kernels",)
+
+
+def test_the_wrong_distribution_is_said(plugins: Plugins) -> None:
+    plugins.announce("FAKE", "one")
+    with pytest.raises(BackendNotFound, match=r"'other' provides no backend 'FAKE'.*acme"):
+        registry.load_backend("FAKE", distribution="other")
+
+
+def test_an_import_error_names_the_distribution_and_keeps_its_cause(plugins: Plugins) -> None:
+    plugins.announce("FAKE", "a_module_that_does_not_exist")
+    with pytest.raises(BackendImportError, match=r"FAKE of acme 1\.2.*does_not_exist") as caught:
+        registry.load_backend("FAKE")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("x"), SystemExit(3), OSError("no libfoo.so")])
+def test_whatever_a_plugin_raises_is_contained(plugins: Plugins, error: BaseException) -> None:
+    def hook() -> None:
+        raise error
+
+    plugins.add("FAKE", __ktk_backend__=hook)
+    with pytest.raises(BackendImportError) as caught:
+        registry.load_backend("FAKE")
+    assert caught.value.__cause__ is error
+    assert type(error).__name__ in str(caught.value)
+
+
+def test_a_module_without_the_hook_is_said(plugins: Plugins) -> None:
+    plugins.add("FAKE")
+    with pytest.raises(BackendImportError, match="__ktk_backend__"):
+        registry.load_backend("FAKE")
+
+
+def test_what_is_no_capsule_is_refused(plugins: Plugins) -> None:
+    plugins.add("FAKE", __ktk_backend__=lambda: 42)
+    with pytest.raises(BackendImportError, match=r"FAKE of acme 1\.2"):
+        registry.load_backend("FAKE")
+
+
+def test_a_broken_table_is_an_import_error(plugins: Plugins, core: None) -> None:
+    plugins.add("FAKE", __ktk_backend__=lambda: ValueError("variant avx2 has no pack_weight"))
+    with pytest.raises(BackendImportError, match="variant avx2 has no pack_weight"):
+        registry.load_backend("FAKE")
+
+
+def test_another_abi_is_incompatible(plugins: Plugins, core: None) -> None:
+    sentence = "it speaks ABI 2.0, ktk speaks 1.0: upgrade ktk"
+    plugins.add("FAKE", __ktk_backend__=lambda: ktk._core.AbiError(sentence))
+    with pytest.raises(BackendIncompatible, match=rf"FAKE of acme 1\.2 .*{sentence}"):
+        registry.load_backend("FAKE")
+
+
+def test_missing_instruction_sets_are_named(plugins: Plugins, core: None) -> None:
+    variants = variant("amx_int8", "amx_int8", "avx512"), variant("avx512_vnni", "avx512_vnni")
+    plugins.add("FAKE", __ktk_backend__=table(*variants))
+    expected = "amx_int8 needs amx_int8, avx512; avx512_vnni needs avx512_vnni"
+    with pytest.raises(BackendUnsupported, match=expected):
+        registry.load_backend("FAKE")
+    opened = registry.open_backend(registry.find_backend("FAKE"))
+    assert len(opened.variants) == 2, "the table can still be looked at"
+
+
+def test_a_failure_is_remembered(plugins: Plugins) -> None:
+    calls = []
+
+    def hook() -> None:
+        calls.append(1)
+        raise RuntimeError("only once")
+
+    plugins.add("FAKE", __ktk_backend__=hook)
+    messages = set()
+    for _ in range(3):
+        with pytest.raises(BackendImportError) as caught:
+            registry.load_backend("FAKE")
+        messages.add(str(caught.value))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    assert len(messages) == 1
+    assert len(calls) == 1
+
+
+def test_a_broken_plugin_harms_no_other(plugins: Plugins, core: None) -> None:
+    plugins.announce("BROKEN", "a_module_that_does_not_exist")
+    plugins.add("FAKE", __ktk_backend__=table())
+    with pytest.raises(BackendError):
+        registry.load_backend("BROKEN")
+    assert registry.load_backend("FAKE")
+
+
+def test_a_backend_left_out_of_the_build_is_marked(
+    plugins: Plugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_built", lambda: frozenset({"bf16"}))
+    plugins.announce("BF16", "ktk.backends.bf16", "ktk")
+    plugins.announce("KML", "ktk.backends.kml", "ktk")
+    plugins.announce("OTHER", "acme.kml")
+    built = {name: info.built for name, info in registry.backends().items()}
+    assert built == {"BF16": True, "KML": False, "OTHER": True}
+    with pytest.raises(BackendNotFound, match="'KML' is not part of this build of ktk"):
+        registry.load_backend("KML")
+
+
+def test_errors_are_one_tree() -> None:
+    kinds = (
+        BackendNotFound,
+        BackendConflict,
+        BackendImportError,
+        BackendIncompatible,
+        BackendUnsupported,
+    )
+    assert all(issubclass(kind, BackendError) for kind in kinds)
+    assert issubclass(BackendError, RuntimeError)
