@@ -30,6 +30,7 @@ constexpr ktk_variant make_variant(const ktk_ukernel (&ukernels)[kNumKernels], u
       .num_ukernels = kNumKernels,
       .enter = enter,
       .leave = leave,
+      .weight_offset = block_offset,
   };
 }
 

@@ -145,4 +145,5 @@ extern "C" const ktk_variant KTK_VARIANT(bf16) = {
     .num_ukernels = sizeof kUkernels / sizeof *kUkernels,
     .enter = enter,
     .leave = leave,
+    .weight_offset = weight_offset,
 };

@@ -133,4 +133,5 @@ extern "C" const ktk_variant KTK_VARIANT(bf16) = {
     .num_ukernels = sizeof kUkernels / sizeof *kUkernels,
     .enter = nullptr,
     .leave = nullptr,
+    .weight_offset = weight_offset,
 };

@@ -40,4 +40,9 @@ inline size_t weight_size(const ktk_matrix* matrix) {
   return num_blocks(matrix) * block_bytes(matrix);
 }
 
+// Where column n, a multiple of 32, starts.
+inline size_t weight_offset(const ktk_matrix* matrix, size_t n) {
+  return n / kBlockCols * block_bytes(matrix);
+}
+
 }  // namespace

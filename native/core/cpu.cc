@@ -205,15 +205,17 @@ ktk_isa detected_isa() {
 ktk_isa allowed_isa() {
   const char* value = std::getenv("KTK_ISA");
   if (value == nullptr || *value == '\0') return detected_isa();
+  return capped_isa(detected_isa(), value);
+}
+
+ktk_isa capped_isa(ktk_isa detected, std::string_view cap) {
   std::string known;
-  for (const Cap& cap : kCaps) {
-    if (std::string_view(value) == cap.name) {
-      return cap.allows & (detected_isa() | kForced);
-    }
+  for (const Cap& row : kCaps) {
+    if (cap == row.name) return row.allows & (detected | kForced);
     known += known.empty() ? "" : ", ";
-    known += cap.name;
+    known += row.name;
   }
-  throw std::invalid_argument("KTK_ISA is '" + std::string(value) + "'; expected one of " + known);
+  throw std::invalid_argument("KTK_ISA is '" + std::string(cap) + "'; expected one of " + known);
 }
 
 std::vector<std::string> isa_names(ktk_isa isa) {

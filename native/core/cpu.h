@@ -21,6 +21,9 @@ ktk_isa detected_isa();
 // Throws std::invalid_argument when the value is not known. Read at every call.
 ktk_isa allowed_isa();
 
+// What a value of KTK_ISA makes of `detected`: the rules of allowed_isa().
+ktk_isa capped_isa(ktk_isa detected, std::string_view cap);
+
 // "avx2", "avx512_vnni" ... of the bits in `isa`, in the order of abi.h.
 std::vector<std::string> isa_names(ktk_isa isa);
 

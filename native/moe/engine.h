@@ -13,7 +13,8 @@
 
 namespace ktk {
 
-class Engine {
+// Like BackendTable, its reference count must not be Python's.
+class Engine : public std::enable_shared_from_this<Engine> {
  public:
   explicit Engine(const WorkerPool::Options& options);
   // For owners that may let go anywhere: the last reference can go in a job of the engine's own

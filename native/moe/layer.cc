@@ -72,8 +72,8 @@ void Layer::load(size_t expert, const ExpertSource& source) {
 
 void Layer::leave_out(size_t expert) {
   const std::lock_guard lock(engine_->busy);
-  const bool fresh = !left_out_[expert] &&
-                     (!weights_ || weights_->state(expert) == Weights::State::kMissing);
+  const bool fresh =
+      !left_out_[expert] && (!weights_ || weights_->state(expert) == Weights::State::kMissing);
   if (weights_) weights_->leave_out(expert);
   left_out_[expert] = 1;
   loaded_ += fresh;

@@ -14,7 +14,8 @@
 
 namespace ktk {
 
-class Layer {
+// Like BackendTable, its reference count must not be Python's.
+class Layer : public std::enable_shared_from_this<Layer> {
  public:
   // `shards` 0: one per NUMA node that has workers. Throws std::invalid_argument for sizes that
   // make no sense, and what BackendTable::select throws.

@@ -85,7 +85,8 @@ class ChunkRun {
  private:
   const char* hidden_row(size_t token) const {
     const Rows& rows = request_.hidden;
-    return static_cast<const char*>(rows.data) + (begin_ + token) * rows.stride * element_bytes(rows);
+    return static_cast<const char*>(rows.data) +
+           (begin_ + token) * rows.stride * element_bytes(rows);
   }
   char* out_row(size_t token) const {
     const Rows& rows = request_.out;
@@ -117,7 +118,8 @@ class ChunkRun {
       cut_gate_up(route_, shards_[s].width(), h_step_, workers, gate_up_[s]);
       next_gate_up_[s] = 0;
       next_down_[s] = 0;
-      scratch = std::max({scratch, kernel_scratch(shards_[s].gate), kernel_scratch(shards_[s].down)});
+      scratch =
+          std::max({scratch, kernel_scratch(shards_[s].gate), kernel_scratch(shards_[s].down)});
     }
     cut_down(config_.hidden, variant_.tile.n_step, cap, workers, down_);
     next_token_ = 0;
@@ -140,7 +142,8 @@ class ChunkRun {
 
     Carver own;
     size_t down_columns = 0;
-    for (const DownTask& task : down_) down_columns = std::max<size_t>(down_columns, task.end - task.begin);
+    for (const DownTask& task : down_)
+      down_columns = std::max<size_t>(down_columns, task.end - task.begin);
     down_stride_ = round_up(round_up(down_columns, variant_.tile.n_step), 16);
     panel_stride_ = round_up(panel_columns_, 16);
     own_.row = own.add(config_.hidden * sizeof(float));
@@ -174,10 +177,12 @@ class ChunkRun {
       engine_.pool.barrier();
     }
     const size_t shards = shards_.size();
-    const size_t home = static_cast<size_t>(worker) * shards / static_cast<size_t>(engine_.pool.size());
+    const size_t home =
+        static_cast<size_t>(worker) * shards / static_cast<size_t>(engine_.pool.size());
     for (size_t i = 0; i < shards; ++i) {
       const size_t s = (home + i) % shards;
-      while (const GateUpTask* task = take(gate_up_[s], next_gate_up_[s])) gate_up(s, *task, x, own);
+      while (const GateUpTask* task = take(gate_up_[s], next_gate_up_[s]))
+        gate_up(s, *task, x, own);
     }
     engine_.pool.barrier();
     for (size_t i = 0; i < shards; ++i) {
@@ -193,7 +198,9 @@ class ChunkRun {
 
   static int topology_node(int index) {
     const auto& nodes = topology().nodes;
-    return index >= 0 && static_cast<size_t>(index) < nodes.size() ? nodes[static_cast<size_t>(index)].id : -1;
+    return index >= 0 && static_cast<size_t>(index) < nodes.size()
+               ? nodes[static_cast<size_t>(index)].id
+               : -1;
   }
 
   template <typename Task>
@@ -224,7 +231,8 @@ class ChunkRun {
   const char* gather(const char* x, size_t first, size_t m, char* buffer) const {
     const uint32_t* tokens = &route_.tokens[first];
     if (tokens[m - 1] - tokens[0] == m - 1 && tokens[0] + pad(m) <= pad(tokens_)) {
-      // Tokens ascend within an expert, so these are neighbours already (unless one is named twice).
+      // Tokens ascend within an expert, so these are neighbours already (unless one is named
+      // twice).
       bool neighbours = true;
       for (size_t i = 1; i < m; ++i) neighbours = neighbours && tokens[i] == tokens[i - 1] + 1;
       if (neighbours) return x + tokens[0] * x_stride_;
@@ -250,7 +258,8 @@ class ChunkRun {
     for (size_t done = 0; done < active.count; done += kMaxRows) {
       const size_t m = std::min<size_t>(active.count - done, kMaxRows);
       const size_t first = active.first + done;
-      ktk_matmul mm = product(shard.gate, m, gather(x, first, m, own + own_.gather), x_stride_, own);
+      ktk_matmul mm =
+          product(shard.gate, m, gather(x, first, m, own + own_.gather), x_stride_, own);
       mm.dst_stride = panel_stride_;
       for (size_t n = task.begin; n < task.end; n += panel_columns_) {
         mm.n_begin = n;
@@ -261,8 +270,9 @@ class ChunkRun {
         run(mm);
         mm.weight = shard.up_at(expert);
         mm.dst = up;
-        mm.next = mm.n_end < shard.gate.n ? weights_from(shard.gate, shard.gate_at(expert), mm.n_end)
-                                          : nullptr;
+        mm.next = mm.n_end < shard.gate.n
+                      ? weights_from(shard.gate, shard.gate_at(expert), mm.n_end)
+                      : nullptr;
         run(mm);
         ops_.glu(&config_.glu, m, mm.n_end - n, gate, up, panel_stride_,
                  gate_bias ? gate_bias + shard.begin + n : nullptr,
@@ -293,7 +303,8 @@ class ChunkRun {
         mm.dst = panel;
         mm.dst_stride = down_stride_;
         if (i + 1 < route_.active.size()) {
-          mm.next = weights_from(shard.down, shard.down_at(route_.active[i + 1].expert), task.begin);
+          mm.next =
+              weights_from(shard.down, shard.down_at(route_.active[i + 1].expert), task.begin);
         }
         run(mm);
         for (size_t r = 0; r < m; ++r) {
@@ -306,7 +317,8 @@ class ChunkRun {
     for (size_t token = 0; token < tokens_; ++token) {
       const float* from = sums + token * down_stride_;
       if (shards_.size() > 1) {
-        std::memcpy(partial_[s] + token * config_.hidden + task.begin, from, columns * sizeof(float));
+        std::memcpy(partial_[s] + token * config_.hidden + task.begin, from,
+                    columns * sizeof(float));
       } else {
         ops_.from_f32(from, request_.out.type, columns,
                       out_row(token) + task.begin * element_bytes(request_.out));

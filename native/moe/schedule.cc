@@ -33,7 +33,8 @@ void cut_gate_up(const Route& route, size_t width, size_t step, int workers,
     const size_t pieces = std::clamp<size_t>(share, 1, steps);
     for (size_t p = 0; p < pieces; ++p) {
       const size_t begin = steps * p / pieces * step, end = steps * (p + 1) / pieces * step;
-      tasks.push_back({i, static_cast<uint32_t>(begin), static_cast<uint32_t>(std::min(end, width))});
+      tasks.push_back(
+          {i, static_cast<uint32_t>(begin), static_cast<uint32_t>(std::min(end, width))});
     }
   }
 }

@@ -51,7 +51,8 @@ std::vector<ktk_ukernel> copy_kernels(const std::string& where, const ktk_varian
 
 std::unique_ptr<Variant> copy_variant(const std::string& backend, const ktk_variant* source) {
   if (!source) reject(backend, "a variant is NULL");
-  if (source->struct_size < sizeof(ktk_variant)) reject(backend, "a variant's struct_size is too small");
+  if (source->struct_size < sizeof(ktk_variant))
+    reject(backend, "a variant's struct_size is too small");
   auto variant = std::make_unique<Variant>();
   static_cast<ktk_variant&>(*variant) = copy_struct(source);
   if (!variant->name || !*variant->name) reject(backend, "a variant has no name");
@@ -86,8 +87,8 @@ struct ElementName {
 };
 
 constexpr ElementName kElements[] = {
-    {KTK_NONE, "none", 0}, {KTK_F32, "f32", 32}, {KTK_F16, "f16", 16},  {KTK_BF16, "bf16", 16},
-    {KTK_I8, "i8", 8},     {KTK_U8, "u8", 8},    {KTK_I4, "i4", 4},     {KTK_U4, "u4", 4},
+    {KTK_NONE, "none", 0}, {KTK_F32, "f32", 32},  {KTK_F16, "f16", 16},  {KTK_BF16, "bf16", 16},
+    {KTK_I8, "i8", 8},     {KTK_U8, "u8", 8},     {KTK_I4, "i4", 4},     {KTK_U4, "u4", 4},
     {KTK_E4M3, "e4m3", 8}, {KTK_E5M2, "e5m2", 8}, {KTK_E2M1, "e2m1", 4}, {KTK_UE8M0, "ue8m0", 8},
 };
 
@@ -131,7 +132,8 @@ std::shared_ptr<BackendTable> BackendTable::copy(const ktk_backend* source) {
   for (size_t i = 0; i < table.num_variants; ++i) {
     result->variants.push_back(copy_variant(result->name, table.variants[i]));
     const char* name = result->variants.back()->name;
-    if (!names.insert(name).second) reject(result->name, std::string("two variants are called ") + name);
+    if (!names.insert(name).second)
+      reject(result->name, std::string("two variants are called ") + name);
   }
   return result;
 }

@@ -22,7 +22,13 @@ struct Variant : ktk_variant {
   const ktk_ukernel& kernel_for(size_t m) const;
 };
 
-struct BackendTable {
+// Held by threads without a Python state: enable_shared_from_this makes nanobind hand out the C++
+// reference count instead of the Python one, which only the GIL may touch.
+struct BackendTable : std::enable_shared_from_this<BackendTable> {
+  BackendTable() = default;
+  BackendTable(const BackendTable&) = delete;  // variants are pointed at
+  BackendTable& operator=(const BackendTable&) = delete;
+
   std::string name;
   uint32_t abi_major = 0, abi_minor = 0;
   std::vector<ktk_format> formats;

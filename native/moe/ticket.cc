@@ -18,7 +18,8 @@ struct Ticket::State {
   bool done = false;
   std::exception_ptr error;
 
-  State(std::shared_ptr<Layer> owner, const Request& from) : layer(std::move(owner)), request(from) {
+  State(std::shared_ptr<Layer> owner, const Request& from)
+      : layer(std::move(owner)), request(from) {
     Choice& choice = request.choice;
     const size_t row = layer->config().hidden * element_bits(request.hidden.type) / 8;
     hidden = copy_rows(from.hidden.data, choice.tokens, row,
@@ -54,7 +55,8 @@ struct Ticket::State {
     } catch (...) {
       error = std::current_exception();
     }
-    // The layer may be the last owner of the engine that runs this; it must not wait for the ticket.
+    // The layer may be the last owner of the engine that runs this; it must not wait for the
+    // ticket.
     layer.reset();
     const std::lock_guard lock(mutex);
     done = true;

@@ -62,7 +62,9 @@ class Weights {
   // Packed bytes of all loaded experts.
   size_t bytes() const;
 
-  const float* gate_bias(size_t expert) const { return bias(gate_bias_, expert, config_.intermediate); }
+  const float* gate_bias(size_t expert) const {
+    return bias(gate_bias_, expert, config_.intermediate);
+  }
   const float* up_bias(size_t expert) const { return bias(up_bias_, expert, config_.intermediate); }
   const float* down_bias(size_t expert) const { return bias(down_bias_, expert, config_.hidden); }
 

@@ -40,7 +40,8 @@ void from_f32(const float* src, ktk_element type, size_t n, void* dst) {
 }
 
 // e^x to about 1e-7 relative: 2^i * 2^f, with a degree 6 minimax polynomial for 2^f on [-.5, .5]
-// (its own error is 2e-9). Arguments are clamped to +-87, where e^x is a normal number. NaN stays NaN.
+// (its own error is 2e-9). Arguments are clamped to +-87, where e^x is a normal number. NaN stays
+// NaN.
 inline float exp_clamped(float x) {
   x = x > 87.0f ? 87.0f : x;
   x = x < -87.0f ? -87.0f : x;

@@ -17,7 +17,7 @@ typedef enum ktk_activation {
 typedef struct ktk_glu {
   ktk_activation kind;
   float alpha;
-  float limit;        // +inf: no clamp. Otherwise g <= limit and -limit <= u <= limit
+  float limit;            // +inf: no clamp. Otherwise g <= limit and -limit <= u <= limit
   bool clamp_gate_below;  // also g >= -limit
 } ktk_glu;
 

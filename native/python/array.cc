@@ -41,9 +41,8 @@ nb::ndarray<nb::numpy, T, nb::ndim<2>> allocate(size_t rows, size_t columns) {
   const std::align_val_t align{KTK_ALIGNMENT};
   T* data = static_cast<T*>(::operator new(std::max<size_t>(rows * columns * sizeof(T), 1), align));
   std::memset(data, 0, rows * columns * sizeof(T));
-  nb::capsule owner(data, [](void* p) noexcept {
-    ::operator delete(p, std::align_val_t{KTK_ALIGNMENT});
-  });
+  nb::capsule owner(
+      data, [](void* p) noexcept { ::operator delete(p, std::align_val_t{KTK_ALIGNMENT}); });
   return {data, {rows, columns}, owner};
 }
 
@@ -76,11 +75,13 @@ void check_array(const char* name, const Array& array, const std::vector<int64_t
   for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || shape[i] == got[i];
   if (!fits) {
     throw nb::value_error((std::string(name) + " must have shape " + shape_text(shape) + ", got " +
-                           describe_array(array)).c_str());
+                           describe_array(array))
+                              .c_str());
   }
   const size_t last = shape.size() - 1;
   if (got[last] > 1 && array.stride(last) != 1) {
-    throw nb::value_error((std::string(name) + " must be contiguous in its last dimension").c_str());
+    throw nb::value_error(
+        (std::string(name) + " must be contiguous in its last dimension").c_str());
   }
   for (size_t i = 0; i < last; ++i) {
     if (got[i] > 1 && array.stride(i) < 0) {

@@ -21,8 +21,8 @@ auto key(const ktk_format& f) {
   return std::make_tuple(f.element, f.scale, f.zero, f.group_n, f.group_k);
 }
 
-ktk_format make_format(const std::string& element, const std::string& scale, const std::string& zero,
-                       uint32_t group_n, uint32_t group_k) {
+ktk_format make_format(const std::string& element, const std::string& scale,
+                       const std::string& zero, uint32_t group_n, uint32_t group_k) {
   return {element_from_name(element), element_from_name(scale), element_from_name(zero), group_n,
           group_k};
 }
@@ -34,8 +34,8 @@ struct VariantInfo {
 };
 
 std::shared_ptr<BackendTable> load_table(nb::object capsule) {
-  auto* table = static_cast<const ktk_backend*>(
-      PyCapsule_GetPointer(capsule.ptr(), KTK_CAPSULE_NAME));
+  auto* table =
+      static_cast<const ktk_backend*>(PyCapsule_GetPointer(capsule.ptr(), KTK_CAPSULE_NAME));
   if (!table) throw nb::python_error();
   return BackendTable::copy(table);
 }
@@ -44,21 +44,28 @@ void bind_format(nb::module_& m) {
   nb::class_<ktk_format>(m, "Format",
                          "How weights are stored: (element - zero) * scale per group.\n\n"
                          "A group spans group_n rows and group_k columns; 0 is the whole extent.")
-      .def("__init__", [](ktk_format* self, const std::string& element, const std::string& scale,
-                          const std::string& zero, uint32_t group_n, uint32_t group_k) {
+      .def(
+          "__init__",
+          [](ktk_format* self, const std::string& element, const std::string& scale,
+             const std::string& zero, uint32_t group_n, uint32_t group_k) {
             new (self) ktk_format(make_format(element, scale, zero, group_n, group_k));
-          }, "element"_a, "scale"_a = "none", "zero"_a = "none", "group_n"_a = 1, "group_k"_a = 0)
+          },
+          "element"_a, "scale"_a = "none", "zero"_a = "none", "group_n"_a = 1, "group_k"_a = 0)
       .def_prop_ro("element", [](const ktk_format& f) { return element_name(f.element); })
       .def_prop_ro("scale", [](const ktk_format& f) { return element_name(f.scale); })
       .def_prop_ro("zero", [](const ktk_format& f) { return element_name(f.zero); })
       .def_ro("group_n", &ktk_format::group_n)
       .def_ro("group_k", &ktk_format::group_k)
-      .def("__eq__", [](const ktk_format& a, nb::object b) {
+      .def(
+          "__eq__",
+          [](const ktk_format& a, nb::object b) {
             return nb::isinstance<ktk_format>(b) && key(a) == key(nb::cast<const ktk_format&>(b));
-          }, nb::is_operator())
-      .def("__hash__", [](const ktk_format& f) {
-            return nb::hash(nb::make_tuple(f.element, f.scale, f.zero, f.group_n, f.group_k));
-          })
+          },
+          nb::is_operator())
+      .def("__hash__",
+           [](const ktk_format& f) {
+             return nb::hash(nb::make_tuple(f.element, f.scale, f.zero, f.group_n, f.group_k));
+           })
       .def("__str__", [](const ktk_format& f) { return describe(f); })
       .def("__repr__", [](const ktk_format& f) { return "<Format " + describe(f) + ">"; });
 }
@@ -66,25 +73,32 @@ void bind_format(nb::module_& m) {
 void bind_variant(nb::module_& m) {
   nb::class_<VariantInfo>(m, "VariantInfo", "A variant of a backend: one instruction set.")
       .def_prop_ro("name", [](const VariantInfo& v) { return v.variant->name; })
-      .def_prop_ro("layout", [](const VariantInfo& v) { return v.variant->layout; },
-                   "Variants with the same layout read each other's packed weights.")
-      .def_prop_ro("required_isa", [](const VariantInfo& v) { return isa_names(v.variant->required_isa); })
-      .def_prop_ro("missing_isa", [](const VariantInfo& v) {
-            return isa_names(v.variant->required_isa & ~allowed_isa());
-          }, "Instruction sets that this CPU lacks, or KTK_ISA forbids.")
-      .def_prop_ro("runnable", [](const VariantInfo& v) {
-            return (v.variant->required_isa & ~allowed_isa()) == 0;
-          })
+      .def_prop_ro(
+          "layout", [](const VariantInfo& v) { return v.variant->layout; },
+          "Variants with the same layout read each other's packed weights.")
+      .def_prop_ro("required_isa",
+                   [](const VariantInfo& v) { return isa_names(v.variant->required_isa); })
+      .def_prop_ro(
+          "missing_isa",
+          [](const VariantInfo& v) { return isa_names(v.variant->required_isa & ~allowed_isa()); },
+          "Instruction sets that this CPU lacks, or KTK_ISA forbids.")
+      .def_prop_ro(
+          "runnable",
+          [](const VariantInfo& v) { return (v.variant->required_isa & ~allowed_isa()) == 0; })
       .def_prop_ro("m_step", [](const VariantInfo& v) { return v.variant->tile.m_step; })
       .def_prop_ro("n_step", [](const VariantInfo& v) { return v.variant->tile.n_step; })
       .def_prop_ro("k_step", [](const VariantInfo& v) { return v.variant->tile.k_step; })
-      .def_prop_ro("act", [](const VariantInfo& v) { return v.variant->act; },
-                   "What an activation is encoded as.")
-      .def_prop_ro("ukernels", [](const VariantInfo& v) {
+      .def_prop_ro(
+          "act", [](const VariantInfo& v) { return v.variant->act; },
+          "What an activation is encoded as.")
+      .def_prop_ro(
+          "ukernels",
+          [](const VariantInfo& v) {
             std::vector<std::pair<std::string, size_t>> all;
             for (const ktk_ukernel& k : v.variant->kernels) all.emplace_back(k.name, k.m_max);
             return all;
-          }, "Name and largest row count of each micro-kernel.");
+          },
+          "Name and largest row count of each micro-kernel.");
 }
 
 }  // namespace
@@ -96,21 +110,29 @@ void bind_backend(nb::module_& m) {
   nb::class_<BackendTable>(m, "Backend", "The checked table of a backend.")
       .def(nb::new_(&load_table), "capsule"_a)
       .def_ro("name", &BackendTable::name)
-      .def_prop_ro("abi", [](const BackendTable& b) { return std::make_pair(b.abi_major, b.abi_minor); })
+      .def_prop_ro("abi",
+                   [](const BackendTable& b) { return std::make_pair(b.abi_major, b.abi_minor); })
       .def_ro("formats", &BackendTable::formats, "Formats that weights are stored in.")
-      .def_prop_ro("accepts", [](const BackendTable& b) {
+      .def_prop_ro(
+          "accepts",
+          [](const BackendTable& b) {
             std::vector<std::pair<ktk_format, size_t>> all;
             for (const ktk_accept& a : b.accepts) all.emplace_back(a.given, a.stored);
             return all;
-          }, "Formats that weights may come in, with the index of what they are stored as.")
-      .def_prop_ro("variants", [](nb::handle self) {
+          },
+          "Formats that weights may come in, with the index of what they are stored as.")
+      .def_prop_ro(
+          "variants",
+          [](nb::handle self) {
             auto table = nb::cast<std::shared_ptr<BackendTable>>(self);
             std::vector<VariantInfo> all;
             for (const auto& v : table->variants) all.push_back({table, v.get()});
             return all;
-          }, "Variants, best first.")
-      .def("default_variant", [](const BackendTable& b) { return b.select("").name; },
-           "Name of the best variant that runs here; RuntimeError with the reasons if none does.");
+          },
+          "Variants, best first.")
+      .def(
+          "default_variant", [](const BackendTable& b) { return b.select("").name; },
+          "Name of the best variant that runs here; RuntimeError with the reasons if none does.");
 }
 
 }  // namespace ktk

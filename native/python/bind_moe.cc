@@ -39,7 +39,8 @@ std::shared_ptr<Layer> make_layer(nb::handle backend, std::shared_ptr<Engine> po
 size_t check_expert(const Layer& layer, int64_t expert) {
   if (expert < 0 || expert >= static_cast<int64_t>(layer.config().num_experts)) {
     throw nb::index_error(("expert " + std::to_string(expert) + " is not one of " +
-                           std::to_string(layer.config().num_experts)).c_str());
+                           std::to_string(layer.config().num_experts))
+                              .c_str());
   }
   return static_cast<size_t>(expert);
 }
@@ -135,21 +136,20 @@ void check_call(const Layer& layer, const AnyArray& hidden, const AnyArray& ids,
   }
 }
 
-void forward(Layer& layer, const AnyArray& hidden, const AnyArray& ids, const AnyArray& weights,
-             const OptArray& mask, const AnyOutput& out) {
+void call_layer(Layer& layer, const AnyArray& hidden, const AnyArray& ids, const AnyArray& weights,
+                const OptArray& mask, const AnyOutput& out) {
   Call call;
   check_call(layer, hidden, ids, weights, mask, out, call);
   const nb::gil_scoped_release release;
   layer.forward(call.request);
 }
 
-std::unique_ptr<Ticket> submit(std::shared_ptr<Layer> layer, const AnyArray& hidden,
-                               const AnyArray& ids, const AnyArray& weights, const OptArray& mask,
-                               const AnyOutput& out) {
+Ticket* submit(std::shared_ptr<Layer> layer, const AnyArray& hidden, const AnyArray& ids,
+               const AnyArray& weights, const OptArray& mask, const AnyOutput& out) {
   Call call;
   check_call(*layer, hidden, ids, weights, mask, out, call);
   const nb::gil_scoped_release release;
-  return std::make_unique<Ticket>(std::move(layer), call.request);
+  return new Ticket(std::move(layer), call.request);
 }
 
 nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
@@ -180,28 +180,30 @@ void bind_moe(nb::module_& m) {
            "gate_zero"_a = nb::none(), "up_zero"_a = nb::none(), "down_zero"_a = nb::none(),
            "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
            "given"_a = nb::none())
-      .def("leave_out", [](Layer& layer, int64_t expert) {
-            layer.leave_out(check_expert(layer, expert));
-          }, "expert"_a)
-      .def("forward", &forward, "hidden"_a, "topk_ids"_a, "topk_weights"_a, "mask"_a.none(), "out"_a)
+      .def(
+          "leave_out",
+          [](Layer& layer, int64_t expert) { layer.leave_out(check_expert(layer, expert)); },
+          "expert"_a)
+      .def("forward", &call_layer, "hidden"_a, "topk_ids"_a, "topk_weights"_a, "mask"_a.none(),
+           "out"_a)
       .def("submit", &submit, "hidden"_a, "topk_ids"_a, "topk_weights"_a, "mask"_a.none(), "out"_a,
            nb::keep_alive<0, 6>())
       .def("unpack_expert", &unpack_expert, "expert"_a)
       .def_prop_ro("variant", [](const Layer& l) { return l.variant().name; })
       .def_prop_ro("pool", [](const Layer& l) { return l.engine(); })
       .def_prop_ro("shards", [](const Layer& l) { return l.shards(); })
-      .def_prop_ro("expert_nbytes", [](const Layer& l) {
-            return l.weights() ? l.weights()->expert_bytes() : 0;
-          })
+      .def_prop_ro("expert_nbytes",
+                   [](const Layer& l) { return l.weights() ? l.weights()->expert_bytes() : 0; })
       .def_prop_ro("nbytes", [](const Layer& l) { return l.weights() ? l.weights()->bytes() : 0; })
-      .def_prop_ro("format", [](const Layer& l) -> std::optional<ktk_format> {
-            if (!l.weights()) return std::nullopt;
-            return l.weights()->shards()[0].gate.format;
-          })
+      .def_prop_ro("format",
+                   [](const Layer& l) -> std::optional<ktk_format> {
+                     if (!l.weights()) return std::nullopt;
+                     return l.weights()->shards()[0].gate.format;
+                   })
       .def_prop_ro("down_format", [](const Layer& l) -> std::optional<ktk_format> {
-            if (!l.weights()) return std::nullopt;
-            return l.weights()->shards()[0].down.format;
-          });
+        if (!l.weights()) return std::nullopt;
+        return l.weights()->shards()[0].down.format;
+      });
 }
 
 }  // namespace ktk

@@ -5,6 +5,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 
@@ -26,16 +27,17 @@ using F32Output = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
 
 class PackedMatrix {
  public:
-  PackedMatrix(std::shared_ptr<BackendTable> table, const std::string& variant, const AnyArray& data,
-               const std::optional<AnyArray>& scale, const std::optional<AnyArray>& zero,
-               const std::optional<ktk_format>& given, const std::optional<ktk_format>& stored,
-               bool force)
+  PackedMatrix(std::shared_ptr<BackendTable> table, const std::string& variant,
+               const AnyArray& data, const std::optional<AnyArray>& scale,
+               const std::optional<AnyArray>& zero, const std::optional<ktk_format>& given,
+               const std::optional<ktk_format>& stored, bool force)
       : table_(std::move(table)), variant_(table_->select(variant, force)) {
     const ktk_source source = source_from("weight", data, scale, zero, given, -1, -1);
     matrix_.n = data.shape(0);
     matrix_.k = data.shape(1) * 8 * data.itemsize() / element_bits(source.format.element);
     if (matrix_.n == 0 || matrix_.k == 0) throw nb::value_error("weight is empty");
-    matrix_.format = table_->stored(source.format, stored ? &*stored : nullptr, matrix_.n, matrix_.k);
+    matrix_.format =
+        table_->stored(source.format, stored ? &*stored : nullptr, matrix_.n, matrix_.k);
     bytes_ = variant_.weight_size(&matrix_);
     packed_ = Memory(bytes_);
     variant_.pack_weight(&matrix_, &source, 0, matrix_.n, packed_.data());
@@ -140,21 +142,24 @@ class PackedMatrix {
   }
   void check_depth(size_t depth) const {
     if (depth != k()) {
-      throw nb::value_error(("act has depth " + std::to_string(depth) + ", the weight " +
-                             std::to_string(k())).c_str());
+      throw nb::value_error(
+          ("act has depth " + std::to_string(depth) + ", the weight " + std::to_string(k()))
+              .c_str());
     }
   }
   void check_act(size_t rows, size_t bytes, size_t m) const {
     if (rows < padded(m) || bytes != act_size()) {
       throw nb::value_error(("packed act must be [" + std::to_string(padded(m)) + ", " +
-                             std::to_string(act_size()) + "] bytes").c_str());
+                             std::to_string(act_size()) + "] bytes")
+                                .c_str());
     }
   }
 
   void run(const uint8_t* act, size_t m, size_t n_begin, size_t n_end, float* dst, size_t stride,
            std::optional<size_t> ukernel) const {
     if (m == 0) return;
-    if (ukernel && *ukernel >= variant_.kernels.size()) throw nb::value_error("no such micro-kernel");
+    if (ukernel && *ukernel >= variant_.kernels.size())
+      throw nb::value_error("no such micro-kernel");
     const ktk_ukernel& kernel = ukernel ? variant_.kernels[*ukernel] : variant_.kernel_for(m);
     const Memory scratch(kernel.scratch_size ? kernel.scratch_size(&matrix_, m) : 0);
     ktk_matmul mm{};
@@ -182,21 +187,20 @@ class PackedMatrix {
   Memory packed_;
 };
 
-std::unique_ptr<PackedMatrix> make_packed(nb::handle backend, const std::string& variant,
-                                          const AnyArray& data, const std::optional<AnyArray>& scale,
-                                          const std::optional<AnyArray>& zero,
-                                          const std::optional<ktk_format>& given,
-                                          const std::optional<ktk_format>& stored, bool force) {
-  return std::make_unique<PackedMatrix>(nb::cast<std::shared_ptr<BackendTable>>(backend), variant,
-                                        data, scale, zero, given, stored, force);
+PackedMatrix* make_packed(nb::handle backend, const std::string& variant, const AnyArray& data,
+                          const std::optional<AnyArray>& scale, const std::optional<AnyArray>& zero,
+                          const std::optional<ktk_format>& given,
+                          const std::optional<ktk_format>& stored, bool force) {
+  return new PackedMatrix(nb::cast<std::shared_ptr<BackendTable>>(backend), variant, data, scale,
+                          zero, given, stored, force);
 }
 
 }  // namespace
 
 void bind_packed(nb::module_& m) {
   using nb::literals::operator""_a;
-  nb::class_<PackedMatrix>(m, "PackedMatrix",
-                           "A weight [n, k] packed by one variant of a backend, for tests and tools.")
+  nb::class_<PackedMatrix>(
+      m, "PackedMatrix", "A weight [n, k] packed by one variant of a backend, for tests and tools.")
       .def(nb::new_(&make_packed), "backend"_a, "variant"_a, "data"_a, "scale"_a = nb::none(),
            "zero"_a = nb::none(), nb::kw_only(), "given"_a = nb::none(), "stored"_a = nb::none(),
            "force"_a = false)
@@ -206,9 +210,9 @@ void bind_packed(nb::module_& m) {
       .def_prop_ro("format", &PackedMatrix::format)
       .def_prop_ro("variant", &PackedMatrix::variant)
       .def_prop_ro("act_size", &PackedMatrix::act_size, "Bytes of one packed row of activations.")
-      .def_prop_ro("buffer", [](nb::handle self) {
-            return nb::cast<PackedMatrix&>(self).buffer(self);
-          }, "The packed bytes, writable.")
+      .def_prop_ro(
+          "buffer", [](nb::handle self) { return nb::cast<PackedMatrix&>(self).buffer(self); },
+          "The packed bytes, writable.")
       .def("repack", &PackedMatrix::repack, "data"_a, "scale"_a = nb::none(), "zero"_a = nb::none(),
            nb::kw_only(), "given"_a = nb::none(), "n_begin"_a, "n_end"_a,
            "Packs rows [n_begin, n_end) of another weight of the same shape.")

@@ -54,34 +54,46 @@ std::vector<int> per_worker(const Engine& engine, F value) {
 }  // namespace
 
 void bind_system(nb::module_& m) {
-  m.def("detected_isa", [] { return isa_names(detected_isa()); },
-        "Names of the instruction sets that this CPU and operating system offer.");
-  m.def("allowed_isa", [] { return isa_names(allowed_isa()); },
-        "Names of the instruction sets that variants may use: detected_isa() under KTK_ISA.");
+  m.def(
+      "detected_isa", [] { return isa_names(detected_isa()); },
+      "Names of the instruction sets that this CPU and operating system offer.");
+  m.def(
+      "allowed_isa", [] { return isa_names(allowed_isa()); },
+      "Names of the instruction sets that variants may use: detected_isa() under KTK_ISA.");
   m.def("cpu_model", &cpu_model_name, "What the CPU calls itself.");
-  m.def("topology", [] { return describe_topology(topology()); },
-        "NUMA nodes and CPUs of this process: nodes, quota, default_threads.");
-  m.def("read_topology",
-        [](const std::string& root, const std::vector<int>& allowed) {
-          return describe_topology(read_topology(root, allowed));
-        },
-        "root"_a, "allowed"_a, "The same, from a copy of /sys below `root`.");
+  m.def(
+      "topology", [] { return describe_topology(topology()); },
+      "NUMA nodes and CPUs of this process: nodes, quota, default_threads.");
+  m.def(
+      "read_topology",
+      [](const std::string& root, const std::vector<int>& allowed) {
+        return describe_topology(read_topology(root, allowed));
+      },
+      "root"_a, "allowed"_a, "The same, from a copy of /sys below `root`.");
 
-  nb::class_<Engine>(m, "WorkerPool",
-                     "Threads that compute layers, one call at a time.\n\n"
-                     "Parameters\n----------\n"
-                     "threads : int\n    Number of workers; 0 takes one per physical core inside the\n"
-                     "    affinity mask and the cgroup's quota.\n"
-                     "cpus : list of int, optional\n    CPU of each worker; their number is `threads`.\n"
-                     "pin : bool\n    Whether workers stay on their CPU.")
+  nb::class_<Engine>(
+      m, "WorkerPool",
+      "Threads that compute layers, one call at a time.\n\n"
+      "Parameters\n----------\n"
+      "threads : int\n    Number of workers; 0 takes one per physical core inside the\n"
+      "    affinity mask and the cgroup's quota.\n"
+      "cpus : list of int, optional\n    CPU of each worker; their number is `threads`.\n"
+      "pin : bool\n    Whether workers stay on their CPU.")
       .def(nb::new_(&make_pool), "threads"_a = 0, "cpus"_a = nb::none(), "pin"_a = true)
-      .def_prop_ro("size", [](const Engine& e) { return e.pool.size(); }, "Number of workers.")
-      .def_prop_ro("cpus", [](const Engine& e) {
+      .def_prop_ro(
+          "size", [](const Engine& e) { return e.pool.size(); }, "Number of workers.")
+      .def_prop_ro(
+          "cpus",
+          [](const Engine& e) {
             return per_worker(e, [](const WorkerPool& pool, int w) { return pool.cpu_of(w); });
-          }, "CPU of each worker, -1 where it is not pinned.")
-      .def_prop_ro("nodes", [](const Engine& e) {
+          },
+          "CPU of each worker, -1 where it is not pinned.")
+      .def_prop_ro(
+          "nodes",
+          [](const Engine& e) {
             return per_worker(e, [](const WorkerPool& pool, int w) { return pool.node_of(w); });
-          }, "Position in topology()['nodes'] of each worker.");
+          },
+          "Position in topology()['nodes'] of each worker.");
 }
 
 }  // namespace ktk

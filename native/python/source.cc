@@ -17,8 +17,9 @@ uint32_t group_extent(const std::string& name, size_t extent, size_t count) {
   if (count == 1) return 0;
   const size_t group = count ? (extent + count - 1) / count : 0;
   if (group == 0 || (extent + group - 1) / group != count) {
-    throw nb::value_error((name + ": " + std::to_string(count) + " groups do not divide " +
-                           std::to_string(extent)).c_str());
+    throw nb::value_error(
+        (name + ": " + std::to_string(count) + " groups do not divide " + std::to_string(extent))
+            .c_str());
   }
   return static_cast<uint32_t>(group);
 }
@@ -26,8 +27,8 @@ uint32_t group_extent(const std::string& name, size_t extent, size_t count) {
 Groups groups_from(const std::string& name, const AnyArray& array, size_t n, size_t k,
                    const std::optional<ktk_format>& given, ktk_element given_element) {
   if (array.ndim() != 1 && array.ndim() != 2) {
-    throw nb::value_error((name + " must be [groups of n, groups of k], got " +
-                           describe_array(array)).c_str());
+    throw nb::value_error(
+        (name + " must be [groups of n, groups of k], got " + describe_array(array)).c_str());
   }
   check_array(name.c_str(), array, std::vector<int64_t>(array.ndim(), -1));
   Groups groups;
@@ -43,8 +44,9 @@ Groups groups_from(const std::string& name, const AnyArray& array, size_t n, siz
       return group ? (extent + group - 1) / group : 1;
     };
     if (array.shape(0) != count(n, groups.group_n) || columns != count(k, groups.group_k)) {
-      throw nb::value_error((name + " has shape " + describe_array(array) + ", which does not fit " +
-                             describe(*given)).c_str());
+      throw nb::value_error((name + " has shape " + describe_array(array) +
+                             ", which does not fit " + describe(*given))
+                                .c_str());
     }
   } else {
     groups.group_n = array.shape(0) == n ? 1 : group_extent(name, n, array.shape(0));
@@ -64,13 +66,15 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
   const size_t bits = element_bits(format.element);
   const size_t item_bits = 8 * data.itemsize();
   if (bits == 0 || (bits != item_bits && (item_bits != 8 || bits > 8))) {
-    throw nb::type_error((std::string(name) + " is " + describe_array(data) + ", which cannot hold " +
-                          element_name(format.element)).c_str());
+    throw nb::type_error((std::string(name) + " is " + describe_array(data) +
+                          ", which cannot hold " + element_name(format.element))
+                             .c_str());
   }
   const int64_t per_item = static_cast<int64_t>(item_bits / bits);
   if (k >= 0 && k % per_item) {
-    throw nb::value_error((std::string(name) + ": depth " + std::to_string(k) +
-                           " does not fill whole bytes").c_str());
+    throw nb::value_error(
+        (std::string(name) + ": depth " + std::to_string(k) + " does not fill whole bytes")
+            .c_str());
   }
   check_array(name, data, {n, k < 0 ? k : k / per_item});
   source.data = data.data();
@@ -78,11 +82,12 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
   const size_t rows = data.shape(0), depth = data.shape(1) * static_cast<size_t>(per_item);
   if (given && (given->scale != KTK_NONE) != scale.has_value()) {
     throw nb::value_error((std::string(name) + ": " + describe(*given) +
-                           (scale ? " takes no scale" : " needs a scale")).c_str());
+                           (scale ? " takes no scale" : " needs a scale"))
+                              .c_str());
   }
   if (scale) {
     const Groups g = groups_from(std::string(name) + "_scale", *scale, rows, depth, given,
-                                 given ? given->scale : KTK_NONE);
+                                 given ? given->scale : ktk_element{KTK_NONE});
     source.scale = g.data;
     source.scale_stride = g.stride;
     format.scale = g.element;
@@ -91,7 +96,7 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
   }
   if (zero) {
     const Groups g = groups_from(std::string(name) + "_zero", *zero, rows, depth, given,
-                                 given ? given->zero : KTK_NONE);
+                                 given ? given->zero : ktk_element{KTK_NONE});
     if (scale && (g.group_n != format.group_n || g.group_k != format.group_k)) {
       throw nb::value_error((std::string(name) + ": scale and zero have different groups").c_str());
     }

@@ -42,16 +42,16 @@ extern "C" {
  * process use it (XCR0, and for AMX the permission of arch_prctl). */
 typedef uint64_t ktk_isa;
 #define KTK_ISA_NONE ((ktk_isa)0)
-#define KTK_ISA_AVX2 ((ktk_isa)1 << 0)          /* AVX2, FMA, F16C, BMI2: x86-64-v3 */
-#define KTK_ISA_AVX_VNNI ((ktk_isa)1 << 1)      /* vpdpbusd on 256 bits, VEX */
-#define KTK_ISA_AVX512 ((ktk_isa)1 << 2)        /* F, BW, CD, DQ, VL: x86-64-v4 */
+#define KTK_ISA_AVX2 ((ktk_isa)1 << 0)     /* AVX2, FMA, F16C, BMI2: x86-64-v3 */
+#define KTK_ISA_AVX_VNNI ((ktk_isa)1 << 1) /* vpdpbusd on 256 bits, VEX */
+#define KTK_ISA_AVX512 ((ktk_isa)1 << 2)   /* F, BW, CD, DQ, VL: x86-64-v4 */
 #define KTK_ISA_AVX512_VNNI ((ktk_isa)1 << 3)
 #define KTK_ISA_AVX512_BF16 ((ktk_isa)1 << 4)
 #define KTK_ISA_AVX512_VBMI ((ktk_isa)1 << 5)
 #define KTK_ISA_AVX512_FP16 ((ktk_isa)1 << 6)
-#define KTK_ISA_AMX_INT8 ((ktk_isa)1 << 7)      /* with AMX-TILE */
-#define KTK_ISA_AMX_BF16 ((ktk_isa)1 << 8)      /* with AMX-TILE */
-#define KTK_ISA_NEON ((ktk_isa)1 << 32)         /* plain Armv8-A */
+#define KTK_ISA_AMX_INT8 ((ktk_isa)1 << 7) /* with AMX-TILE */
+#define KTK_ISA_AMX_BF16 ((ktk_isa)1 << 8) /* with AMX-TILE */
+#define KTK_ISA_NEON ((ktk_isa)1 << 32)    /* plain Armv8-A */
 #define KTK_ISA_DOTPROD ((ktk_isa)1 << 33)
 #define KTK_ISA_I8MM ((ktk_isa)1 << 34)
 #define KTK_ISA_ARM_BF16 ((ktk_isa)1 << 35)
@@ -64,13 +64,13 @@ enum {
   KTK_F32 = 1,
   KTK_F16 = 2,
   KTK_BF16 = 3,
-  KTK_I8 = 4,    /* two's complement */
+  KTK_I8 = 4, /* two's complement */
   KTK_U8 = 5,
-  KTK_I4 = 6,    /* two's complement, even column in the low nibble */
-  KTK_U4 = 7,    /* even column in the low nibble; without a zero point its zero is 8 */
-  KTK_E4M3 = 8,  /* OCP FP8 E4M3 (finite, 0x7f and 0xff are NaN) */
-  KTK_E5M2 = 9,  /* OCP FP8 E5M2 */
-  KTK_E2M1 = 10, /* OCP FP4, even column in the low nibble */
+  KTK_I4 = 6,     /* two's complement, even column in the low nibble */
+  KTK_U4 = 7,     /* even column in the low nibble; without a zero point its zero is 8 */
+  KTK_E4M3 = 8,   /* OCP FP8 E4M3 (finite, 0x7f and 0xff are NaN) */
+  KTK_E5M2 = 9,   /* OCP FP8 E5M2 */
+  KTK_E2M1 = 10,  /* OCP FP4, even column in the low nibble */
   KTK_UE8M0 = 11, /* OCP power-of-two scale, 2^(e-127), 255 is NaN */
   KTK_GGML = 256
 };
@@ -115,60 +115,60 @@ typedef struct ktk_tile {
  * may be read. NaN and Inf in one row must not reach another. */
 typedef struct ktk_matmul {
   size_t struct_size;
-  const ktk_matrix *matrix;
-  const void *weight;
+  const ktk_matrix* matrix;
+  const void* weight;
   size_t n_begin, n_end;
   size_t m;
-  const void *act;
+  const void* act;
   size_t act_stride; /* bytes; what act_size() returned */
-  float *dst;
+  float* dst;
   size_t dst_stride; /* floats, >= n_end - n_begin rounded up to n_step; a multiple of 16 */
-  void *scratch;     /* scratch_size() bytes, KTK_ALIGNMENT-aligned, private to the call */
-  const void *next;  /* where this worker will probably read weights next, to prefetch; or NULL */
+  void* scratch;     /* scratch_size() bytes, KTK_ALIGNMENT-aligned, private to the call */
+  const void* next;  /* where this worker will probably read weights next, to prefetch; or NULL */
 } ktk_matmul;
 
 /* A product over one packed layout, best up to m_max rows: GEMV, then GEMM. All micro-kernels of a
  * variant return the same bits for a row, whatever rows stand beside it. */
 typedef struct ktk_ukernel {
   size_t struct_size;
-  const char *name;
+  const char* name;
   size_t m_max; /* the last one of a variant says SIZE_MAX */
-  size_t (*scratch_size)(const ktk_matrix *matrix, size_t m); /* NULL: needs none */
-  void (*run)(const ktk_matmul *mm);
+  size_t (*scratch_size)(const ktk_matrix* matrix, size_t m); /* NULL: needs none */
+  void (*run)(const ktk_matmul* mm);
 } ktk_ukernel;
 
 /* One packed layout and the code for one instruction set that knows it. */
 typedef struct ktk_variant {
   size_t struct_size;
-  const char *name;       /* the instruction set: "amx_int8", "avx2" ... */
-  ktk_isa required_isa;   /* all of these bits */
+  const char* name;     /* the instruction set: "amx_int8", "avx2" ... */
+  ktk_isa required_isa; /* all of these bits */
   ktk_tile tile;
-  ktk_format act;         /* what a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... */
+  ktk_format act; /* what a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... */
 
   /* Weight codec. Variants of a backend that share `layout` read each other's packed weights. */
-  const char *layout;
+  const char* layout;
   /* Bytes of a packed matrix, a multiple of KTK_ALIGNMENT. */
-  size_t (*weight_size)(const ktk_matrix *matrix);
+  size_t (*weight_size)(const ktk_matrix* matrix);
   /* Packs rows [n_begin, n_end) of `source` (row 0 of the source is row 0 of the matrix). */
-  void (*pack_weight)(const ktk_matrix *matrix, const ktk_source *source, size_t n_begin,
-                      size_t n_end, void *packed);
+  void (*pack_weight)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                      size_t n_end, void* packed);
   /* Writes rows [n_begin, n_end) as f32 to out, `out_stride` floats apart. */
-  void (*unpack_weight)(const ktk_matrix *matrix, const void *packed, size_t n_begin, size_t n_end,
-                        float *out, size_t out_stride);
+  void (*unpack_weight)(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
+                        float* out, size_t out_stride);
 
   /* Activation codec; `matrix` is the weight that the rows will be multiplied with.
    * Bytes of one packed row, a multiple of KTK_ALIGNMENT. */
-  size_t (*act_size)(const ktk_matrix *matrix);
+  size_t (*act_size)(const ktk_matrix* matrix);
   /* Packs columns [k_begin, k_end) of m rows. x points at column k_begin, `x_stride` floats apart;
    * act points at the start of the packed rows. Packing the last column also writes the padding. */
-  void (*pack_act)(const ktk_matrix *matrix, size_t m, size_t k_begin, size_t k_end, const float *x,
-                   size_t x_stride, void *act, size_t act_stride);
+  void (*pack_act)(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end, const float* x,
+                   size_t x_stride, void* act, size_t act_stride);
   /* Writes m whole rows as f32, `out_stride` floats apart. */
-  void (*unpack_act)(const ktk_matrix *matrix, size_t m, const void *act, size_t act_stride,
-                     float *out, size_t out_stride);
+  void (*unpack_act)(const ktk_matrix* matrix, size_t m, const void* act, size_t act_stride,
+                     float* out, size_t out_stride);
 
   /* By ascending m_max. */
-  const ktk_ukernel *ukernels;
+  const ktk_ukernel* ukernels;
   size_t num_ukernels;
 
   /* Called on a worker before its first and after its last run of a batch (AMX palette ...). Both
@@ -178,7 +178,7 @@ typedef struct ktk_variant {
 
   /* Offset in bytes of where a product that begins at column n starts to read a packed matrix: what
    * ktk_matmul.next is made of. NULL: the layout has no such place, and `next` stays NULL. */
-  size_t (*weight_offset)(const ktk_matrix *matrix, size_t n);
+  size_t (*weight_offset)(const ktk_matrix* matrix, size_t n);
 } ktk_variant;
 
 /* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */
@@ -190,12 +190,12 @@ typedef struct ktk_accept {
 typedef struct ktk_backend {
   size_t struct_size;
   uint32_t abi_major, abi_minor;
-  const char *name;
-  const ktk_format *formats; /* as stored; the first one is the default */
+  const char* name;
+  const ktk_format* formats; /* as stored; the first one is the default */
   size_t num_formats;
-  const ktk_accept *accepts; /* as given */
+  const ktk_accept* accepts; /* as given */
   size_t num_accepts;
-  const ktk_variant *const *variants; /* best first */
+  const ktk_variant* const* variants; /* best first */
   size_t num_variants;
 } ktk_backend;
 

@@ -17,7 +17,7 @@ KTK_VARIANTS(KTK_DECLARE_)
 // Defines the module that offers the backend `public_name`, which stores `formats_` and takes
 // `accepts_` (two constexpr arrays), to ktk.
 #define KTK_BACKEND_MODULE(public_name, formats_, accepts_)                               \
-  static constexpr const ktk_variant *kVariants[] = {KTK_VARIANTS(KTK_ADDRESS_)};         \
+  static constexpr const ktk_variant* kVariants[] = {KTK_VARIANTS(KTK_ADDRESS_)};         \
   static constexpr ktk_backend kBackend = {                                               \
       .struct_size = sizeof(ktk_backend),                                                 \
       .abi_major = KTK_ABI_MAJOR,                                                         \

@@ -15,10 +15,10 @@
 
 // What the flags of this translation unit let the compiler emit.
 #if defined(__AMX_INT8__)
-#define KTK_TARGET_ISA                                                                         \
+#define KTK_TARGET_ISA \
   (KTK_ISA_AVX2 | KTK_ISA_AVX512 | KTK_ISA_AVX512_VNNI | KTK_ISA_AVX512_BF16 | KTK_ISA_AMX_INT8)
 #elif defined(__AMX_BF16__)
-#define KTK_TARGET_ISA                                                                         \
+#define KTK_TARGET_ISA \
   (KTK_ISA_AVX2 | KTK_ISA_AVX512 | KTK_ISA_AVX512_VNNI | KTK_ISA_AVX512_BF16 | KTK_ISA_AMX_BF16)
 #elif defined(__AVX512BF16__)
 #define KTK_TARGET_ISA (KTK_ISA_AVX2 | KTK_ISA_AVX512 | KTK_ISA_AVX512_VNNI | KTK_ISA_AVX512_BF16)
