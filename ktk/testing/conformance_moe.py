@@ -202,6 +202,6 @@ def test_submitted_work_gives_the_same_bits(subject: Subject, data: st.DataObjec
     ticket = moe.submit(*inputs)
     for array in inputs:
         array.fill(0)
-    ticket.wait()
-    assert ticket.done()
-    bounds.check_same_bits(np.asarray(ticket.result()), expected, "result of the ticket")
+    result = np.asarray(ticket.wait())
+    assert ticket.done
+    bounds.check_same_bits(result, expected, "result of the ticket")

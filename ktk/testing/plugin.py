@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 import ktk
+from ktk import registry
 from ktk.testing.subject import Subject
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -64,10 +65,12 @@ def pytest_configure(config: pytest.Config) -> None:
 @functools.cache
 def load(name: str) -> ktk.Backend:
     """Load a backend by its name, or by the value of an entry point."""
-    if name in ktk.backends() or not name.islower():
+    if ":" not in name and "." not in name:
         return ktk.load_backend(name)
-    entry = importlib.metadata.EntryPoint(name=name, value=name, group="ktk.backends")
-    return ktk.Backend(name, entry.load())
+    entry = importlib.metadata.EntryPoint(name=name, value=name, group=registry.GROUP)
+    label = name.rpartition(":")[2]
+    info = ktk.BackendInfo(label, "(not installed)", "", name, entry=entry)
+    return registry.open_backend(info)
 
 
 def subjects(config: pytest.Config) -> Iterator[Any]:

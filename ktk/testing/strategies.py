@@ -108,7 +108,7 @@ def sources(
     given: Any = None,
 ) -> formats.Source:
     """Matrices in one of the formats that the backend accepts."""
-    known = [fmt for fmt, _ in backend.accepts if formats.is_known(fmt)]
+    known = [fmt for fmt in backend.accepts if formats.is_known(fmt)]
     fmt = given or draw(st.sampled_from(known), label="given format")
     values = draw(matrices(shape, kinds, "weight"))
     rng = np.random.default_rng(draw(seeds(), label="seed of codes"))

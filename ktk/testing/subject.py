@@ -35,16 +35,27 @@ class Subject:
         """How activations are stored."""
         return self.variant.act
 
-    def pack(self, source: Source, stored: int | None = None) -> _core.PackedMatrix:
+    def pack(self, source: Source, stored: _core.Format | None = None) -> _core.PackedMatrix:
         """Pack a weight matrix."""
         return _core.PackedMatrix(
-            self.backend.table,
+            self.backend.core,
             self.variant.name,
             source.data,
             scale=source.scale,
             zero=source.zero,
             given=source.format,
             stored=stored,
+        )
+
+    def repack(self, matrix: _core.PackedMatrix, source: Source, begin: int, end: int) -> None:
+        """Pack some rows of a matrix once more."""
+        matrix.repack(
+            source.data,
+            scale=source.scale,
+            zero=source.zero,
+            given=source.format,
+            n_begin=begin,
+            n_end=end,
         )
 
     def act_bound(self, x: F32) -> Array:
