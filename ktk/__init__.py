@@ -8,6 +8,11 @@ y = moe(hidden, topk_ids, topk_weights)
 """
 
 from pathlib import Path
+from pkgutil import extend_path
+
+# In a checkout, `python -m ktk...` finds this folder first; the compiled modules are where ktk was
+# installed.
+__path__ = extend_path(__path__, __name__)
 
 from ktk._core import Format, WorkerPool
 from ktk.backend import Backend

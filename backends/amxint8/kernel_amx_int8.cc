@@ -22,11 +22,13 @@ namespace {
 using TargetAct = Act<ByteCodes, KTK_GROUP>;
 
 constexpr size_t kTileRows = 16;
-constexpr size_t kScratchBytes = 2 * kTileRows * kColumns * sizeof(int32_t);
+constexpr size_t kBlockRows = 2 * kTileRows;
+constexpr size_t kBlockValues = kBlockRows * kColumns;
 
-size_t scratch_size(const ktk_matrix*, size_t) { return kScratchBytes; }
+// C of the block that is being multiplied and of the one before it.
+size_t scratch_size(const ktk_matrix*, size_t) { return 2 * kBlockValues * sizeof(int32_t); }
 
-// Fetches `lines` cache lines from `next` in as many equal parts as advance() is called.
+// Fetches `lines` cache lines from `next` in `parts` equal parts, one per call of advance().
 struct Prefetcher {
   const uint8_t* next;
   size_t lines, parts, debt = 0;
@@ -38,10 +40,44 @@ struct Prefetcher {
   }
 };
 
-// C += A x B over `steps` steps for 32 (or 16) rows; stores C to scratch as rows of 32 columns.
+// Turns a stored C into f32: dst (+)= float(C + comp) * act scale, and times the weight scale after
+// the last group. It goes row by row between the tile instructions of the block that follows: done
+// at once, it would wait for the stores of C and the tiles would wait for it.
+struct Flush {
+  const int32_t* c;
+  const uint8_t* scale;  // of row 0
+  size_t comp_offset;    // from scale
+  size_t act_stride;
+  const float* weight_scale;
+  float* dst;
+  size_t dst_stride;
+  __mmask16 add_to_dst, scale_weight;
+  size_t rows = 0;  // left
+
+  void advance(size_t count) {
+    for (count = smaller(count, rows), rows -= count; count > 0; --count) {
+      const __m512i comp =
+          _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(scale + comp_offset));
+      const __m512 factor = _mm512_set1_ps(*reinterpret_cast<const float*>(scale));
+      for (size_t v = 0; v < kColumns; v += 16) {
+        const __m512i sum = _mm512_add_epi32(_mm512_load_si512(c + v), comp);
+        const __m512 before = _mm512_maskz_loadu_ps(add_to_dst, dst + v);
+        const __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, before);
+        const __m512 w = _mm512_loadu_ps(weight_scale + v);
+        _mm512_storeu_ps(dst + v, _mm512_mask_mul_ps(x, scale_weight, x, w));
+      }
+      c += kColumns;
+      scale += act_stride;
+      dst += dst_stride;
+    }
+  }
+};
+
+// C = A x B over `steps` steps for 32 (or 16) rows, stored as rows of 32 columns.
 template <bool kBothHalves>
 void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride, size_t steps,
-                    Prefetcher& prefetcher, int32_t* scratch) {
+                    Prefetcher& prefetcher, Flush& before, int32_t* c) {
+  const size_t flush_rows = (kBlockRows + steps - 1) / steps;
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (kBothHalves) {
@@ -60,82 +96,65 @@ void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride
       _tile_dpbsud(3, 5, 7);
     }
     prefetcher.advance();
+    before.advance(flush_rows);
   }
   constexpr size_t kStride = kColumns * sizeof(int32_t);
-  _tile_stored(0, scratch, kStride);
-  _tile_stored(1, scratch + 16, kStride);
+  _tile_stored(0, c, kStride);
+  _tile_stored(1, c + 16, kStride);
   if constexpr (kBothHalves) {
-    _tile_stored(2, scratch + kTileRows * kColumns, kStride);
-    _tile_stored(3, scratch + kTileRows * kColumns + 16, kStride);
-  }
-}
-
-struct Flush {
-  const uint8_t* act;  // row 0
-  size_t act_stride;
-  size_t scale_offset, comp_offset;  // of the group
-  const float* weight_scale;
-  float* dst;
-  size_t dst_stride;
-};
-
-// dst (+)= float(C + comp) * act scale, for `rows` rows; after the last group times weight scale.
-template <bool kFirst, bool kLast>
-void flush_block(const Flush& f, const int32_t* scratch, size_t rows) {
-  for (size_t r = 0; r < rows; ++r) {
-    const uint8_t* act = f.act + r * f.act_stride;
-    const __m512i comp = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(act + f.comp_offset));
-    const __m512 scale = _mm512_set1_ps(*reinterpret_cast<const float*>(act + f.scale_offset));
-    for (size_t v = 0; v < kColumns; v += 16) {
-      float* dst = f.dst + r * f.dst_stride + v;
-      const __m512i sum = _mm512_add_epi32(_mm512_load_si512(scratch + r * kColumns + v), comp);
-      const __m512 before = kFirst ? _mm512_setzero_ps() : _mm512_loadu_ps(dst);
-      __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, before);
-      if (kLast) x = _mm512_mul_ps(x, _mm512_loadu_ps(f.weight_scale + v));
-      _mm512_storeu_ps(dst, x);
-    }
+    _tile_stored(2, c + kTileRows * kColumns, kStride);
+    _tile_stored(3, c + kTileRows * kColumns + 16, kStride);
   }
 }
 
 void multiply_amx(const ktk_matmul* mm) {
   const ktk_matrix* matrix = mm->matrix;
-  const size_t steps = num_steps(matrix);
-  const size_t row_blocks = (mm->m + 2 * kTileRows - 1) / (2 * kTileRows);
+  const size_t steps = num_steps(matrix), act_stride = mm->act_stride;
+  const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
   const uint8_t* packed = static_cast<const uint8_t*>(mm->weight);
-  int32_t* scratch = static_cast<int32_t*>(mm->scratch);
+  int32_t* c = static_cast<int32_t*>(mm->scratch);
+  int32_t* c_before = c + kBlockValues;
   Flush flush;
-  flush.act_stride = mm->act_stride;
-  flush.dst_stride = mm->dst_stride;
   tile_memory_barrier();
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     const uint8_t* weight = packed + block_offset(matrix, n);
-    flush.weight_scale = weight_scale(matrix, packed) + n;
     size_t block_steps;
     for (size_t step = 0; step < steps; step += block_steps, weight += block_steps * kStepBytes) {
       block_steps = smaller(TargetAct::kGroupSteps, steps - step);
-      const bool first = step == 0, last = step + block_steps == steps;
+      const bool last = step + block_steps == steps;
       const uint8_t* next = weight + block_steps * kStepBytes;
       if (last && n + kColumns >= mm->n_end) {
         next = mm->next ? static_cast<const uint8_t*>(mm->next) : weight;
       }
       Prefetcher prefetcher{next, kStepBytes / 64, row_blocks};
-      const size_t group = step / TargetAct::kGroupSteps;
-      flush.scale_offset = TargetAct::scale_offset(matrix) + 4 * group;
-      flush.comp_offset = TargetAct::comp_offset(matrix) + 4 * group;
-      for (size_t row = 0; row < mm->m; row += 2 * kTileRows) {
-        const size_t rows = smaller(2 * kTileRows, mm->m - row);
-        flush.act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
-        flush.dst = mm->dst + row * mm->dst_stride + (n - mm->n_begin);
+      const size_t scale = TargetAct::scale_offset(matrix) + step / TargetAct::kGroupSteps * 4;
+      const uint8_t* act = static_cast<const uint8_t*>(mm->act);
+      float* dst = mm->dst + (n - mm->n_begin);
+      for (size_t row = 0; row < mm->m; row += kBlockRows) {
+        const size_t rows = smaller(kBlockRows, mm->m - row);
         const auto multiply_rows = rows > kTileRows ? multiply_block<true> : multiply_block<false>;
-        multiply_rows(weight, flush.act + step * kDepth, mm->act_stride, block_steps, prefetcher,
-                      scratch);
-        const auto flush_rows = first
-                                    ? (last ? flush_block<true, true> : flush_block<true, false>)
-                                    : (last ? flush_block<false, true> : flush_block<false, false>);
-        flush_rows(flush, scratch, rows);
+        multiply_rows(weight, act + step * kDepth, act_stride, block_steps, prefetcher, flush, c);
+        flush = {
+            .c = c,
+            .scale = act + scale,
+            .comp_offset = 4 * TargetAct::num_groups(matrix),
+            .act_stride = act_stride,
+            .weight_scale = weight_scale(matrix, packed) + n,
+            .dst = dst,
+            .dst_stride = mm->dst_stride,
+            .add_to_dst = static_cast<__mmask16>(step == 0 ? 0 : -1),
+            .scale_weight = static_cast<__mmask16>(last ? -1 : 0),
+            .rows = rows,
+        };
+        int32_t* const swap = c;
+        c = c_before;
+        c_before = swap;
+        act += kBlockRows * act_stride;
+        dst += kBlockRows * mm->dst_stride;
       }
     }
   }
+  flush.advance(kBlockRows);
 }
 
 // One micro-kernel for every m: a row meets the same instructions alone and in a crowd.

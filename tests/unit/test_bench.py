@@ -26,7 +26,10 @@ KEYS = {
     "backend", "variant", "shape", "tokens", "threads", "seconds", "gb_per_s", "gflop_per_s",
     "limit_seconds", "fraction", "read_gb_per_s", "peak_gflop_per_s", "spread",
 }  # fmt: skip
-QUICK = ["--shape", "tiny", "--rounds", "2", "--seconds", "0.02", "--rotate", "0", "--threads", "1"]
+QUICK = [
+    *("--shape", "tiny", "--rounds", "2", "--seconds", "0.02", "--threads", "1"),
+    *("--rotate", "0", "--noise", "1"),
+]
 
 LIMITS = Limits(
     threads=2,

@@ -1,0 +1,26 @@
+from collections.abc import Sequence
+
+def units() -> list[str]:
+    """Names of the arithmetic units that can run here."""
+
+def peak(unit: str, threads: int, seconds: float, cpus: Sequence[int] = ...) -> float:
+    """Operations per second (a multiply and an add are two) of all threads together."""
+
+def read_bandwidth(
+    buffer_bytes: int, threads: int, seconds: float, cpus: Sequence[int] = ...
+) -> float:
+    """Bytes per second that the threads together read from a buffer of this size."""
+
+class Reader:
+    """A buffer to measure read bandwidth with, again and again."""
+
+    def __init__(self, buffer_bytes: int, threads: int, cpus: Sequence[int] = ...) -> None: ...
+    def measure(self, seconds: float) -> float:
+        """Bytes per second of all threads together."""
+
+    @property
+    def pattern(self) -> str:
+        """The way of reading that was fastest here."""
+
+    @property
+    def nbytes(self) -> int: ...
