@@ -184,7 +184,7 @@ def _open(info: BackendInfo) -> Backend:
     try:
         core = _core.Backend(capsule)
     except _core.AbiError as error:
-        raise BackendIncompatible(f"backend {info} does not fit this ktk: {error}") from error
+        raise BackendIncompatible(f"backend {info} {error}; {_remedy(info, error)}") from error
     except Exception as error:
         raise BackendImportError(_failed(info, error)) from error
     return Backend(core, info)
@@ -239,6 +239,16 @@ def _not_found(name: str, names: list[str]) -> str:
 
 def _failed(info: BackendInfo, error: BaseException) -> str:
     return f"backend {info} ({info.value}) failed to load: {type(error).__name__}: {error}"
+
+
+def _remedy(info: BackendInfo, error: Exception) -> str:
+    """Say who is behind. The error names the backend's version of the ABI first."""
+    from ktk import _core
+
+    theirs = re.search(r"ABI (\d+)", str(error))
+    if theirs and int(theirs[1]) > _core.ABI[0]:
+        return f"upgrade ktk, or install an older {info.distribution}"
+    return f"upgrade {info.distribution}, or ask its authors to build it for this ktk"
 
 
 def _origin(info: BackendInfo) -> str:
