@@ -25,59 +25,79 @@ constexpr size_t kTileRows = 16;
 constexpr size_t kBlockRows = 2 * kTileRows;
 constexpr size_t kBlockValues = kBlockRows * kColumns;
 
-// C of the block that is being multiplied and of the one before it.
-size_t scratch_size(const ktk_matrix*, size_t) { return 2 * kBlockValues * sizeof(int32_t); }
-
-// Fetches `lines` cache lines from `next` in `parts` equal parts, one per call of advance().
-struct Prefetcher {
-  const uint8_t* next;
-  size_t lines, parts, debt = 0;
-
-  void advance() {
-    for (debt += lines; debt >= parts; debt -= parts, next += 64) {
-      _mm_prefetch(next, _MM_HINT_T1);
-    }
-  }
+// Scale and comp of one act row and group, gathered: in the rows themselves they are a cache line
+// each, and every block would fetch 32 of them.
+struct RowFactor {
+  float scale;
+  int32_t comp;
 };
+
+// C of the block that is being multiplied and of the one before it, then the row factors.
+size_t scratch_size(const ktk_matrix* matrix, size_t m) {
+  return 2 * kBlockValues * sizeof(int32_t) +
+         round_up(m * TargetAct::num_groups(matrix) * sizeof(RowFactor), 64);
+}
+
+void gather_factors(const ktk_matmul* mm, RowFactor* factors) {
+  const size_t groups = TargetAct::num_groups(mm->matrix);
+  const uint8_t* row = static_cast<const uint8_t*>(mm->act) + TargetAct::scale_offset(mm->matrix);
+  for (size_t i = 0; i < mm->m; ++i, row += mm->act_stride) {
+    const float* scale = reinterpret_cast<const float*>(row);
+    const int32_t* comp = reinterpret_cast<const int32_t*>(row) + groups;
+    for (size_t g = 0; g < groups; ++g) factors[g * mm->m + i] = {scale[g], comp[g]};
+  }
+}
 
 // Turns a stored C into f32: dst (+)= float(C + comp) * act scale, and times the weight scale after
 // the last group. It goes row by row between the tile instructions of the block that follows: done
 // at once, it would wait for the stores of C and the tiles would wait for it.
 struct Flush {
   const int32_t* c;
-  const uint8_t* scale;  // of row 0
-  size_t comp_offset;    // from scale
-  size_t act_stride;
+  const RowFactor* factors;
   const float* weight_scale;
   float* dst;
   size_t dst_stride;
-  __mmask16 add_to_dst, scale_weight;
-  size_t rows = 0;  // left
+  bool first, last;  // group of the row
+  size_t rows = 0;   // left
 
   void advance(size_t count) {
-    for (count = smaller(count, rows), rows -= count; count > 0; --count) {
-      const __m512i comp =
-          _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(scale + comp_offset));
-      const __m512 factor = _mm512_set1_ps(*reinterpret_cast<const float*>(scale));
-      for (size_t v = 0; v < kColumns; v += 16) {
-        const __m512i sum = _mm512_add_epi32(_mm512_load_si512(c + v), comp);
-        const __m512 before = _mm512_maskz_loadu_ps(add_to_dst, dst + v);
-        const __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), factor, before);
-        const __m512 w = _mm512_loadu_ps(weight_scale + v);
-        _mm512_storeu_ps(dst + v, _mm512_mask_mul_ps(x, scale_weight, x, w));
+    count = smaller(count, rows);
+    rows -= count;
+    for (; count > 0; --count) {
+      const __m512i comp = _mm512_set1_epi32(factors->comp);
+      const __m512 scale = _mm512_set1_ps(factors->scale);
+      __m512 lo = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(c), comp));
+      __m512 hi = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(c + 16), comp));
+      if (first) {
+        lo = _mm512_fmadd_ps(lo, scale, _mm512_setzero_ps());
+        hi = _mm512_fmadd_ps(hi, scale, _mm512_setzero_ps());
+      } else {
+        lo = _mm512_fmadd_ps(lo, scale, _mm512_loadu_ps(dst));
+        hi = _mm512_fmadd_ps(hi, scale, _mm512_loadu_ps(dst + 16));
       }
+      if (last) {
+        lo = _mm512_mul_ps(lo, _mm512_loadu_ps(weight_scale));
+        hi = _mm512_mul_ps(hi, _mm512_loadu_ps(weight_scale + 16));
+      }
+      _mm512_storeu_ps(dst, lo);
+      _mm512_storeu_ps(dst + 16, hi);
       c += kColumns;
-      scale += act_stride;
+      ++factors;
       dst += dst_stride;
     }
   }
 };
 
-// C = A x B over `steps` steps for 32 (or 16) rows, stored as rows of 32 columns.
+#ifndef KTK_HINT
+#define KTK_HINT _MM_HINT_T1
+#endif
+// C = A x B over `steps` steps for 32 (or 16) rows, stored as rows of 32 columns. In every step,
+// `lines` cache lines are fetched from `next` on and some rows of the block before are flushed.
 template <bool kBothHalves>
-void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride, size_t steps,
-                    Prefetcher& prefetcher, Flush& before, int32_t* c) {
-  const size_t flush_rows = (kBlockRows + steps - 1) / steps;
+inline void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride,
+                           size_t steps, const uint8_t* next, size_t lines, Flush before,
+                           int32_t* c) {
+  const size_t flush_rows = steps >= 8 ? 4 : steps >= 4 ? 8 : kBlockRows;
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (kBothHalves) {
@@ -95,7 +115,7 @@ void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride
       _tile_dpbsud(2, 5, 6);
       _tile_dpbsud(3, 5, 7);
     }
-    prefetcher.advance();
+    for (size_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, KTK_HINT);
     before.advance(flush_rows);
   }
   constexpr size_t kStride = kColumns * sizeof(int32_t);
@@ -109,11 +129,14 @@ void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride
 
 void multiply_amx(const ktk_matmul* mm) {
   const ktk_matrix* matrix = mm->matrix;
-  const size_t steps = num_steps(matrix), act_stride = mm->act_stride;
+  const size_t steps = num_steps(matrix);
   const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
+  const size_t lines = (kStepBytes / 64 + row_blocks - 1) / row_blocks;  // to prefetch, a step
   const uint8_t* packed = static_cast<const uint8_t*>(mm->weight);
   int32_t* c = static_cast<int32_t*>(mm->scratch);
   int32_t* c_before = c + kBlockValues;
+  RowFactor* factors = reinterpret_cast<RowFactor*>(c_before + kBlockValues);
+  gather_factors(mm, factors);
   Flush flush;
   tile_memory_barrier();
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
@@ -126,31 +149,27 @@ void multiply_amx(const ktk_matmul* mm) {
       if (last && n + kColumns >= mm->n_end) {
         next = mm->next ? static_cast<const uint8_t*>(mm->next) : weight;
       }
-      Prefetcher prefetcher{next, kStepBytes / 64, row_blocks};
-      const size_t scale = TargetAct::scale_offset(matrix) + step / TargetAct::kGroupSteps * 4;
-      const uint8_t* act = static_cast<const uint8_t*>(mm->act);
-      float* dst = mm->dst + (n - mm->n_begin);
+      const size_t group = step / TargetAct::kGroupSteps;
       for (size_t row = 0; row < mm->m; row += kBlockRows) {
         const size_t rows = smaller(kBlockRows, mm->m - row);
+        const uint8_t* act =
+            static_cast<const uint8_t*>(mm->act) + row * mm->act_stride + step * kDepth;
         const auto multiply_rows = rows > kTileRows ? multiply_block<true> : multiply_block<false>;
-        multiply_rows(weight, act + step * kDepth, act_stride, block_steps, prefetcher, flush, c);
+        multiply_rows(weight, act, mm->act_stride, block_steps, next, lines, flush, c);
+        next += lines * block_steps * 64;
         flush = {
             .c = c,
-            .scale = act + scale,
-            .comp_offset = 4 * TargetAct::num_groups(matrix),
-            .act_stride = act_stride,
+            .factors = factors + group * mm->m + row,
             .weight_scale = weight_scale(matrix, packed) + n,
-            .dst = dst,
+            .dst = mm->dst + row * mm->dst_stride + (n - mm->n_begin),
             .dst_stride = mm->dst_stride,
-            .add_to_dst = static_cast<__mmask16>(step == 0 ? 0 : -1),
-            .scale_weight = static_cast<__mmask16>(last ? -1 : 0),
+            .first = step == 0,
+            .last = last,
             .rows = rows,
         };
         int32_t* const swap = c;
         c = c_before;
         c_before = swap;
-        act += kBlockRows * act_stride;
-        dst += kBlockRows * mm->dst_stride;
       }
     }
   }

@@ -16,7 +16,10 @@ def results_table(results: Sequence[Result]) -> RenderableType:
     """Show one row per backend and number of tokens, and the limits they are measured against."""
     first = results[0]
     table = Table(
-        title=f"{first.shape}, {first.threads} threads", title_justify="left", box=SIMPLE_HEAD
+        title=f"{first.shape}, {first.threads} threads",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("backend", no_wrap=True)
     table.add_column("variant", no_wrap=True)
@@ -66,6 +69,7 @@ def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:
         title=f"Relative L2 error, {results[0].shape}, {results[0].tokens} tokens",
         title_justify="left",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("backend")
     table.add_column("variant")

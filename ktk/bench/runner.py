@@ -122,7 +122,8 @@ class _Candidate:
         return time.perf_counter() - begin, inputs.distinct_experts
 
     def turn(self, seconds: float) -> _Turn:
-        times, hit = [], []
+        times: list[float] = []
+        hit: list[int] = []
         end = time.perf_counter() + seconds
         while len(times) < 2 or time.perf_counter() < end:
             elapsed, experts = self.call()
@@ -300,7 +301,7 @@ def make_layer(
     backend = ktk.load_backend(subject.backend)
     moe = backend.moe(**shape.moe_arguments(), variant=subject.variant, pool=pool)
     source = [experts[e % len(experts)] for e in range(shape.num_experts)]
-    biases: dict[str, list[torch.Tensor]] = {}
+    biases: dict[str, Any] = {}
     if shape.biases:
         for name in ("gate_bias", "up_bias", "down_bias"):
             biases[name] = [getattr(expert, name) for expert in source]
