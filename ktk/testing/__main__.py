@@ -1,0 +1,33 @@
+"""Run the conformance kit: python -m ktk.testing NAME... [pytest arguments]."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+USAGE = """\
+usage: python -m ktk.testing NAME [NAME ...] [--ktk-variant VARIANT] [--ktk-profile PROFILE]
+                             [pytest arguments]
+
+NAME is a backend that is installed ("BF16"), or an object with __ktk_backend__() written as in an
+entry point ("my_package.module" or "my_package.module:object"). Profiles: dev (25 examples of each
+property, the default), ci (100, always the same ones), nightly (2000).
+"""
+MODULES = ("ktk.testing.conformance", "ktk.testing.conformance_moe")
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit status of pytest; names come before its arguments."""
+    names = []
+    while arguments and not arguments[0].startswith("-"):
+        names.append(arguments.pop(0))
+    if not names:
+        print(USAGE)
+        return 0 if {"-h", "--help"} & set(arguments) else 2
+    chosen = [part for name in names for part in ("--ktk-backend", name)]
+    return int(pytest.main(["-p", "ktk.testing.plugin", "--pyargs", *MODULES, *chosen, *arguments]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

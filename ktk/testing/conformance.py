@@ -1,0 +1,322 @@
+"""Properties of every backend, whoever wrote it: codecs and micro-kernels.
+
+The plugin supplies `subject`, a backend and a variant. These are plain functions on purpose:
+Hypothesis refuses a `@given` method that several classes inherit.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from ktk import _core
+from ktk.testing import bounds, formats, strategies
+from ktk.testing.subject import Subject
+
+ALIGNMENT = 64
+#: A NaN that no computation makes, so that a write into a guarded place shows.
+POISON = np.uint32(0x7FA5A5A5)
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+# --- weight codec -------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_weights_keep_the_precision_of_their_format(subject: Subject, data: st.DataObject) -> None:
+    """Packing loses no more than half a step of what is stored."""
+    variant = subject.variant
+    n = data.draw(strategies.sizes(variant.n_step, 70), label="n")
+    k = data.draw(strategies.sizes(variant.k_step, 2 * variant.k_step + 3), label="k")
+    source = data.draw(strategies.sources(subject.backend, (n, k), strategies.CODEC_KINDS))
+    index = next(i for fmt, i in subject.backend.core.accepts if fmt == source.format)
+    stored = subject.backend.formats[index]
+    if not formats.is_known(stored):
+        pytest.skip(f"the kit does not know {stored}")
+    bound = formats.codec_bound(stored, np.abs(source.values))
+    bounds.check(subject.pack(source).unpack(), source.values, bound, "unpacked weight")
+
+
+@given(data=st.data())
+def test_weights_that_are_stored_as_given_keep_their_bits(
+    subject: Subject, data: st.DataObject
+) -> None:
+    """Where a format is accepted and stored, packing is a bit-exact round trip."""
+    stored = subject.backend.formats
+    same = [fmt for fmt in subject.backend.accepts if fmt in stored and formats.is_known(fmt)]
+    if not same:
+        pytest.skip("no format is stored as it is given")
+    fmt = data.draw(st.sampled_from(same), label="format")
+    n = data.draw(strategies.sizes(subject.variant.n_step, 70), label="n")
+    k = data.draw(strategies.sizes(subject.variant.k_step, 150), label="k")
+    kinds = strategies.CODEC_KINDS
+    source = data.draw(strategies.sources(subject.backend, (n, k), kinds, given=fmt))
+    unpacked = subject.pack(source, fmt).unpack()
+    assert unpacked.dtype == np.float32
+    bounds.check(unpacked, source.values.astype(np.float32), 0.0, "unpacked weight")
+
+
+@given(data=st.data())
+def test_packing_a_range_writes_only_its_rows(subject: Subject, data: st.DataObject) -> None:
+    """Row ranges are packed by different workers at the same time."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    at = data.draw(strategies.cuts(matrix.n, subject.variant.n_step), label="cuts")
+    whole = matrix.buffer.copy()
+    owner = np.full(whole.shape, -1)
+    for number, (begin, end) in enumerate(pairwise(at)):
+        written = np.zeros(whole.shape, bool)
+        for poison in (0x5A, 0xA5):
+            matrix.buffer[:] = poison
+            subject.repack(matrix, problem.source, begin, end)
+            written |= matrix.buffer != poison
+            part = matrix.unpack(begin, end)
+        twice = np.flatnonzero(written & (owner >= 0))
+        assert len(twice) == 0, (
+            f"packing rows [{begin}, {end}) wrote byte {twice[0]}, which belongs to rows"
+            f" [{at[owner[twice[0]]]}, {at[owner[twice[0]] + 1]})"
+        )
+        wrong = np.flatnonzero(written & (matrix.buffer != whole))
+        assert len(wrong) == 0, f"byte {wrong[0]} depends on the range [{begin}, {end})"
+        owner[written] = number
+        matrix.buffer[:] = whole
+        bounds.check_same_bits(
+            part, matrix.unpack(begin, end), f"rows [{begin}, {end}) packed alone"
+        )
+
+
+@given(data=st.data())
+def test_unpacking_a_range_is_a_part_of_unpacking_all(
+    subject: Subject, data: st.DataObject
+) -> None:
+    """unpack(begin, end) returns the rows that unpack() has there."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    at = data.draw(strategies.cuts(matrix.n, subject.variant.n_step), label="cuts")
+    parts = [matrix.unpack(begin, end) for begin, end in pairwise(at)]
+    bounds.check_same_bits(np.concatenate(parts), matrix.unpack(), "unpacked ranges")
+
+
+@given(data=st.data())
+def test_variants_of_one_layout_read_each_others_weights(
+    subject: Subject, data: st.DataObject
+) -> None:
+    """Packed weights outlive the machine that packed them."""
+    variant = subject.variant
+    others = [
+        other
+        for other in subject.backend.variants
+        if other.layout == variant.layout and other.name != variant.name and other.runnable
+    ]
+    if not others:
+        pytest.skip("no other variant with this layout can run here")
+    other = Subject(subject.backend, data.draw(st.sampled_from(others), label="other"))
+    problem = data.draw(strategies.problems(subject.backend, variant))
+    matrix, foreign = subject.pack(problem.source), other.pack(problem.source)
+    assert matrix.nbytes == foreign.nbytes
+    expected = matrix.matmul(problem.act)
+    matrix.buffer[:] = foreign.buffer
+    bounds.check_same_bits(matrix.unpack(), foreign.unpack(), "unpacked weight")
+    bounds.check_same_bits(matrix.matmul(problem.act), expected, f"weights of {other.variant.name}")
+
+
+# --- activation codec ---------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_activations_keep_the_precision_of_their_format(
+    subject: Subject, data: st.DataObject
+) -> None:
+    """Encoding a row loses no more than half a step of what is stored."""
+    if not formats.is_known(subject.act):
+        pytest.skip(f"the kit does not know {subject.act}")
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    kinds = strategies.CODEC_KINDS
+    act = data.draw(strategies.matrices(problem.act.shape, kinds, "act"))
+    bound = formats.codec_bound(subject.act, np.abs(act.astype(np.float64)))
+    encoded = subject.pack(problem.source).act_round_trip(act)
+    bounds.check(encoded, act, bound, "unpacked activation")
+
+
+@given(data=st.data())
+def test_activations_may_be_packed_in_parts(subject: Subject, data: st.DataObject) -> None:
+    """Any cut of the depth at k_step gives the same activations and the same products."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    whole = matrix.pack_act(problem.act)
+    at = data.draw(strategies.cuts(matrix.k, subject.variant.k_step), label="cuts")
+    parts = np.full_like(whole, 0xFF)
+    m = len(problem.act)
+    for begin, end in data.draw(st.permutations(list(pairwise(at))), label="order"):
+        matrix.pack_act_range(problem.act, begin, end, parts)
+    bounds.check_same_bits(matrix.unpack_act(parts, m), matrix.unpack_act(whole, m), "activations")
+    bounds.check_same_bits(_run(matrix, subject, parts, m), _run(matrix, subject, whole, m), "dst")
+
+
+# --- micro-kernels ------------------------------------------------------------------------------
+
+
+def _choose(variant: _core.VariantInfo, m: int) -> int:
+    """The micro-kernel for m rows, as the core chooses it."""
+    return next(i for i, (_, m_max) in enumerate(variant.ukernels) if m <= m_max)
+
+
+def _run(
+    matrix: _core.PackedMatrix, subject: Subject, act: npt.NDArray[np.uint8], m: int
+) -> strategies.F32:
+    """Multiply packed activations with the whole matrix."""
+    variant = subject.variant
+    width = _round_up(_round_up(matrix.n, variant.n_step), 16)
+    dst = np.zeros((_round_up(m, variant.m_step), width), np.float32)
+    matrix.run_raw(act, m, 0, matrix.n, dst, _choose(variant, m))
+    return dst[:m, : matrix.n]
+
+
+@given(data=st.data())
+def test_products_are_as_exact_as_float32(subject: Subject, data: st.DataObject) -> None:
+    """Given what is stored, the product has the error of one float32 dot product."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    exact, bound = subject.product(matrix, problem.act)
+    bounds.check(matrix.matmul(problem.act), exact, bound, "product")
+
+
+@given(data=st.data())
+def test_rows_are_independent_of_their_batch(subject: Subject, data: st.DataObject) -> None:
+    """A token gets the same bits alone and in any batch."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    batch = matrix.matmul(problem.act)
+    single = np.concatenate([matrix.matmul(row[np.newaxis]) for row in problem.act])
+    bounds.check_same_bits(single, batch, "rows computed one by one")
+    upside_down = matrix.matmul(np.ascontiguousarray(problem.act[::-1]))
+    bounds.check_same_bits(upside_down[::-1], batch, "rows in reverse order")
+
+
+@given(data=st.data())
+def test_micro_kernels_agree(subject: Subject, data: st.DataObject) -> None:
+    """Which micro-kernel computed a row cannot be seen in its bits."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    last = len(subject.variant.ukernels) - 1
+    expected = matrix.matmul(problem.act, ukernel=last)
+    for number, (name, m_max) in enumerate(subject.variant.ukernels):
+        act = problem.act[: min(m_max, len(problem.act))]
+        result = matrix.matmul(act, ukernel=number)
+        bounds.check_same_bits(result, expected[: len(act)], f"micro-kernel {name}")
+
+
+@given(data=st.data())
+def test_columns_may_be_cut_anywhere(subject: Subject, data: st.DataObject) -> None:
+    """Any cut of the output columns at n_step gives the same bits."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    at = data.draw(strategies.cuts(matrix.n, subject.variant.n_step), label="cuts")
+    parts = [matrix.matmul(problem.act, begin, end) for begin, end in pairwise(at)]
+    bounds.check_same_bits(np.concatenate(parts, axis=1), matrix.matmul(problem.act), f"cuts {at}")
+
+
+@given(data=st.data())
+def test_nothing_outside_the_range_is_touched(subject: Subject, data: st.DataObject) -> None:
+    """A product writes whole steps of its own range, and reads its inputs only."""
+    variant = subject.variant
+    problem = data.draw(strategies.problems(subject.backend, variant))
+    matrix = subject.pack(problem.source)
+    at = data.draw(strategies.cuts(matrix.n, variant.n_step), label="cuts")
+    begin, end = data.draw(st.sampled_from(list(pairwise(at))), label="range")
+    m = len(problem.act)
+    act = matrix.pack_act(problem.act)
+    act_before, weight_before = act.copy(), matrix.buffer.copy()
+
+    guard = 16
+    height, width = _round_up(m, variant.m_step), _round_up(end - begin, variant.n_step)
+    around = np.full((height + 2 * guard, _round_up(width, 16) + guard), POISON).view(np.float32)
+    inside = around[guard : guard + height]
+    matrix.run_raw(act, m, begin, end, inside, _choose(variant, m))
+
+    touched = around.view(np.uint32) != POISON
+    touched[guard : guard + height, :width] = False
+    where = np.argwhere(touched)
+    assert len(where) == 0, (
+        f"a product of {m} rows and columns [{begin}, {end}) wrote row {where[0][0] - guard},"
+        f" column {begin + where[0][1]}"
+    )
+    assert np.array_equal(act, act_before), "a micro-kernel changed its activations"
+    assert np.array_equal(matrix.buffer, weight_before), "a micro-kernel changed its weights"
+
+
+@given(data=st.data())
+def test_padding_rows_may_hold_anything(subject: Subject, data: st.DataObject) -> None:
+    """Rows of activations between m and m rounded up to m_step are never part of a result."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    m = len(problem.act)
+    act = matrix.pack_act(problem.act)
+    clean = act.copy()
+    clean[m:] = 0
+    act[m:] = 0xFF
+    bounds.check_same_bits(_run(matrix, subject, act, m), _run(matrix, subject, clean, m), "dst")
+
+
+@given(data=st.data())
+def test_nan_and_infinity_stay_in_their_row(subject: Subject, data: st.DataObject) -> None:
+    """A row that is not finite leaves the bits of all others alone."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    assume(len(problem.act) > 1)
+    matrix = subject.pack(problem.source)
+    expected = matrix.matmul(problem.act)
+    row = data.draw(st.integers(0, len(problem.act) - 1), label="row")
+    column = data.draw(st.integers(0, matrix.k - 1), label="column")
+    act = problem.act.copy()
+    act[row, column] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]), label="value")
+    others = np.arange(len(act)) != row
+    result = matrix.matmul(act)
+    bounds.check_same_bits(result[others], expected[others], f"rows beside row {row}")
+
+
+@given(data=st.data())
+def test_nan_is_not_lost(subject: Subject, data: st.DataObject) -> None:
+    """A row with a NaN or an infinity has no finite result."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant, ("normal",)))
+    matrix = subject.pack(problem.source)
+    row = data.draw(st.integers(0, len(problem.act) - 1), label="row")
+    act = problem.act.copy()
+    act[row, 0] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]), label="value")
+    result = matrix.matmul(act)[row]
+    # Zero times infinity is a NaN: no weight can hide it.
+    assert not np.isfinite(result).any(), f"row {row} became finite: {result}"
+
+
+@given(data=st.data())
+def test_variants_agree(subject: Subject, data: st.DataObject) -> None:
+    """Two variants differ by no more than the sum of what each may lose."""
+    others = [o for o in subject.backend.variants if o.runnable and o.name != subject.variant.name]
+    if not others or not formats.is_known(subject.act):
+        pytest.skip("no other variant can run here")
+    other = Subject(subject.backend, data.draw(st.sampled_from(others), label="other"))
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    mine, theirs = subject.pack(problem.source), other.pack(problem.source)
+    bounds.check_same_bits(theirs.unpack(), mine.unpack(), "stored weight")
+    bound = subject.reach(mine, problem.act) + other.reach(theirs, problem.act)
+    result, expected = mine.matmul(problem.act), theirs.matmul(problem.act)
+    bounds.check(result, expected, bound, f"{subject.variant.name} against {other.variant.name}")
+
+
+@given(data=st.data())
+def test_sizes_keep_the_alignment(subject: Subject, data: st.DataObject) -> None:
+    """Packed weights and rows of activations are whole cache lines, and start on one."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    assert matrix.nbytes % ALIGNMENT == 0
+    assert matrix.buffer.nbytes == matrix.nbytes
+    act = matrix.pack_act(problem.act)
+    assert act.shape[0] == _round_up(len(problem.act), subject.variant.m_step)
+    assert act.shape[1] % ALIGNMENT == 0

@@ -1,0 +1,269 @@
+"""What the formats of ``ktk/abi.h`` mean: their values in float64, and their resolution.
+
+A format is anything with the attributes of ``ktk._core.Format``: ``element``, ``scale``, ``zero``
+(names such as "bf16"), ``group_n`` and ``group_k``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktk.testing import bounds
+from ktk.testing.bounds import Array
+
+
+class Format(Protocol):
+    """The attributes of ``ktk._core.Format`` that the kit reads."""
+
+    @property
+    def element(self) -> str: ...
+    @property
+    def scale(self) -> str: ...
+    @property
+    def zero(self) -> str: ...
+    @property
+    def group_n(self) -> int: ...
+    @property
+    def group_k(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Float:
+    """A binary floating-point element."""
+
+    bits: int
+    mantissa: int
+    min_exponent: int
+    largest: float
+
+    @property
+    def unit(self) -> float:
+        """Relative error of a rounding in the normal range."""
+        return 2.0 ** -(self.mantissa + 1)
+
+    @property
+    def tiny(self) -> float:
+        """The smallest normal number."""
+        return 2.0**self.min_exponent
+
+    def rounding(self, size: Array, up_to: bool = False) -> Array:
+        """Bound one rounding of numbers of this size, or up to it; subnormals may become zero."""
+        normal = np.maximum(size * self.unit, self.tiny * self.unit)
+        flushed = np.minimum(size, self.tiny)
+        error = np.where(up_to | (size < self.tiny), np.maximum(flushed, normal), normal)
+        return np.where(size > self.largest, np.inf, error)
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer:
+    """An integer element. ``offset`` is its zero where the format has no zero points."""
+
+    bits: int
+    lowest: int
+    highest: int
+    offset: int = 0
+
+    @property
+    def levels(self) -> int:
+        """Steps from zero to the largest magnitude, where zero is in the middle."""
+        return min(self.highest - self.offset, self.offset - self.lowest)
+
+
+ELEMENTS: dict[str, Float | Integer] = {
+    "f32": Float(32, 23, -126, bounds.LARGEST),
+    "f16": Float(16, 10, -14, 65504.0),
+    "bf16": Float(16, 7, -126, (2 - 2**-7) * 2.0**127),
+    "e4m3": Float(8, 3, -6, 448.0),
+    "e5m2": Float(8, 2, -14, 57344.0),
+    "e2m1": Float(4, 1, 0, 6.0),
+    "i8": Integer(8, -128, 127),
+    "u8": Integer(8, 0, 255),
+    "i4": Integer(4, -8, 7),
+    "u4": Integer(4, 0, 15, offset=8),
+}
+
+
+def is_known(fmt: Format) -> bool:
+    """Whether the kit can decode the format; ggml's block types it cannot."""
+    return fmt.element in ELEMENTS and fmt.scale in {"none", "ue8m0", *ELEMENTS}
+
+
+# --- resolution ---------------------------------------------------------------------------------
+
+
+def _group(size: int, extent: int) -> int:
+    return min(size, extent) if size else extent
+
+
+def per_group(fmt: Format, values: Array, ufunc: np.ufunc) -> Array:
+    """Reduce each group of the format, and spread the results over the groups again."""
+    n, k = values.shape
+    step_n, step_k = _group(fmt.group_n, n), _group(fmt.group_k, k)
+    rows = ufunc.reduceat(values, np.arange(0, n, step_n), axis=0)
+    both = ufunc.reduceat(rows, np.arange(0, k, step_k), axis=1)
+    return np.asarray(both.repeat(step_n, axis=0)[:n].repeat(step_k, axis=1)[:, :k])
+
+
+def codec_bound(fmt: Format, size: Array, up_to: bool = False) -> Array:
+    """Bound for what storing values of this size in the format may change.
+
+    Half a step of the element, plus what rounding the scale and dividing by it add.
+
+    Parameters
+    ----------
+    fmt : Format
+        The format that is stored.
+    size : array of shape (n, k)
+        Magnitudes of the values.
+    up_to : bool
+        The sizes are only upper bounds of the magnitudes.
+
+    Returns
+    -------
+    array of shape (n, k)
+    """
+    element = ELEMENTS[fmt.element]
+    if fmt.scale == "none":
+        if isinstance(element, Float):
+            return element.rounding(size, up_to)
+        return np.where(size > element.levels, np.inf, 0.5)
+
+    top = per_group(fmt, size, np.maximum)
+    # Relative error of the scale itself, and by how much it may exceed the ideal one.
+    if fmt.scale == "ue8m0":
+        scale_unit, scale_tiny, growth = 0.0, 2.0**-127, 2.0
+    else:
+        scale_type = ELEMENTS[fmt.scale]
+        assert isinstance(scale_type, Float)
+        scale_unit, scale_tiny, growth = scale_type.unit, scale_type.tiny, 1.0
+    slack = scale_unit + 4 * bounds.UNIT
+    if isinstance(element, Integer):
+        # With zero points the range is at most twice the largest magnitude, in all the codes.
+        levels = (element.highest - element.lowest) / 2 if fmt.zero != "none" else element.levels
+        step = top / levels
+        error = step * (growth / 2 + levels * slack)
+        return np.asarray(error + levels * scale_tiny)
+    # Floating point: the error grows with the value, down to half of the subnormal step.
+    scale = growth * top / element.largest
+    error = np.maximum(size * element.unit * growth, scale * element.tiny * element.unit)
+    return np.asarray(error + size * slack + element.largest * scale_tiny)
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A weight matrix as a checkpoint may give it, and the numbers it means."""
+
+    format: Any
+    data: Any
+    scale: Any
+    zero: Any
+    values: Array = dataclasses.field(repr=False)
+
+    def __repr__(self) -> str:
+        return f"Source({self.format}, {self.values.shape})"
+
+
+def _to_bf16(values: npt.NDArray[np.float32]) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+
+
+def as_float64(array: Any) -> Array:
+    """Return a numpy array or a tensor of any floating type as float64."""
+    if isinstance(array, torch.Tensor):
+        return np.asarray(array.detach().to(torch.float64).numpy())
+    return np.asarray(array, np.float64)
+
+
+def _small_float_table(element: Float, exponent_bits: int) -> Array:
+    """All values of an 8-bit or 4-bit floating type by code, NaN and infinity included as such."""
+    codes = np.arange(1 << element.bits)
+    sign = np.where(codes >> (element.bits - 1), -1.0, 1.0)
+    exponent = codes >> element.mantissa & ((1 << exponent_bits) - 1)
+    fraction = (codes & ((1 << element.mantissa) - 1)) / 2.0**element.mantissa
+    size = np.where(
+        exponent == 0,
+        fraction * element.tiny,
+        (1 + fraction) * 2.0 ** (exponent - 1) * element.tiny,
+    )
+    return np.asarray(np.where(size > element.largest, np.nan, sign * size))
+
+
+def element_table(name: str) -> Array:
+    """The value of every code of an element with at most eight bits."""
+    element = ELEMENTS[name]
+    if isinstance(element, Float):
+        return _small_float_table(element, {"e4m3": 4, "e5m2": 5, "e2m1": 2}[name])
+    codes = np.arange(1 << element.bits, dtype=np.int64)
+    return np.where(codes > element.highest, codes - (1 << element.bits), codes).astype(np.float64)
+
+
+def make_source(fmt: Any, values: npt.NDArray[np.float32], rng: np.random.Generator) -> Source:
+    """Make a matrix in format ``fmt``.
+
+    Formats without scale store ``values``, rounded. Formats with one store random codes; their
+    scales follow the sizes of ``values``.
+    """
+    element = ELEMENTS[fmt.element]
+    n, k = values.shape
+    if element.bits > 8:
+        with np.errstate(over="ignore"):
+            data: Any = {
+                "f32": lambda: values,
+                "f16": lambda: np.clip(values, -65504, 65504).astype(np.float16),
+                "bf16": lambda: _to_bf16(values),
+            }[fmt.element]()
+        decoded = as_float64(data)
+    else:
+        table = element_table(fmt.element)
+        codes = rng.choice(np.flatnonzero(np.isfinite(table)), size=(n, k)).astype(np.uint8)
+        decoded = table[codes]
+        if element.bits == 4:
+            padded = np.pad(codes, ((0, 0), (0, k % 2)))
+            data = padded[:, ::2] | padded[:, 1::2] << 4
+        else:
+            data = codes.view(np.int8) if fmt.element == "i8" else codes
+    if isinstance(element, Integer) and fmt.zero == "none":
+        decoded = decoded - element.offset
+    scale, zero = None, None
+    if fmt.scale != "none":
+        groups = (-(-n // _group(fmt.group_n, n)), -(-k // _group(fmt.group_k, k)))
+        if fmt.zero != "none":
+            assert isinstance(element, Integer)
+            zero = rng.integers(element.lowest, element.highest + 1, groups).astype(
+                np.int8 if fmt.zero in ("i8", "i4") else np.uint8
+            )
+            decoded = decoded - _spread(fmt, zero.astype(np.float64), n, k)
+        scale, exact_scale = _make_scale(fmt, values, groups, rng)
+        decoded = decoded * _spread(fmt, exact_scale, n, k)
+    return Source(fmt, data, scale, zero, decoded)
+
+
+def _spread(fmt: Format, per_group_values: Array, n: int, k: int) -> Array:
+    rows = per_group_values.repeat(_group(fmt.group_n, n), axis=0)[:n]
+    return np.asarray(rows.repeat(_group(fmt.group_k, k), axis=1)[:, :k])
+
+
+def _make_scale(
+    fmt: Format, values: npt.NDArray[np.float32], groups: tuple[int, int], rng: np.random.Generator
+) -> tuple[Any, Array]:
+    """Positive scales about as large as the values, in the type of the format."""
+    typical = float(np.clip(np.abs(values).max(initial=0), 2.0**-100, 2.0**100))
+    wanted = (typical * rng.uniform(0.5, 2, groups) / 128).astype(np.float32)
+    if fmt.scale == "ue8m0":
+        exponent = np.clip(np.rint(np.log2(wanted)), -100, 100)
+        return (exponent + 127).astype(np.uint8), 2.0**exponent
+    if fmt.scale == "bf16":
+        scale: Any = _to_bf16(wanted)
+    elif fmt.scale == "f16":
+        scale = np.clip(wanted, 2.0**-14, 65504).astype(np.float16)
+    else:
+        scale = wanted
+    return scale, as_float64(scale)

@@ -1,0 +1,95 @@
+"""pytest plugin: one test per property, backend and variant.
+
+Loaded with ``-p ktk.testing.plugin``, and not through a ``pytest11`` entry point, which would put
+it into every pytest run of the environment.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+import ktk
+from ktk import registry
+from ktk.testing.subject import Subject
+
+PROFILES: dict[str, dict[str, Any]] = {
+    "dev": {"max_examples": 25},
+    "ci": {"max_examples": 100, "derandomize": True},
+    "nightly": {"max_examples": 2000, "print_blob": True},
+}
+MODULES = {"ktk.testing.conformance", "ktk.testing.conformance_moe"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the kit."""
+    group = parser.getgroup("ktk", "conformance of ktk backends")
+    group.addoption(
+        "--ktk-backend",
+        action="append",
+        metavar="NAME",
+        help="backend to test, by name or as module:object (default: every one installed)",
+    )
+    group.addoption(
+        "--ktk-variant",
+        action="append",
+        metavar="VARIANT",
+        help="variant to test (default: every one that can run here)",
+    )
+    group.addoption("--ktk-profile", choices=sorted(PROFILES), default="dev")
+    group.addoption(
+        "--ktk-examples", type=int, metavar="N", help="examples of each property, over the profile"
+    )
+    group.addoption(
+        "--ktk-no-shrink", action="store_true", help="report the first failing example as it is"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the Hypothesis profile."""
+    chosen = dict(PROFILES[config.getoption("--ktk-profile")])
+    if examples := config.getoption("--ktk-examples"):
+        chosen["max_examples"] = examples
+    if config.getoption("--ktk-no-shrink"):
+        chosen["phases"] = [Phase.explicit, Phase.generate]
+    slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+    settings.register_profile("ktk", deadline=None, suppress_health_check=slow, **chosen)
+    settings.load_profile("ktk")
+
+
+@functools.cache
+def load(name: str) -> ktk.Backend:
+    """Load a backend by its name, or by the value of an entry point."""
+    if ":" not in name and "." not in name:
+        return ktk.load_backend(name)
+    entry = importlib.metadata.EntryPoint(name=name, value=name, group=registry.GROUP)
+    label = name.rpartition(":")[2]
+    info = ktk.BackendInfo(label, "(not installed)", "", name, entry=entry)
+    return registry.open_backend(info)
+
+
+def subjects(config: pytest.Config) -> Iterator[Any]:
+    """Yield a parameter for each backend and variant; those that cannot run are skipped."""
+    wanted = config.getoption("--ktk-variant")
+    for name in config.getoption("--ktk-backend") or ktk.backends():
+        backend = load(name)
+        for variant in backend.variants:
+            if wanted and variant.name not in wanted:
+                continue
+            marks = []
+            if not variant.runnable:
+                reason = f"this machine lacks {', '.join(variant.missing_isa)}"
+                marks = [pytest.mark.skip(reason=reason)]
+            subject = Subject(backend, variant)
+            yield pytest.param(subject, id=f"{backend.name}-{variant.name}", marks=marks)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give `subject` its values."""
+    if metafunc.module.__name__ in MODULES and "subject" in metafunc.fixturenames:
+        metafunc.parametrize("subject", list(subjects(metafunc.config)))
