@@ -111,7 +111,8 @@ void tile(const TileWork& work) {
 struct Tile {
   static constexpr size_t kRows = 6;
   static constexpr size_t kRowStep = 1;
-  static constexpr size_t kSteps = 8;  // 16 KiB of weights
+  static constexpr size_t kSteps = 8;      // 16 KiB of weights
+  static constexpr size_t kLoneSteps = 8;  // its two halves share them
   static constexpr size_t kActBytes = sizeof(float);
 
   static void run(const TileWork& work) {

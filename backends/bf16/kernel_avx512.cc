@@ -85,6 +85,7 @@ struct Tile {
   static constexpr size_t kRows = 12;
   static constexpr size_t kRowStep = 1;
   static constexpr size_t kSteps = 8;  // 16 KiB of weights
+  static constexpr size_t kLoneSteps = SIZE_MAX;
   static constexpr size_t kActBytes = sizeof(float);
 
   static void run(const TileWork& work) {

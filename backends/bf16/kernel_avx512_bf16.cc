@@ -68,6 +68,7 @@ struct Tile {
   static constexpr size_t kRows = 12;
   static constexpr size_t kRowStep = 1;
   static constexpr size_t kSteps = 8;  // 16 KiB of weights
+  static constexpr size_t kLoneSteps = SIZE_MAX;
   static constexpr size_t kActBytes = 2;
 
   static void run(const TileWork& work) {
