@@ -18,6 +18,7 @@
 
 #include "amxint8/act.h"
 #include "amxint8/layout.h"
+#include "amxint8/stream.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -177,6 +178,7 @@ void multiply(const ktk_matmul* mm) {
   const size_t row_tiles = (mm->m + kMaxRows - 1) / kMaxRows;
   const size_t tiles = row_tiles * (kColumns / kTileColumns);
   const uint8_t* packed = static_cast<const uint8_t*>(mm->weight);
+  const Stream stream = weight_stream(mm);
   TileArgs t;
   t.act_stride = mm->act_stride;
   t.scale_offset = Act::scale_offset(matrix);
@@ -189,22 +191,20 @@ void multiply(const ktk_matmul* mm) {
     for (size_t step = 0; step < steps; step += kBlockSteps, weight += kBlockSteps * kStepBytes) {
       t.step_begin = step;
       t.step_end = smaller(step + kBlockSteps, steps);
-      const uint8_t* ahead = weight + (t.step_end - step) * kStepBytes;
-      if (t.step_end == steps && n + kColumns >= mm->n_end) {
-        ahead = mm->next ? static_cast<const uint8_t*>(mm->next) : weight;
-      }
+      // The tiles of a block together fetch as much as they read.
+      size_t ahead = weight - stream.begin + kPrefetchDistance;
       t.prefetch_step = 64 / tiles;
       t.prefetch_half = t.prefetch_step * (kDepth / 4) * (t.step_end - step);
-      t.prefetch = ahead;
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;
         t.act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
         for (size_t column = 0; column < kColumns; column += kTileColumns) {
+          t.prefetch = stream.at(ahead);
           t.weight = weight + column / 16 * kTileBytes;
           t.dst = dst + row * mm->dst_stride + column;
           kTiles.of_rows[row_end - row](t);
-          t.prefetch += 2 * t.prefetch_half;
+          ahead += 2 * t.prefetch_half;
         }
         row = row_end;
       }
