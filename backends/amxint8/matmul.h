@@ -7,13 +7,14 @@
 //   act row 1  k0..k3  x  |    |     ->    acc[1][0]  acc[1][1]
 //     :      (broadcast)                     :
 //
-// At the end of a group: dst += float(acc) * act scale, in order of k; after the last one, times
-// the weight scale. dst is the only accumulator between groups, so k can be cut in blocks that keep
-// the weights of a block in L1 for all rows. Integer sums have no order, hence GEMV and GEMM,
+// At the end of a group: dst += float(acc) * act scale, in order of k; finally
+// dst *= weight scale. dst is the only accumulator between groups, so k can be cut in blocks that
+// keep the weights of a block in L1 for all rows. Integer sums have no order, hence GEMV and GEMM,
 // whatever their tiles, return the same bits.
 //
 // A target `Dot` offers: Int, Float, kLanes; Weight and Act with load_weight(), broadcast_act();
-// dot(acc, weight, act), add, set1_int, set1, load, store, convert, mul, fma.
+// dot(acc, weight, act) and kAddLatency, the cycles until acc can be used again; add, set1_int,
+// set1, load, store, convert, mul, fma.
 #pragma once
 
 #include "amxint8/act.h"
@@ -150,8 +151,12 @@ inline void scale_dst(float* dst, size_t dst_stride, size_t m, const float* scal
 
 using MultiplyTile = void (*)(const TileArgs&);
 
-// Enough accumulators to keep two pipes of latency 5 busy.
-constexpr int chains(int rows, int vecs) { return rows * vecs >= 6 ? 1 : rows * vecs >= 4 ? 2 : 4; }
+// How many accumulators an output needs so that two pipes never wait for dot() to add to one.
+template <class Dot>
+constexpr int chains(int outputs) {
+  if (Dot::kAddLatency == 1) return 1;
+  return outputs >= 6 ? 1 : outputs >= 4 ? 2 : 4;
+}
 
 template <class Dot, class Act, int kMaxRows, int kVecs>
 struct Tiles {
@@ -159,7 +164,7 @@ struct Tiles {
 
   template <int kRows = 1>
   constexpr void fill() {
-    of_rows[kRows] = multiply_tile<Dot, Act, kRows, kVecs, chains(kRows, kVecs)>;
+    of_rows[kRows] = multiply_tile<Dot, Act, kRows, kVecs, chains<Dot>(kRows * kVecs)>;
     if constexpr (kRows < kMaxRows) fill<kRows + 1>();
   }
   constexpr Tiles() : of_rows{} { fill(); }
