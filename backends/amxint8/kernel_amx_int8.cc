@@ -9,9 +9,10 @@
 // there. Each block prefetches the next one, evenly over its steps: with AMX most shapes wait for
 // DRAM.
 #include "amxint8/act.h"
+#include "amxint8/matmul.h"
 #include "amxint8/stream.h"
 #include "amxint8/variant.h"
-#include "amxint8/zmm.h"
+#include "amxint8/vnni512.h"
 #include "common/amx.h"
 
 namespace ktk::amxint8 {
@@ -172,11 +173,19 @@ void multiply_amx(const ktk_matmul* mm) {
   flush.advance(kBlockRows);
 }
 
-// One micro-kernel for every m: a row meets the same instructions alone and in a crowd.
+// Up to 12 rows the vector kernel reads memory a little faster, and a tile of 16 would be mostly
+// padding. Group sums are exact in both and meet the same two roundings, so the bits are the same.
 constexpr ktk_ukernel kUkernels[] = {
     {
         .struct_size = sizeof(ktk_ukernel),
-        .name = "gemm",
+        .name = "vnni",
+        .m_max = 12,
+        .scratch_size = nullptr,
+        .run = multiply<Vnni512, TargetAct, 12, 2, 8>,
+    },
+    {
+        .struct_size = sizeof(ktk_ukernel),
+        .name = "amx",
         .m_max = SIZE_MAX,
         .scratch_size = scratch_size,
         .run = multiply_amx,
