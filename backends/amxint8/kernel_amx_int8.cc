@@ -10,10 +10,10 @@
 // DRAM.
 #include "amxint8/act.h"
 #include "amxint8/matmul.h"
-#include "amxint8/stream.h"
 #include "amxint8/variant.h"
 #include "amxint8/vnni512.h"
 #include "common/amx.h"
+#include "common/weight_stream.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -23,6 +23,7 @@ using TargetAct = Act<ByteCodes, 512>;
 constexpr size_t kTileRows = 16;
 constexpr size_t kBlockRows = 2 * kTileRows;
 constexpr size_t kBlockValues = kBlockRows * kColumns;
+constexpr size_t kStepLines = kStepBytes / 64;
 
 // Scale and comp of one act row and group, gathered: in the rows themselves they are a cache line
 // each, and every block would fetch 32 of them.
@@ -87,12 +88,11 @@ struct Flush {
   }
 };
 
-// C = A x B over `steps` steps for 32 (or 16) rows, stored as rows of 32 columns. In every step,
-// `bytes` of the stream are fetched from `ahead` on and some rows of the block before are flushed.
-template <bool kBothHalves>
+// C = A x B over `steps` steps for 32 (or 16) rows, stored as rows of 32 columns. In every step, a
+// share of the stream is fetched and some rows of the block before are flushed.
+template <bool kBothHalves, class Share>
 inline void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride,
-                           size_t steps, const Stream& stream, size_t ahead, size_t bytes,
-                           Flush before, int32_t* c) {
+                           size_t steps, const Share& stream, Flush before, int32_t* c) {
   const size_t flush_rows = steps >= 8 ? 4 : steps >= 4 ? 8 : kBlockRows;
   _tile_zero(0);
   _tile_zero(1);
@@ -101,6 +101,7 @@ inline void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act
     _tile_zero(3);
   }
   for (size_t i = 0; i < steps; ++i, weight += kStepBytes, act += kDepth) {
+    stream.template prefetch<kStepLines>(i, weight);
     _tile_loadd(6, weight, 64);
     _tile_loadd(4, act, act_stride);
     _tile_loadd(7, weight + kTileBytes, 64);
@@ -111,9 +112,6 @@ inline void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act
       _tile_dpbsud(2, 5, 6);
       _tile_dpbsud(3, 5, 7);
     }
-    const uint8_t* fetch = stream.at(ahead);
-    for (size_t j = 0; j < bytes; j += 64) _mm_prefetch(fetch + j, _MM_HINT_T1);
-    ahead += bytes;
     before.advance(flush_rows);
   }
   constexpr size_t kStride = kColumns * sizeof(int32_t);
@@ -125,35 +123,41 @@ inline void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act
   }
 }
 
-void multiply_amx(const ktk_matmul* mm) {
+template <class Share>
+void multiply_amx_blocks(const ktk_matmul* mm) {
   const ktk_matrix* matrix = mm->matrix;
   const size_t steps = num_steps(matrix);
   const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
-  // To prefetch in a step: all row blocks together fetch as much as they read.
-  const size_t bytes = round_up((kStepBytes + row_blocks - 1) / row_blocks, 64);
   const uint8_t* packed = static_cast<const uint8_t*>(mm->weight);
   int32_t* c = static_cast<int32_t*>(mm->scratch);
   int32_t* c_before = c + kBlockValues;
   RowFactor* factors = reinterpret_cast<RowFactor*>(c_before + kBlockValues);
   gather_factors(mm, factors);
-  const Stream stream = weight_stream(mm);
+  const size_t columns = round_up(mm->n_end - mm->n_begin, kColumns);
+  const WeightStream stream = {
+      .begin = static_cast<const char*>(mm->weight) + block_offset(matrix, mm->n_begin),
+      .lines = columns / kColumns * steps * kStepLines,
+      .next = static_cast<const char*>(mm->next),
+  };
   Flush flush = {};  // no rows yet
   tile_memory_barrier();
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     const uint8_t* weight = packed + block_offset(matrix, n);
+    if (row_blocks == 1 && n + kColumns >= mm->n_end) stream.begin_next();
     size_t block_steps;
     for (size_t step = 0; step < steps; step += block_steps, weight += block_steps * kStepBytes) {
       block_steps = smaller(TargetAct::kGroupSteps, steps - step);
       const bool last = step + block_steps == steps;
-      size_t ahead = weight - stream.begin + kPrefetchDistance;
+      const size_t line = ((n - mm->n_begin) / kColumns * steps + step) * kStepLines;
       const size_t group = step / TargetAct::kGroupSteps;
       for (size_t row = 0; row < mm->m; row += kBlockRows) {
         const size_t rows = smaller(kBlockRows, mm->m - row);
         const uint8_t* act =
             static_cast<const uint8_t*>(mm->act) + row * mm->act_stride + step * kDepth;
-        const auto multiply_rows = rows > kTileRows ? multiply_block<true> : multiply_block<false>;
-        multiply_rows(weight, act, mm->act_stride, block_steps, stream, ahead, bytes, flush, c);
-        ahead += bytes * block_steps;
+        const auto multiply_rows =
+            rows > kTileRows ? multiply_block<true, Share> : multiply_block<false, Share>;
+        const Share share(stream, row / kBlockRows, row_blocks, line, block_steps, kStepLines);
+        multiply_rows(weight, act, mm->act_stride, block_steps, share, flush, c);
         flush = {
             .c = c,
             .factors = factors + group * mm->m + row,
@@ -173,15 +177,24 @@ void multiply_amx(const ktk_matmul* mm) {
   flush.advance(kBlockRows);
 }
 
-// Up to 12 rows the vector kernel reads memory a little faster, and a tile of 16 would be mostly
-// padding. Group sums are exact in both and meet the same two roundings, so the bits are the same.
+void multiply_amx(const ktk_matmul* mm) {
+  const TileRows rows(mm->m);
+  if (mm->m <= kBlockRows) {
+    multiply_amx_blocks<NearShare>(mm);
+  } else {
+    multiply_amx_blocks<FarShare>(mm);
+  }
+}
+
+// For one or two rows the vector kernel reads memory a little faster. Group sums are exact in both
+// and meet the same two roundings, so the bits are the same.
 constexpr ktk_ukernel kUkernels[] = {
     {
         .struct_size = sizeof(ktk_ukernel),
         .name = "vnni",
-        .m_max = 12,
+        .m_max = 2,
         .scratch_size = nullptr,
-        .run = multiply<Vnni512, TargetAct, 12, 2, 8>,
+        .run = multiply<Vnni512, TargetAct, 2, 2, 8>,
     },
     {
         .struct_size = sizeof(ktk_ukernel),

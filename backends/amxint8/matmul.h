@@ -197,9 +197,9 @@ void multiply(const ktk_matmul* mm) {
       t.step_begin = step;
       t.step_end = smaller(step + kBlockSteps, steps);
       // The tiles of a block together fetch as much as they read.
-      size_t ahead = weight - stream.begin + kPrefetchDistance;
-      t.prefetch_step = 64 / tiles;
-      t.prefetch_half = t.prefetch_step * (kDepth / 4) * (t.step_end - step);
+      size_t ahead = weight - stream.begin + (tiles == 1 ? kNearDistance : kPrefetchDistance);
+      t.prefetch_step = tiles == 1 ? 128 : 64 / tiles;
+      t.prefetch_half = tiles == 1 ? 64 : t.prefetch_step * (kDepth / 4) * (t.step_end - step);
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;

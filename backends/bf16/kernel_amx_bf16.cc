@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "act_codec.h"
+#include "common/amx.h"
 #include "ktk/target.h"
 #include "loops.h"
 #include "weight_codec.h"
@@ -19,27 +20,8 @@ namespace {
 
 constexpr size_t kTileRows = 16;
 
-// gcc 12 does not know what the tile intrinsics read: stores before them must not sink below.
-inline void compiler_fence() { asm volatile("" ::: "memory"); }
-
-void enter() {
-  struct alignas(64) {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-  } config = {};
-  config.palette = 1;
-  for (int i = 0; i < 8; ++i) {
-    config.row_bytes[i] = kLine;
-    config.rows[i] = kTileRows;
-  }
-  compiler_fence();
-  _tile_loadconfig(&config);
-}
-
-void leave() { _tile_release(); }
-
-inline void one_by_two(const TileWork& work) {
+template <class Share>
+inline void one_by_two(const TileWork<Share>& work) {
   const size_t dst_bytes = work.dst_stride * sizeof(float);
   if (work.first) {
     _tile_zero(0);
@@ -51,7 +33,7 @@ inline void one_by_two(const TileWork& work) {
   const char* act = work.act;
   const char* weight = work.weight;
   for (size_t step = 0; step < work.steps; ++step) {
-    prefetch_step(work, step);
+    prefetch_step(work, step, weight);
     _tile_loadd(6, weight, kLine);
     _tile_loadd(4, act, work.act_stride);
     _tile_dpbf16ps(0, 4, 6);
@@ -64,7 +46,8 @@ inline void one_by_two(const TileWork& work) {
   _tile_stored(1, work.dst + kTileCols, dst_bytes);
 }
 
-inline void two_by_two(const TileWork& work) {
+template <class Share>
+inline void two_by_two(const TileWork<Share>& work) {
   const size_t dst_bytes = work.dst_stride * sizeof(float);
   float* lower = work.dst + kTileRows * work.dst_stride;
   if (work.first) {
@@ -81,7 +64,7 @@ inline void two_by_two(const TileWork& work) {
   const char* act = work.act;
   const char* weight = work.weight;
   for (size_t step = 0; step < work.steps; ++step) {
-    prefetch_step(work, step);
+    prefetch_step(work, step, weight);
     _tile_loadd(6, weight, kLine);
     _tile_loadd(4, act, work.act_stride);
     _tile_dpbf16ps(0, 4, 6);
@@ -107,8 +90,9 @@ struct Tile {
   static constexpr size_t kLoneSteps = SIZE_MAX;
   static constexpr size_t kActBytes = 2;
 
-  static void run(const TileWork& work) {
-    compiler_fence();
+  template <class Share>
+  static void run(const TileWork<Share>& work) {
+    ktk::tile_memory_barrier();
     if (work.rows <= kTileRows) {
       one_by_two(work);
     } else {
@@ -117,13 +101,18 @@ struct Tile {
   }
 };
 
+void run(const ktk_matmul* mm) {
+  const ktk::TileRows rows(mm->m);
+  matmul<Tile>(mm);
+}
+
 constexpr ktk_ukernel kUkernels[] = {
     {
         .struct_size = sizeof(ktk_ukernel),
         .name = "gemm_32x32",
         .m_max = SIZE_MAX,
         .scratch_size = nullptr,
-        .run = matmul<Tile>,
+        .run = run,
     },
 };
 
@@ -145,7 +134,7 @@ extern "C" const ktk_variant KTK_VARIANT(bf16) = {
     .unpack_act = unpack_act_bf16,
     .ukernels = kUkernels,
     .num_ukernels = sizeof kUkernels / sizeof *kUkernels,
-    .enter = enter,
-    .leave = leave,
+    .enter = ktk::enter_amx,
+    .leave = ktk::leave_amx,
     .weight_offset = weight_offset,
 };

@@ -46,8 +46,8 @@ inline void multiply_add(__m256& sum, __m256 a, __m256 w) {
 }
 
 // kVectors: 2 for one tile of the block, 4 for both.
-template <size_t kM, size_t kVectors>
-inline void half_tile(const TileWork& work, size_t half, bool prefetch) {
+template <size_t kM, size_t kVectors, class Share>
+inline void half_tile(const TileWork<Share>& work, size_t half, bool prefetch) {
   // Two row pointers, three rows apart, and the stride times 0, 1, 2: addressing modes do the rest.
   const size_t stride = work.act_stride;
   const char* act[(kM + 2) / 3];
@@ -65,7 +65,7 @@ inline void half_tile(const TileWork& work, size_t half, bool prefetch) {
   }
   const char* weight = work.weight + half * kTileBytes;
   for (size_t step = 0; step < work.steps; ++step, weight += kTileBytes) {
-    if (prefetch) prefetch_step(work, step);
+    if (prefetch) prefetch_step(work, step, weight);
     for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; ++odd) {
@@ -98,8 +98,8 @@ inline void half_tile(const TileWork& work, size_t half, bool prefetch) {
   }
 }
 
-template <size_t kM>
-void tile(const TileWork& work) {
+template <size_t kM, class Share>
+void tile(const TileWork<Share>& work) {
   if constexpr (kM <= 2) {
     half_tile<kM, 4>(work, 0, true);
   } else {
@@ -115,8 +115,9 @@ struct Tile {
   static constexpr size_t kLoneSteps = 8;  // its two halves share them
   static constexpr size_t kActBytes = sizeof(float);
 
-  static void run(const TileWork& work) {
-    static constexpr void (*kTiles[kRows])(const TileWork&) = {
+  template <class Share>
+  static void run(const TileWork<Share>& work) {
+    static constexpr void (*kTiles[kRows])(const TileWork<Share>&) = {
         tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>,
     };
     kTiles[work.rows - 1](work);

@@ -35,8 +35,8 @@ inline void multiply_add(__m512& sum, __m512 a, __m512 w) {
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(w));
 }
 
-template <size_t kM>
-void tile(const TileWork& work) {
+template <size_t kM, class Share>
+void tile(const TileWork<Share>& work) {
   // Four row pointers, three rows apart, and the stride times 0, 1, 2: addressing modes do the
   // rest.
   const size_t stride = work.act_stride;
@@ -52,7 +52,7 @@ void tile(const TileWork& work) {
   }
   const char* weight = work.weight;
   for (size_t step = 0; step < work.steps; ++step, weight += kTileBytes) {
-    prefetch_step(work, step);
+    prefetch_step(work, step, weight);
     for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
       const __m512i pairs0 = _mm512_load_si512(weight);
       const __m512i pairs1 = _mm512_load_si512(weight + kTileBytes);
@@ -88,8 +88,9 @@ struct Tile {
   static constexpr size_t kLoneSteps = SIZE_MAX;
   static constexpr size_t kActBytes = sizeof(float);
 
-  static void run(const TileWork& work) {
-    static constexpr void (*kTiles[kRows])(const TileWork&) = {
+  template <class Share>
+  static void run(const TileWork<Share>& work) {
+    static constexpr void (*kTiles[kRows])(const TileWork<Share>&) = {
         tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
         tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>,
     };

@@ -298,6 +298,9 @@ class ChunkRun {
     std::memset(sums, 0, tokens_ * down_stride_ * sizeof(float));
     for (size_t i = 0; i < route_.active.size(); ++i) {
       const Route::Active active = route_.active[i];
+      const bool last = i + 1 == route_.active.size();
+      const char* following = last ? nullptr : h_[s] + route_.active[i + 1].first * h_strides_[s];
+      const size_t following_bytes = last ? 0 : route_.active[i + 1].count * h_strides_[s];
       // Shards add up to the whole product; the bias must come once.
       const float* bias = s == 0 ? weights_.down_bias(active.expert) : nullptr;
       for (size_t done = 0; done < active.count; done += kMaxRows) {
@@ -309,12 +312,19 @@ class ChunkRun {
         mm.n_end = task.end;
         mm.dst = panel;
         mm.dst_stride = down_stride_;
-        if (i + 1 < route_.active.size()) {
+        if (!last) {
           mm.next =
               weights_from(shard.down, shard.down_at(route_.active[i + 1].expert), task.begin);
         }
         run(mm);
+        // The next expert's rows were encoded long ago, perhaps by another core. Their tiles are 16
+        // rows high, which no prefetcher recognises; in order, one does.
+        const size_t share = following ? following_bytes / active.count + 1 : 0;
         for (size_t r = 0; r < m; ++r) {
+          const size_t fetched = (done + r) * share;
+          for (size_t at = fetched; at < fetched + share; at += 64) {
+            __builtin_prefetch(following + at, 0, 2);
+          }
           ops_.add_weighted(panel + r * down_stride_, bias ? bias + task.begin : nullptr,
                             route_.weights[first + r], columns,
                             sums + route_.tokens[first + r] * down_stride_);

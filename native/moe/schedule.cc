@@ -5,15 +5,15 @@
 namespace ktk {
 namespace {
 
-// Tasks per worker in the first half. The last one to end is waited for by all, on average half a
-// task: 1 / 128 of the time.
-constexpr size_t kTasksPerWorker = 64;
+// A task of the first half is this part of the work that is left, divided by the workers: long
+// streams of weights at first, and at the end tasks so short that workers end together.
+constexpr size_t kGuide = 4;
 
 // Rows whose arithmetic takes as long as reading one expert's weights: between 30 (int8 dot
 // products, fast memory) and several hundred (tiles, slow memory). Only the balance depends on it.
 constexpr size_t kRowsPerRead = 100;
 
-// Narrowest piece of the output: below, the streams get too short for the prefetchers.
+// Narrowest piece: below, the streams of weights get too short for the prefetchers.
 constexpr size_t kMinColumns = 64;
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
@@ -24,13 +24,15 @@ void cut_gate_up(const Route& route, size_t width, size_t step, int workers,
                  std::vector<GateUpTask>& tasks) {
   tasks.clear();
   const auto cost = [](const Route::Active& active) { return kRowsPerRead + active.count; };
-  size_t total = 0;
-  for (const Route::Active& active : route.active) total += cost(active);
+  size_t left = 0;
+  for (const Route::Active& active : route.active) left += cost(active);
   const size_t steps = round_up(width, step) / step;
-  const size_t wanted = kTasksPerWorker * static_cast<size_t>(workers);
+  const size_t most = std::max<size_t>(steps * step / round_up(kMinColumns, step), 1);
   for (uint32_t i = 0; i < route.active.size(); ++i) {
-    const size_t share = (cost(route.active[i]) * wanted + total - 1) / total;
-    const size_t pieces = std::clamp<size_t>(share, 1, steps);
+    const size_t own = cost(route.active[i]);
+    const size_t target = std::max<size_t>(left / (kGuide * static_cast<size_t>(workers)), 1);
+    const size_t pieces = std::clamp<size_t>((own + target - 1) / target, 1, most);
+    left -= own;
     for (size_t p = 0; p < pieces; ++p) {
       const size_t begin = steps * p / pieces * step, end = steps * (p + 1) / pieces * step;
       tasks.push_back(

@@ -18,9 +18,9 @@ struct DownTask {
   uint32_t begin, end;
 };
 
-// Cuts the intermediate columns of each active expert so that tasks cost about the same and there
-// are enough of them to keep `workers` busy to the end; cuts are multiples of `step`. An expert
-// costs the reading of its weights plus the arithmetic of its rows.
+// Cuts the intermediate columns of the active experts into tasks that get shorter towards the end,
+// so that `workers` end together; cuts are multiples of `step`. An expert costs the reading of its
+// weights plus the arithmetic of its rows.
 void cut_gate_up(const Route& route, size_t width, size_t step, int workers,
                  std::vector<GateUpTask>& tasks);
 

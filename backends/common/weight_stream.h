@@ -1,0 +1,105 @@
+// Packed weights as a stream of cache lines that is fetched ahead of its use.
+//
+// A core has 10 to 16 buffers for lines that its prefetch instructions and loads wait for: far too
+// few to cover the latency of memory at full bandwidth. The prefetcher of the L2 cache has more,
+// but works within one page at a time and only ahead of what it sees being read. Two ways of
+// leading it were found to work (DRAM read rate of a thread, Intel with AMX, 2 threads, plain
+// loads: 15.5 GB/s):
+//
+//   near  1 KiB ahead of the line that is used, in order: 17.9 GB/s, when every line is used once
+//         (15.6 with `far`, 14.4 at 4 KiB);
+//   far   a chunk of eight pages ahead, one line of each page in turn: for weights that several
+//         tiles of rows pass over, where the next chunk has all that time to arrive. In order, the
+//         same distance ahead, it gives 60 % of that.
+#pragma once
+
+#include <stddef.h>
+
+namespace {
+
+// Not _mm_prefetch: gcc 12 takes a function that only prefetches for one without effect and drops
+// calls of it.
+inline void prefetch_l2(const void* line) {
+  asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(line)));
+}
+
+struct WeightStream {
+  static constexpr size_t kLine = 64;
+  static constexpr size_t kPage = 4096;
+  static constexpr size_t kNearBytes = 1024;
+  static constexpr size_t kFarLines = 512;
+
+  const char* begin;
+  size_t lines;
+  const char* next;  // continues the stream; may be null
+
+  // Fetches kLines lines from kNearBytes behind `used` on. A prefetch past the end of memory is
+  // ignored by the CPU.
+  template <size_t kLines>
+  static void near(const void* used) {
+    const char* line = static_cast<const char*>(used) + kNearBytes;
+#pragma GCC unroll 32
+    for (size_t i = 0; i < kLines; ++i) prefetch_l2(line + i * kLine);
+  }
+
+  // Fetches the first lines of `next`, for streams that are fetched `near`.
+  void begin_next() const {
+    if (!next) return;
+    for (size_t i = 0; i < 2 * kNearBytes; i += kLine) prefetch_l2(next + i);
+  }
+
+  // Fetches the `count` lines whose turn comes when `line` is used. Both are multiples of 4, four
+  // lines are one instruction each: what waits for memory should not fill the reorder buffer.
+  void far(size_t line, size_t count) const {
+    const size_t chunk = line / kFarLines * kFarLines + kFarLines;
+    const char* base = chunk < lines ? begin + chunk * kLine : next;
+    if (!base) return;
+    if (chunk >= lines) base += (chunk - lines) * kLine;
+    const size_t in_chunk = line % kFarLines;
+    base += in_chunk / 8 * kLine;
+    for (size_t i = in_chunk % 8; i < in_chunk % 8 + count; i += 4) {
+      const char* four = base + i / 8 * kLine + i % 8 * kPage;
+      prefetch_l2(four);
+      prefetch_l2(four + kPage);
+      prefetch_l2(four + 2 * kPage);
+      prefetch_l2(four + 3 * kPage);
+    }
+  }
+};
+
+// What a tile of rows fetches in each step when it is the only one, and every line is used once.
+struct NearShare {
+  NearShare(const WeightStream&, size_t, size_t, size_t, size_t, size_t) {}
+
+  // `weight` is what the step multiplies.
+  template <size_t kStepLines>
+  void prefetch(size_t, const void* weight) const {
+    WeightStream::near<kStepLines>(weight);
+  }
+};
+
+// What one of several tiles of rows fetches while all of them pass over a run of steps.
+struct FarShare {
+  const WeightStream* stream;
+  size_t line, lines_per_step;
+
+  // For tile number `tile` and a run of `steps` steps of `step_lines` lines that starts at `line`.
+  FarShare(const WeightStream& from, size_t tile, size_t tiles, size_t first_line, size_t steps,
+           size_t step_lines)
+      : stream(&from) {
+    size_t share = step_lines;
+    while (share > 1 && share / 2 * tiles >= step_lines) share /= 2;
+    const size_t done = tile * steps * share;
+    line = first_line + done;
+    lines_per_step = done < steps * step_lines ? share : 0;
+  }
+
+  template <size_t kStepLines>
+  void prefetch(size_t step, const void*) const {
+    const size_t from = (line + step * lines_per_step) & ~size_t{3};
+    const size_t to = (line + (step + 1) * lines_per_step) & ~size_t{3};
+    if (from != to) stream->far(from, to - from);
+  }
+};
+
+}  // namespace
