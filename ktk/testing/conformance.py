@@ -148,8 +148,9 @@ def test_activations_may_be_packed_in_parts(subject: Subject, data: st.DataObjec
     matrix = subject.pack(problem.source)
     whole = matrix.pack_act(problem.act)
     at = data.draw(strategies.cuts(matrix.k, subject.variant.k_step), label="cuts")
-    parts = np.full_like(whole, 0xFF)
     m = len(problem.act)
+    parts = whole.copy()
+    parts[:m] = 0xFF
     for begin, end in data.draw(st.permutations(list(pairwise(at))), label="order"):
         matrix.pack_act_range(problem.act, begin, end, parts)
     bounds.check_same_bits(matrix.unpack_act(parts, m), matrix.unpack_act(whole, m), "activations")

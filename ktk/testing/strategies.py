@@ -18,7 +18,10 @@ from ktk.testing import formats
 F32 = npt.NDArray[np.float32]
 
 #: Values that any product of two matrices can take: sums of products stay inside float32.
-KINDS = ("normal", "zero", "uniform", "sparse", "outlier", "powers", "tiny", "subnormal", "huge")
+KINDS = (
+    *("normal", "zero", "uniform", "sparse", "outlier", "powers", "ties"),
+    *("tiny", "subnormal", "huge"),
+)
 #: Values for a codec alone.
 CODEC_KINDS = (*KINDS, "extreme", "mixed")
 #: Values for a whole layer, where gate and up are multiplied with each other.
@@ -38,6 +41,9 @@ def fill(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> F32:
         values = np.where(rng.random(shape) < 0.02, values * 1e4, values)
     elif kind == "powers":
         values = np.sign(values) * 2.0 ** rng.integers(-12, 12, shape)
+    elif kind == "ties":
+        # Nine significant bits: bf16 rounds each of them to even.
+        values = np.sign(values) * (rng.integers(128, 256, shape) + 0.5)
     elif kind == "tiny":
         values = values * 1e-36
     elif kind == "subnormal":
