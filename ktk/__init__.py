@@ -1,13 +1,18 @@
 """CPU kernels for the routed experts of Mixture-of-Experts models.
 
-    backend = ktk.load_backend("AMXINT8")
-    moe = backend.moe(num_experts=128, num_experts_per_tok=8, hidden_size=2048,
-                      intermediate_size=768)
-    moe.load(gate, up, down)
-    y = moe(hidden, topk_ids, topk_weights)
+backend = ktk.load_backend("AMXINT8")
+moe = backend.moe(num_experts=128, num_experts_per_tok=8, hidden_size=2048,
+                  intermediate_size=768)
+moe.load(gate, up, down)
+y = moe(hidden, topk_ids, topk_weights)
 """
 
 from pathlib import Path
+from pkgutil import extend_path
+
+# In a checkout, `python -m ktk...` finds this folder first; the compiled modules are where ktk was
+# installed.
+__path__ = extend_path(__path__, __name__)
 
 from ktk._core import Format, WorkerPool
 from ktk.backend import Backend

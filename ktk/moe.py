@@ -226,9 +226,7 @@ class MoE:
         if unknown:
             raise TypeError(f"load_expert() got an unexpected keyword argument {min(unknown)!r}")
         rest = {name: _plain(array) for name, array in arrays.items()}
-        self._core.load_expert(
-            expert, _plain(gate), _plain(up), _plain(down), given=given, **rest
-        )
+        self._core.load_expert(expert, _plain(gate), _plain(up), _plain(down), given=given, **rest)
 
     def leave_out(self, expert: int) -> None:
         """Give an expert's memory back; rows routed to it contribute nothing."""

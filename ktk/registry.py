@@ -13,6 +13,9 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, NoReturn
 
+# Importing a package binds its name in the parent. This import has to come before ktk/__init__.py
+# binds `ktk.backends` to the function below, or importing a backend would replace the function.
+import ktk.backends  # noqa: F401
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -181,7 +184,7 @@ def _open(info: BackendInfo) -> Backend:
     try:
         core = _core.Backend(capsule)
     except _core.AbiError as error:
-        raise BackendIncompatible(f"backend {info} does not fit this ktk: {error}") from error
+        raise BackendIncompatible(f"backend {info} {error}; {_remedy(info, error)}") from error
     except Exception as error:
         raise BackendImportError(_failed(info, error)) from error
     return Backend(core, info)
@@ -236,6 +239,16 @@ def _not_found(name: str, names: list[str]) -> str:
 
 def _failed(info: BackendInfo, error: BaseException) -> str:
     return f"backend {info} ({info.value}) failed to load: {type(error).__name__}: {error}"
+
+
+def _remedy(info: BackendInfo, error: Exception) -> str:
+    """Say who is behind. The error names the backend's version of the ABI first."""
+    from ktk import _core
+
+    theirs = re.search(r"ABI (\d+)", str(error))
+    if theirs and int(theirs[1]) > _core.ABI[0]:
+        return f"upgrade ktk, or install an older {info.distribution}"
+    return f"upgrade {info.distribution}, or ask its authors to build it for this ktk"
 
 
 def _origin(info: BackendInfo) -> str:

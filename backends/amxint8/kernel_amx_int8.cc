@@ -22,26 +22,82 @@ namespace {
 using TargetAct = Act<ByteCodes, KTK_GROUP>;
 
 constexpr size_t kTileRows = 16;
-constexpr size_t kScratchBytes = 2 * kTileRows * kColumns * sizeof(int32_t);
+constexpr size_t kBlockRows = 2 * kTileRows;
+constexpr size_t kBlockValues = kBlockRows * kColumns;
 
-size_t scratch_size(const ktk_matrix*, size_t) { return kScratchBytes; }
+// Scale and comp of one act row and group, gathered: in the rows themselves they are a cache line
+// each, and every block would fetch 32 of them.
+struct RowFactor {
+  float scale;
+  int32_t comp;
+};
 
-// Fetches `lines` cache lines from `next` in as many equal parts as advance() is called.
-struct Prefetcher {
-  const uint8_t* next;
-  size_t lines, parts, debt = 0;
+// C of the block that is being multiplied and of the one before it, then the row factors.
+size_t scratch_size(const ktk_matrix* matrix, size_t m) {
+  return 2 * kBlockValues * sizeof(int32_t) +
+         round_up(m * TargetAct::num_groups(matrix) * sizeof(RowFactor), 64);
+}
 
-  void advance() {
-    for (debt += lines; debt >= parts; debt -= parts, next += 64) {
-      _mm_prefetch(next, _MM_HINT_T1);
+void gather_factors(const ktk_matmul* mm, RowFactor* factors) {
+  const size_t groups = TargetAct::num_groups(mm->matrix);
+  const uint8_t* row = static_cast<const uint8_t*>(mm->act) + TargetAct::scale_offset(mm->matrix);
+  for (size_t i = 0; i < mm->m; ++i, row += mm->act_stride) {
+    const float* scale = reinterpret_cast<const float*>(row);
+    const int32_t* comp = reinterpret_cast<const int32_t*>(row) + groups;
+    for (size_t g = 0; g < groups; ++g) factors[g * mm->m + i] = {scale[g], comp[g]};
+  }
+}
+
+// Turns a stored C into f32: dst (+)= float(C + comp) * act scale, and times the weight scale after
+// the last group. It goes row by row between the tile instructions of the block that follows: done
+// at once, it would wait for the stores of C and the tiles would wait for it.
+struct Flush {
+  const int32_t* c;
+  const RowFactor* factors;
+  const float* weight_scale;
+  float* dst;
+  size_t dst_stride;
+  bool first, last;  // group of the row
+  size_t rows = 0;   // left
+
+  void advance(size_t count) {
+    count = smaller(count, rows);
+    rows -= count;
+    for (; count > 0; --count) {
+      const __m512i comp = _mm512_set1_epi32(factors->comp);
+      const __m512 scale = _mm512_set1_ps(factors->scale);
+      __m512 lo = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(c), comp));
+      __m512 hi = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(c + 16), comp));
+      if (first) {
+        lo = _mm512_fmadd_ps(lo, scale, _mm512_setzero_ps());
+        hi = _mm512_fmadd_ps(hi, scale, _mm512_setzero_ps());
+      } else {
+        lo = _mm512_fmadd_ps(lo, scale, _mm512_loadu_ps(dst));
+        hi = _mm512_fmadd_ps(hi, scale, _mm512_loadu_ps(dst + 16));
+      }
+      if (last) {
+        lo = _mm512_mul_ps(lo, _mm512_loadu_ps(weight_scale));
+        hi = _mm512_mul_ps(hi, _mm512_loadu_ps(weight_scale + 16));
+      }
+      _mm512_storeu_ps(dst, lo);
+      _mm512_storeu_ps(dst + 16, hi);
+      c += kColumns;
+      ++factors;
+      dst += dst_stride;
     }
   }
 };
 
-// C += A x B over `steps` steps for 32 (or 16) rows; stores C to scratch as rows of 32 columns.
+#ifndef KTK_HINT
+#define KTK_HINT _MM_HINT_T1
+#endif
+// C = A x B over `steps` steps for 32 (or 16) rows, stored as rows of 32 columns. In every step,
+// `lines` cache lines are fetched from `next` on and some rows of the block before are flushed.
 template <bool kBothHalves>
-void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride, size_t steps,
-                    Prefetcher& prefetcher, int32_t* scratch) {
+inline void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride,
+                           size_t steps, const uint8_t* next, size_t lines, Flush before,
+                           int32_t* c) {
+  const size_t flush_rows = steps >= 8 ? 4 : steps >= 4 ? 8 : kBlockRows;
   _tile_zero(0);
   _tile_zero(1);
   if constexpr (kBothHalves) {
@@ -59,83 +115,65 @@ void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride
       _tile_dpbsud(2, 5, 6);
       _tile_dpbsud(3, 5, 7);
     }
-    prefetcher.advance();
+    for (size_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, KTK_HINT);
+    before.advance(flush_rows);
   }
   constexpr size_t kStride = kColumns * sizeof(int32_t);
-  _tile_stored(0, scratch, kStride);
-  _tile_stored(1, scratch + 16, kStride);
+  _tile_stored(0, c, kStride);
+  _tile_stored(1, c + 16, kStride);
   if constexpr (kBothHalves) {
-    _tile_stored(2, scratch + kTileRows * kColumns, kStride);
-    _tile_stored(3, scratch + kTileRows * kColumns + 16, kStride);
-  }
-}
-
-struct Flush {
-  const uint8_t* act;  // row 0
-  size_t act_stride;
-  size_t scale_offset, comp_offset;  // of the group
-  const float* weight_scale;
-  float* dst;
-  size_t dst_stride;
-};
-
-// dst (+)= float(C + comp) * act scale, for `rows` rows; after the last group times weight scale.
-template <bool kFirst, bool kLast>
-void flush_block(const Flush& f, const int32_t* scratch, size_t rows) {
-  for (size_t r = 0; r < rows; ++r) {
-    const uint8_t* act = f.act + r * f.act_stride;
-    const __m512i comp = _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(act + f.comp_offset));
-    const __m512 scale = _mm512_set1_ps(*reinterpret_cast<const float*>(act + f.scale_offset));
-    for (size_t v = 0; v < kColumns; v += 16) {
-      float* dst = f.dst + r * f.dst_stride + v;
-      const __m512i sum = _mm512_add_epi32(_mm512_load_si512(scratch + r * kColumns + v), comp);
-      const __m512 before = kFirst ? _mm512_setzero_ps() : _mm512_loadu_ps(dst);
-      __m512 x = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), scale, before);
-      if (kLast) x = _mm512_mul_ps(x, _mm512_loadu_ps(f.weight_scale + v));
-      _mm512_storeu_ps(dst, x);
-    }
+    _tile_stored(2, c + kTileRows * kColumns, kStride);
+    _tile_stored(3, c + kTileRows * kColumns + 16, kStride);
   }
 }
 
 void multiply_amx(const ktk_matmul* mm) {
   const ktk_matrix* matrix = mm->matrix;
   const size_t steps = num_steps(matrix);
-  const size_t row_blocks = (mm->m + 2 * kTileRows - 1) / (2 * kTileRows);
+  const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
+  const size_t lines = (kStepBytes / 64 + row_blocks - 1) / row_blocks;  // to prefetch, a step
   const uint8_t* packed = static_cast<const uint8_t*>(mm->weight);
-  int32_t* scratch = static_cast<int32_t*>(mm->scratch);
+  int32_t* c = static_cast<int32_t*>(mm->scratch);
+  int32_t* c_before = c + kBlockValues;
+  RowFactor* factors = reinterpret_cast<RowFactor*>(c_before + kBlockValues);
+  gather_factors(mm, factors);
   Flush flush;
-  flush.act_stride = mm->act_stride;
-  flush.dst_stride = mm->dst_stride;
   tile_memory_barrier();
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     const uint8_t* weight = packed + block_offset(matrix, n);
-    flush.weight_scale = weight_scale(matrix, packed) + n;
     size_t block_steps;
     for (size_t step = 0; step < steps; step += block_steps, weight += block_steps * kStepBytes) {
       block_steps = smaller(TargetAct::kGroupSteps, steps - step);
-      const bool first = step == 0, last = step + block_steps == steps;
+      const bool last = step + block_steps == steps;
       const uint8_t* next = weight + block_steps * kStepBytes;
       if (last && n + kColumns >= mm->n_end) {
         next = mm->next ? static_cast<const uint8_t*>(mm->next) : weight;
       }
-      Prefetcher prefetcher{next, kStepBytes / 64, row_blocks};
       const size_t group = step / TargetAct::kGroupSteps;
-      flush.scale_offset = TargetAct::scale_offset(matrix) + 4 * group;
-      flush.comp_offset = TargetAct::comp_offset(matrix) + 4 * group;
-      for (size_t row = 0; row < mm->m; row += 2 * kTileRows) {
-        const size_t rows = smaller(2 * kTileRows, mm->m - row);
-        flush.act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
-        flush.dst = mm->dst + row * mm->dst_stride + (n - mm->n_begin);
+      for (size_t row = 0; row < mm->m; row += kBlockRows) {
+        const size_t rows = smaller(kBlockRows, mm->m - row);
+        const uint8_t* act =
+            static_cast<const uint8_t*>(mm->act) + row * mm->act_stride + step * kDepth;
         const auto multiply_rows = rows > kTileRows ? multiply_block<true> : multiply_block<false>;
-        multiply_rows(weight, flush.act + step * kDepth, mm->act_stride, block_steps, prefetcher,
-                      scratch);
-        const auto flush_rows = first
-                                    ? (last ? flush_block<true, true> : flush_block<true, false>)
-                                    : (last ? flush_block<false, true> : flush_block<false, false>);
-        flush_rows(flush, scratch, rows);
+        multiply_rows(weight, act, mm->act_stride, block_steps, next, lines, flush, c);
+        next += lines * block_steps * 64;
+        flush = {
+            .c = c,
+            .factors = factors + group * mm->m + row,
+            .weight_scale = weight_scale(matrix, packed) + n,
+            .dst = mm->dst + row * mm->dst_stride + (n - mm->n_begin),
+            .dst_stride = mm->dst_stride,
+            .first = step == 0,
+            .last = last,
+            .rows = rows,
+        };
+        int32_t* const swap = c;
+        c = c_before;
+        c_before = swap;
       }
     }
   }
+  flush.advance(kBlockRows);
 }
 
 // One micro-kernel for every m: a row meets the same instructions alone and in a crowd.

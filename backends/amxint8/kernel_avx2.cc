@@ -15,12 +15,15 @@ struct Dot : Ymm {
   using Act = Weight;
   static Weight load_weight(const uint8_t* p) {
     const Int bytes = load_bytes(p);
-    return {_mm256_and_si256(bytes, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(bytes, 8)};
+    // Not a mask: its constant would be the seventeenth register.
+    return {_mm256_srli_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srli_epi16(bytes, 8)};
   }
   static Act broadcast_act(const uint8_t* p) { return {broadcast(p), broadcast(p + 4)}; }
   static Int dot(Int acc, Weight w, Act a) {
-    const Int even = _mm256_madd_epi16(w.even, a.even);
-    return add(acc, add(even, _mm256_madd_epi16(w.odd, a.odd)));
+    const Int sum = add(_mm256_madd_epi16(w.even, a.even), _mm256_madd_epi16(w.odd, a.odd));
+    // acc + sum, but gcc 12 moves and spills accumulators that it may put elsewhere.
+    asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(sum));
+    return acc;
   }
 };
 

@@ -19,8 +19,10 @@ struct Dot : Zmm {
   }
   static Act broadcast_act(const uint8_t* p) { return {broadcast(p), broadcast(p + 4)}; }
   static Int dot(Int acc, Weight w, Act a) {
-    const Int even = _mm512_madd_epi16(w.even, a.even);
-    return add(acc, add(even, _mm512_madd_epi16(w.odd, a.odd)));
+    const Int sum = add(_mm512_madd_epi16(w.even, a.even), _mm512_madd_epi16(w.odd, a.odd));
+    // acc + sum, but gcc 12 moves and spills accumulators that it may put elsewhere.
+    asm("vpaddd %1, %0, %0" : "+v"(acc) : "v"(sum));
+    return acc;
   }
 };
 

@@ -24,11 +24,10 @@ namespace {
 
 struct TileArgs {
   const uint8_t* weight;  // first step of the block, columns of the tile
-  const float* weight_scale;
-  const uint8_t* act;  // first row of the tile
+  const uint8_t* act;     // first row of the tile
   size_t act_stride;
   size_t scale_offset, comp_offset;  // in a row of act
-  size_t step_begin, step_end, num_steps;
+  size_t step_begin, step_end;
   float* dst;
   size_t dst_stride;
   const uint8_t* prefetch;  // what this tile fetches ahead: 32 bytes * prefetch_step a turn
@@ -37,12 +36,14 @@ struct TileArgs {
 
 template <class Dot, int kRows, int kVecs, int kChains>
 inline void multiply_turn(typename Dot::Int (&acc)[kChains][kRows][kVecs], int chain,
-                          const uint8_t* weight, const uint8_t* act, size_t act_stride) {
+                          const uint8_t* weight, const uint8_t* const* act, size_t act_offset,
+                          size_t act_stride) {
   constexpr int kVecBytes = Dot::kLanes * 4;
   if constexpr (kRows < kVecs) {
     typename Dot::Act a[kRows];
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) a[r] = Dot::broadcast_act(act + r * act_stride);
+    for (int r = 0; r < kRows; ++r)
+      a[r] = Dot::broadcast_act(act[r / 3] + act_offset + r % 3 * act_stride);
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) {
       const int byte = v * kVecBytes;
@@ -59,7 +60,7 @@ inline void multiply_turn(typename Dot::Int (&acc)[kChains][kRows][kVecs], int c
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const auto a = Dot::broadcast_act(act + r * act_stride);
+      const auto a = Dot::broadcast_act(act[r / 3] + act_offset + r % 3 * act_stride);
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) acc[chain][r][v] = Dot::dot(acc[chain][r][v], w[v], a);
     }
@@ -69,11 +70,17 @@ inline void multiply_turn(typename Dot::Int (&acc)[kChains][kRows][kVecs], int c
 // One tile over steps [step_begin, step_end), which start at a group. kChains > 1 sums turns in
 // turn into several accumulators, for tiles too small to hide the latency of dot().
 template <class Dot, class Act, int kRows, int kVecs, int kChains>
-void multiply_tile(const TileArgs& t) {
+void multiply_tile(const TileArgs& args) {
   using Int = typename Dot::Int;
-  constexpr size_t kTurns = kDepth / 4;
-  const uint8_t* weight = t.weight;
-  const uint8_t* act = t.act + t.step_begin * kDepth * Act::kCodeBytes;
+  const TileArgs t = args;  // a copy that stores to dst cannot change
+  // Every third row has a pointer, the two behind it are reached through the index register.
+  constexpr int kPointers = (kRows + 2) / 3;
+  const uint8_t* act[kPointers];
+#pragma GCC unroll 4
+  for (int i = 0; i < kPointers; ++i) {
+    act[i] = t.act + 3 * i * t.act_stride + t.step_begin * kDepth * Act::kCodeBytes;
+  }
+  const uint8_t* weight = t.weight - t.step_begin * kStepBytes;
   const uint8_t* prefetch = t.prefetch;
   for (size_t begin = t.step_begin; begin < t.step_end; begin += Act::kGroupSteps) {
     const size_t end = smaller(begin + Act::kGroupSteps, t.step_end);
@@ -82,45 +89,60 @@ void multiply_tile(const TileArgs& t) {
     Int acc[kChains][kRows][kVecs];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Int c = Dot::set1_int(*reinterpret_cast<const int32_t*>(comp + r * t.act_stride));
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
-        acc[0][r][v] = c;
+        acc[0][r][v] = Dot::broadcast(comp + r * t.act_stride);
 #pragma GCC unroll 4
         for (int i = 1; i < kChains; ++i) acc[i][r][v] = Dot::set1_int(0);
       }
     }
-    for (size_t step = begin; step < end; ++step) {
+    // One flat loop: gcc 12 copies the accumulators between nested ones. `at` counts the bytes of
+    // one tile per step; those of the other one are skipped.
 #pragma GCC unroll 1
-      for (size_t turn = 0; turn < kTurns; turn += 4) {
+    for (size_t at = begin * kTileBytes; at < end * kTileBytes; at += kChains * 64) {
+      const uint8_t* w = weight + at + at / kTileBytes * kTileBytes;
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-          _mm_prefetch(prefetch, _MM_HINT_T0);
-          _mm_prefetch(prefetch + t.prefetch_half, _MM_HINT_T0);
-          prefetch += t.prefetch_step;
-          multiply_turn<Dot>(acc, i % kChains, weight + 64 * i, act + 4 * i * Act::kCodeBytes,
-                             t.act_stride);
-        }
-        weight += 4 * 64;
-        act += 4 * 4 * Act::kCodeBytes;
+      for (int i = 0; i < kChains; ++i) {
+        _mm_prefetch(prefetch, _MM_HINT_T0);
+        _mm_prefetch(prefetch + t.prefetch_half, _MM_HINT_T0);
+        prefetch += t.prefetch_step;
+        multiply_turn<Dot>(acc, i, w + 64 * i, act, 4 * i * Act::kCodeBytes, t.act_stride);
       }
-      weight += kTileBytes;  // the other tile of the step
+#pragma GCC unroll 4
+      for (int i = 0; i < kPointers; ++i) {
+        act[i] += kChains * 4 * Act::kCodeBytes;
+        asm("" : "+r"(act[i]));  // or gcc 12 makes an offset per row of it, and spills those
+      }
     }
     const uint8_t* scale = t.act + t.scale_offset + 4 * group;
-    const bool first = begin == 0, last = end == t.num_steps;
+    float* dst = t.dst;
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const auto s = Dot::set1(*reinterpret_cast<const float*>(scale + r * t.act_stride));
+    for (int r = 0; r < kRows; ++r, scale += t.act_stride, dst += t.dst_stride) {
+      const auto s = Dot::set1(*reinterpret_cast<const float*>(scale));
 #pragma GCC unroll 4
       for (int v = 0; v < kVecs; ++v) {
-        float* dst = t.dst + r * t.dst_stride + v * Dot::kLanes;
+        float* to = dst + v * Dot::kLanes;
         Int sum = acc[0][r][v];
 #pragma GCC unroll 4
         for (int i = 1; i < kChains; ++i) sum = Dot::add(sum, acc[i][r][v]);
-        auto x = Dot::fma(Dot::convert(sum), s, first ? Dot::set1(0) : Dot::load(dst));
-        if (last) x = Dot::mul(x, Dot::load(t.weight_scale + v * Dot::kLanes));
-        Dot::store(dst, x);
+        Dot::store(to, Dot::fma(Dot::convert(sum), s, Dot::load(to)));
       }
+    }
+  }
+}
+
+template <class Dot>
+inline void clear_dst(float* dst, size_t dst_stride, size_t m) {
+  for (size_t r = 0; r < m; ++r, dst += dst_stride) {
+    for (size_t i = 0; i < kColumns; i += Dot::kLanes) Dot::store(dst + i, Dot::set1(0));
+  }
+}
+
+template <class Dot>
+inline void scale_dst(float* dst, size_t dst_stride, size_t m, const float* scale) {
+  for (size_t r = 0; r < m; ++r, dst += dst_stride) {
+    for (size_t i = 0; i < kColumns; i += Dot::kLanes) {
+      Dot::store(dst + i, Dot::mul(Dot::load(dst + i), Dot::load(scale + i)));
     }
   }
 }
@@ -159,10 +181,11 @@ void multiply(const ktk_matmul* mm) {
   t.act_stride = mm->act_stride;
   t.scale_offset = Act::scale_offset(matrix);
   t.comp_offset = Act::comp_offset(matrix);
-  t.num_steps = steps;
   t.dst_stride = mm->dst_stride;
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     const uint8_t* weight = packed + block_offset(matrix, n);
+    float* dst = mm->dst + (n - mm->n_begin);
+    clear_dst<Dot>(dst, mm->dst_stride, mm->m);
     for (size_t step = 0; step < steps; step += kBlockSteps, weight += kBlockSteps * kStepBytes) {
       t.step_begin = step;
       t.step_end = smaller(step + kBlockSteps, steps);
@@ -179,14 +202,14 @@ void multiply(const ktk_matmul* mm) {
         t.act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
         for (size_t column = 0; column < kColumns; column += kTileColumns) {
           t.weight = weight + column / 16 * kTileBytes;
-          t.weight_scale = weight_scale(matrix, packed) + n + column;
-          t.dst = mm->dst + row * mm->dst_stride + (n - mm->n_begin) + column;
+          t.dst = dst + row * mm->dst_stride + column;
           kTiles.of_rows[row_end - row](t);
           t.prefetch += 2 * t.prefetch_half;
         }
         row = row_end;
       }
     }
+    scale_dst<Dot>(dst, mm->dst_stride, mm->m, weight_scale(matrix, packed) + n);
   }
 }
 

@@ -21,7 +21,9 @@ struct FloatRows {
   using Storage = typename Element::Storage;
   const ktk_source* source;
   size_t k;
-  SymmetricScale scales[kColumns];
+  SymmetricScale scales[kColumns];  // of the block that is being packed
+
+  FloatRows(const ktk_source* from, size_t depth) : source(from), k(depth) {}
 
   const Storage* row(size_t n) const {
     const char* data = static_cast<const char*>(source->data);
@@ -52,6 +54,8 @@ struct FloatRows {
 struct ReadyRows {
   const ktk_source* source;
   size_t k;
+
+  ReadyRows(const ktk_source* from, size_t depth) : source(from), k(depth) {}
 
   float scale(size_t n) const {
     const char* scale = static_cast<const char*>(source->scale);

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ktk.bench.shapes import SHAPES, Shape, find_shape
 
@@ -52,6 +53,14 @@ def bench(
             min=0.0, help="GB of weights to rotate; default: 4 x the last-level cache, 1 or more."
         ),
     ] = None,
+    noise: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of the CPUs that others may use before a turn is repeated; 1: never.",
+        ),
+    ] = 0.05,
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines, no table.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG file.")] = None,
     accuracy: Annotated[
@@ -76,6 +85,7 @@ def bench(
             rounds=rounds,
             seconds=seconds,
             rotated_bytes=None if rotate is None else int(rotate * 1e9),
+            noise=noise,
         )
         for chosen in shapes:
             with screen.status("") as status:
@@ -89,7 +99,7 @@ def bench(
 
             draw_roofline(results, plot)
     except (ValueError, RuntimeError, MemoryError, ImportError) as error:
-        screen.print(f"[red]ktk bench:[/] {error}", highlight=False)
+        screen.print(f"[red]ktk bench:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
 
 

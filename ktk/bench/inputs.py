@@ -28,7 +28,7 @@ def random_experts(shape: Shape, count: int, seed: int = 0) -> list[ExpertWeight
         generator = torch.Generator().manual_seed(7919 * seed + index)
 
         def matrix(n: int, k: int, generator: torch.Generator = generator) -> torch.Tensor:
-            return (torch.randn(n, k, generator=generator) * k**-0.5).to(torch.bfloat16)
+            return torch.randn(n, k, generator=generator).mul_(k**-0.5).to(torch.bfloat16)
 
         def bias(n: int, generator: torch.Generator = generator) -> torch.Tensor | None:
             return torch.randn(n, generator=generator) * 0.1 if shape.biases else None

@@ -131,7 +131,7 @@ def variant_units(variant: _Variant) -> tuple[str, ...]:
 
 
 def default_buffer_bytes() -> int:
-    """Return how much memory to read: four times the last-level cache, 1 to 4 GiB, if it is free."""
+    """Return the bytes to read: 4 x the last-level cache, 1 to 4 GiB, if so many are free."""
     wanted = min(max(4 * last_level_cache_bytes(), 1 << 30), 4 << 30)
     return max(min(wanted, available_bytes() // 3), 64 << 20)
 
@@ -173,7 +173,7 @@ def measure_limits(
     threads: int,
     *,
     units: Iterable[str] | None = None,
-    seconds: float = 0.1,
+    seconds: float = 0.2,
     rounds: int = 3,
     cpus: Sequence[int] = (),
     buffer_bytes: int | None = None,
@@ -187,7 +187,8 @@ def measure_limits(
     units : iterable of str, optional
         Which units; default: all that can run here. Those that cannot are left out.
     seconds : float
-        Length of one measurement. Each is made `rounds` times in turn, and the median counts.
+        Length of one reading of memory; units take a quarter. Each is measured `rounds` times in
+        turn, and the median counts.
     cpus, buffer_bytes
         See `LimitProbe`.
     """
@@ -197,9 +198,10 @@ def measure_limits(
     read: list[float] = []
     peaks: dict[str, list[float]] = {unit: [] for unit in wanted}
     for _ in range(rounds):
-        read.append(undisturbed(partial(probe.read, seconds)).value)
+        # Peaks are counted per CPU time and need no quiet machine.
+        read.append(undisturbed(partial(probe.read, seconds), tries=3).value)
         for unit, found in peaks.items():
-            found.append(undisturbed(partial(probe.peak, unit, seconds)).value)
+            found.append(probe.peak(unit, seconds / 4))
     return Limits(
         threads=threads,
         read_bytes_per_s=statistics.median(read),

@@ -31,28 +31,30 @@ def draw_roofline(results: Sequence[Result], path: Path) -> None:
     for result in results:
         series.setdefault((result.backend, result.variant), []).append(result)
     intensities = [_intensity(result) for result in results]
-    span = (min(intensities) / 1.5, max(intensities) * 1.5)
-
     read = max(result.read_gb_per_s for result in results)
     roofs = {r.peak_unit: r.peak_gflop_per_s for r in results if r.peak_unit}
+    corners = [peak / read for peak in roofs.values()]
+    left, right = min(intensities) / 2, 3 * max([*intensities, *corners])
+    axes.set_xlim(left, right)
     for unit, peak in roofs.items():
-        corner = peak / read
-        axes.plot([corner, max(span[1], corner)], [peak, peak], color="0.5", linewidth=1)
+        axes.plot([peak / read, right], [peak, peak], color="0.5", linewidth=1)
         axes.annotate(
-            f"{unit}: {peak:,.0f} GFLOP/s",
-            (max(span[1], corner), peak),
+            f"{unit}: {peak:,.0f} GFLOP/s ",
+            (right, peak),
             ha="right",
             va="bottom",
             fontsize=8,
             color="0.3",
         )
-    top = max([peak / read for peak in roofs.values()], default=span[1])
-    axes.plot([span[0], top], [span[0] * read, top * read], color="0.5", linewidth=1)
-    axes.annotate(
+    top = max(corners, default=right)
+    axes.plot([left, top], [left * read, top * read], color="0.5", linewidth=1)
+    axes.text(
+        left * 1.3,
+        left * 1.3 * read * 1.1,
         f"reading memory: {read:.1f} GB/s",
-        (span[0], span[0] * read),
-        rotation=0,
-        va="top",
+        rotation=45,
+        rotation_mode="anchor",
+        transform_rotates_text=True,
         fontsize=8,
         color="0.3",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -14,12 +15,17 @@ from ktk.bench.runner import Result
 def results_table(results: Sequence[Result]) -> RenderableType:
     """Show one row per backend and number of tokens, and the limits they are measured against."""
     first = results[0]
-    table = Table(title=f"{first.shape}, {first.threads} threads", title_justify="left")
-    table.add_column("backend")
-    table.add_column("variant")
-    for name in ("tokens", "time", "spread", "GB/s", "GFLOP/s", "limit", "reached"):
-        table.add_column(name, justify="right")
-    table.add_column("bound by")
+    table = Table(
+        title=f"{first.shape}, {first.threads} threads",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("backend", no_wrap=True)
+    table.add_column("variant", no_wrap=True)
+    for name in ("tokens", "ms", "±", "GB/s", "GFLOP/s", "limit", "reached"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bound", no_wrap=True)
     tokens = None
     for r in results:
         if tokens not in (None, r.tokens):
@@ -30,18 +36,17 @@ def results_table(results: Sequence[Result]) -> RenderableType:
             r.variant,
             str(r.tokens),
             milliseconds(r.seconds),
-            f"{r.spread:.0%}",
+            f"{r.spread / 2:.0%}",
             f"{r.gb_per_s:.1f}",
             f"{r.gflop_per_s:.0f}",
             milliseconds(r.limit_seconds),
             f"[bold]{r.fraction:.0%}[/]",
-            "reading memory" if r.bound == "memory" else r.peak_unit,
+            r.bound,
         )
     reads = [r.read_gb_per_s for r in results]
     notes = [
-        "",
-        "limit: the larger of packed bytes of the experts hit / read bandwidth, and operations / "
-        "peak of the unit; reached: limit / time.",
+        "limit (ms): the larger of packed bytes of the experts hit / read bandwidth, and "
+        "operations / peak of the unit; reached: limit / time.",
         f"Measured in the same alternation: reading {_range(reads)} GB/s; "
         + "; ".join(
             f"{unit} {_range([r.peak_gflop_per_s for r in results if r.peak_unit == unit])} GFLOP/s"
@@ -63,6 +68,8 @@ def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:
     table = Table(
         title=f"Relative L2 error, {results[0].shape}, {results[0].tokens} tokens",
         title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("backend")
     table.add_column("variant")
@@ -76,9 +83,9 @@ def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:
 
 
 def milliseconds(seconds: float) -> str:
-    """Format a time with three digits that matter."""
+    """Format a time in milliseconds with the digits that matter."""
     ms = seconds * 1e3
-    return f"{ms:.3f} ms" if ms < 10 else f"{ms:.1f} ms" if ms < 1000 else f"{ms:.0f} ms"
+    return f"{ms:.3f}" if ms < 10 else f"{ms:.1f}" if ms < 1000 else f"{ms:.0f}"
 
 
 def _range(values: Sequence[float]) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
-
-import torch
 
 import ktk
 from ktk import _probe
@@ -109,9 +107,8 @@ class _Candidate:
     next_call: int = 0
 
     @property
-    def bytes_per_expert(self) -> float:
-        layer = self.layers[0]
-        return layer.nbytes / layer.config.num_experts
+    def bytes_per_expert(self) -> int:
+        return self.layers[0].expert_nbytes
 
     def call(self) -> tuple[float, int]:
         """Run the next layer on its next input: seconds, and how many experts were hit."""
@@ -123,7 +120,8 @@ class _Candidate:
         return time.perf_counter() - begin, inputs.distinct_experts
 
     def turn(self, seconds: float) -> _Turn:
-        times, hit = [], []
+        times: list[float] = []
+        hit: list[int] = []
         end = time.perf_counter() + seconds
         while len(times) < 2 or time.perf_counter() < end:
             elapsed, experts = self.call()
@@ -146,13 +144,16 @@ def run(
     from one it takes from all.
     """
     pool = ktk.WorkerPool(settings.threads)
-    candidates = _load(subjects, shape, pool, settings, progress)
     probe = LimitProbe(pool.size, cpus=[cpu for cpu in pool.cpus if cpu >= 0])
-    unit_of = {id(c): _best_unit(probe, c.units) for c in candidates}
+    probe.read(0.01)  # makes its buffer, before the free memory is shared out
     results = []
-    for count in tokens:
-        progress(f"{shape.name}, {count} tokens")
-        results += _run_tokens(candidates, unit_of, shape, count, probe, settings)
+    for group in _groups(subjects, shape, _rotated_bytes(settings)):
+        candidates = _load(group, shape, pool, settings, progress)
+        unit_of = {id(c): _best_unit(probe, c.units) for c in candidates}
+        for count in tokens:
+            progress(f"{shape.name}, {count} tokens")
+            results += _run_tokens(candidates, unit_of, shape, count, probe, settings)
+        del candidates
     return results
 
 
@@ -176,7 +177,7 @@ def _run_tokens(
     for number in range(settings.rounds):
         reads.append(_quiet(partial(probe.read, settings.seconds), settings)[0])
         for unit in units:
-            peaks[unit].append(_quiet(partial(probe.peak, unit, settings.seconds / 4), settings)[0])
+            peaks[unit].append(probe.peak(unit, settings.seconds / 4))
         for candidate in candidates if number % 2 == 0 else reversed(candidates):
             turn, others = _quiet(partial(candidate.turn, settings.seconds), settings)
             turn.others = others
@@ -239,6 +240,34 @@ def _best_unit(probe: LimitProbe, units: Sequence[str]) -> str:
     return max(here, key=lambda unit: probe.peak(unit, 0.02), default="")
 
 
+def _rotated_bytes(settings: Settings) -> int:
+    if settings.rotated_bytes is not None:
+        return settings.rotated_bytes
+    return max(4 * last_level_cache_bytes(), 1 << 30)
+
+
+def _groups(
+    subjects: Sequence[Subject], shape: Shape, rotated_bytes: int
+) -> Iterator[Sequence[Subject]]:
+    """Split the subjects so that those that alternate fit into 60 % of the free memory together.
+
+    The rest stays free on purpose: it is an estimate, and other processes live here too.
+    """
+    # No format takes more than bf16, and the last layer of the rotation may be begun in vain.
+    layer = 2 * shape.num_experts * shape.weights_per_expert
+    each = max(layer, rotated_bytes) + min(layer, rotated_bytes)
+    budget = int(0.6 * available_bytes())
+    if layer > budget:
+        fitting = shape.num_experts * budget // layer
+        raise MemoryError(
+            f"a layer of {shape.name} takes up to {layer / 1e9:.1f} GB, which is more than 60 % "
+            f"of the free memory; try --experts {max(fitting, shape.num_experts_per_tok)}"
+        )
+    size = max(1, budget // each)
+    for begin in range(0, len(subjects), size):
+        yield subjects[begin : begin + size]
+
+
 def _load(
     subjects: Sequence[Subject],
     shape: Shape,
@@ -247,22 +276,12 @@ def _load(
     progress: Callable[[str], None],
 ) -> list[_Candidate]:
     """Load enough layers of every subject; fewer where memory is short."""
-    wanted = settings.rotated_bytes
-    if wanted is None:
-        wanted = max(4 * last_level_cache_bytes(), 1 << 30)
+    wanted = _rotated_bytes(settings)
     experts = random_experts(shape, 2)
     candidates = []
     for index, subject in enumerate(subjects):
         progress(f"loading {subject.backend} {subject.variant or ''}")
-        share = (available_bytes() - (1 << 30)) // (len(subjects) - index)
-        estimate = 2 * shape.num_experts * shape.weights_per_expert
-        if estimate > share:
-            fitting = shape.num_experts * max(share, 0) // estimate
-            raise MemoryError(
-                f"a layer of {shape.name} takes up to {estimate / 1e9:.1f} GB and there are "
-                f"{max(share, 0) / 1e9:.1f} GB for each of {len(subjects)} candidates; "
-                f"try --experts {max(fitting, shape.num_experts_per_tok)}"
-            )
+        share = int(0.6 * available_bytes()) // (len(subjects) - index)
         layers = [make_layer(subject, shape, experts, pool)]
         nbytes = layers[0].nbytes
         for _ in range(1, max(1, min(-(-wanted // nbytes), share // nbytes))):
@@ -280,7 +299,7 @@ def make_layer(
     backend = ktk.load_backend(subject.backend)
     moe = backend.moe(**shape.moe_arguments(), variant=subject.variant, pool=pool)
     source = [experts[e % len(experts)] for e in range(shape.num_experts)]
-    biases: dict[str, list[torch.Tensor]] = {}
+    biases: dict[str, Any] = {}
     if shape.biases:
         for name in ("gate_bias", "up_bias", "down_bias"):
             biases[name] = [getattr(expert, name) for expert in source]

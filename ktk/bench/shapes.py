@@ -25,7 +25,7 @@ class Shape:
         return 3 * self.hidden_size * self.intermediate_size
 
     def flops(self, tokens: int) -> float:
-        """Operations of the matrix products for `tokens` tokens, a multiply and an add being two."""
+        """Return the operations of the matrix products; a multiply and an add are two."""
         return 2.0 * tokens * self.num_experts_per_tok * self.weights_per_expert
 
     def moe_arguments(self) -> dict[str, Any]:

@@ -80,10 +80,9 @@ def read_config(folder: Path) -> ExpertConfig:
     # Models of several modalities keep the language model's entries one level down.
     text = document.get("text_config")
     entries = {**document, **text} if isinstance(text, dict) else document
-    sizes = {field: _size(path, entries, field) for field in _NAMES}
-    return ExpertConfig(
-        model_type=str(entries.get("model_type", "unknown")), **sizes, **_activation(entries)
-    )
+    sizes: dict[str, Any] = {field: _size(path, entries, field) for field in _NAMES}
+    model_type = str(entries.get("model_type", "unknown"))
+    return ExpertConfig(model_type=model_type, **sizes, **_activation(entries))
 
 
 def read_json(path: Path) -> dict[str, Any]:

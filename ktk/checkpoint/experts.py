@@ -175,8 +175,8 @@ def _split(part: str, tensor: torch.Tensor, axes: list[str]) -> dict[str, torch.
     if both == "2I":
         gate, up = tensor.chunk(2, dim)
     else:
-        paired = tensor.unflatten(dim, (-1, 2))
-        gate, up = paired.select(dim + 1, 0), paired.select(dim + 1, 1)
+        rows = tensor.movedim(dim, 0)
+        gate, up = rows[0::2].movedim(0, dim), rows[1::2].movedim(0, dim)
     single = ["I" if axis == both else axis for axis in axes]
     return {
         "gate" + suffix: _oriented("gate", gate, single),

@@ -35,7 +35,7 @@ def load_moe(
     backend
         A backend or its name.
     experts
-        The slots to load; the others stay out of memory. Default: all.
+        The slots to load; the others take no memory and contribute nothing. Default: all.
     physical_to_logical_map
         Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p.
     **options
@@ -52,8 +52,11 @@ def load_moe(
         found = checkpoint.layer(operator.index(layer))
         slots = _slots(checkpoint.config.num_experts, experts, physical_to_logical_map)
         moe = chosen.moe(**checkpoint.config.arguments(**options))
-        for slot, expert in slots.items():
-            moe.load_expert(slot, **checkpoint.expert(found, expert))
+        for slot in range(checkpoint.config.num_experts):
+            if slot in slots:
+                moe.load_expert(slot, **checkpoint.expert(found, slots[slot]))
+            else:
+                moe.leave_out(slot)
     return moe
 
 

@@ -41,7 +41,7 @@ def backends(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show the installed backends, what would run on this CPU, and why the rest would not."""
-    from ktk.cli.backends import show_backends
+    from ktk.cli.report import show_backends
 
     show_backends(as_json=json)
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ktk.backend import Backend
-    from ktk.bench.limits import Limits
+    from ktk.demo.machine import Machine
     from ktk.demo.measure import Measured, Task
 
 _PREFILL_TOKENS = 256
@@ -40,8 +40,8 @@ def run_demo(
     from rich.console import Console
 
     import ktk
-    from ktk.bench.limits import measure_limits
     from ktk.checkpoint import describe
+    from ktk.demo.machine import Machine
     from ktk.demo.report import print_report
 
     console = Console()
@@ -50,13 +50,12 @@ def run_demo(
         number = description.layers[0] if layer is None else layer
         console.print(f"{description}; layer {number}", highlight=False)
         backends, notes = _backends(names)
-        with console.status("measuring this machine"):
-            pool = ktk.WorkerPool()
-            limits = measure_limits(pool.size, cpus=pool.cpus)
+        pool = ktk.default_pool()
+        machine = Machine(pool)
         with console.status("computing the layer in float64"):
             task = _task(folder, number)
-        rows = _measure_all(console, task, backends, limits, pool, notes)
-    print_report(console, rows, notes, limits, _next_step(checkpoint, number, rows))
+        rows = _measure_all(console, task, backends, machine, pool, notes)
+    print_report(console, rows, notes, machine.limits(), _next_step(checkpoint, number, rows))
     return rows
 
 
@@ -79,13 +78,20 @@ def _backends(names: Sequence[str] | None) -> tuple[list[Backend], list[str]]:
 
     if names is not None:
         return [ktk.load_backend(name) for name in names], []
-    loaded, notes = [], []
+    loaded: list[Backend] = []
+    notes: list[str] = []
     for name in ktk.backends():
-        try:
-            loaded.append(ktk.load_backend(name))
-        except BackendError as error:
-            notes.append(str(error))
+        _load_or_note(name, loaded, notes)
     return loaded, notes
+
+
+def _load_or_note(name: str, loaded: list[Backend], notes: list[str]) -> None:
+    import ktk
+
+    try:
+        loaded.append(ktk.load_backend(name))
+    except BackendError as error:
+        notes.append(str(error))
 
 
 def _task(folder: Path, layer: int) -> Task:
@@ -114,10 +120,11 @@ def _measure_all(
     console: Console,
     task: Task,
     backends: Sequence[Backend],
-    limits: Limits,
+    machine: Machine,
     pool: Any,
     notes: list[str],
 ) -> list[Measured]:
+    from ktk.bench.limits import variant_units
     from ktk.demo.measure import measure
 
     rows = []
@@ -128,8 +135,9 @@ def _measure_all(
                 notes.append(f"{what}: this CPU lacks {', '.join(variant.missing_isa)}")
                 continue
             with console.status(f"running {what}"):
+                machine.look(variant_units(variant))
                 try:
-                    rows.append(measure(task, backend, variant, limits, pool))
+                    rows.append(measure(task, backend, variant, pool))
                 except CheckpointError:
                     raise
                 except (BackendError, ValueError) as error:

@@ -37,11 +37,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Timing:
-    """The median time of a call, and the share of the machine's limit that it reaches."""
+    """The median time of a call, and what has to be read and computed in it at least."""
 
     tokens: int
     seconds: float
-    fraction: float
+    nbytes: float
+    flops: float
+    units: tuple[str, ...]
+
+    def fraction(self, limits: Limits) -> float:
+        """Return the share of the machine's limit that was reached."""
+        bound = roofline(limits, nbytes=self.nbytes, flops=self.flops, units=self.units)
+        return bound.fraction(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -57,45 +64,40 @@ class Measured:
     prefill: Timing
 
 
-def measure(task: Task, backend: Backend, variant: Any, limits: Limits, pool: Any) -> Measured:
+def measure(task: Task, backend: Backend, variant: Any, pool: Any) -> Measured:
     """Run the task with one variant of a backend."""
     began = time.perf_counter()
     moe = load_moe(task.path, task.layer, backend, variant=variant.name, pool=pool)
     load_seconds = time.perf_counter() - began
     got = moe(task.check.hidden, task.check.ids, task.check.weights).double()
+    units = variant_units(variant)
     return Measured(
         backend=backend.name,
         variant=variant.name,
         nbytes=moe.nbytes,
         load_seconds=load_seconds,
         error=float((got - task.expected).norm() / task.expected.norm()),
-        decode=_time(moe, task.decode, variant, limits),
-        prefill=_time(moe, task.prefill, variant, limits),
+        decode=_time(moe, task.decode, units),
+        prefill=_time(moe, task.prefill, units),
     )
 
 
-def _time(moe: MoE, calls: list[Batch], variant: Any, limits: Limits) -> Timing:
+def _time(moe: MoE, calls: list[Batch], units: tuple[str, ...]) -> Timing:
     for batch in calls[:2]:
         moe(batch.hidden, batch.ids, batch.weights)
     seconds: list[float] = []
-    fractions: list[float] = []
     end = time.perf_counter() + _SECONDS
     while len(seconds) < _CALLS or time.perf_counter() < end:
         batch = calls[len(seconds) % len(calls)]
         began = time.perf_counter()
         moe(batch.hidden, batch.ids, batch.weights)
         seconds.append(time.perf_counter() - began)
-        fractions.append(_limit(moe, batch, variant, limits) / seconds[-1])
-    return Timing(len(calls[0].ids), statistics.median(seconds), statistics.median(fractions))
-
-
-def _limit(moe: MoE, batch: Batch, variant: Any, limits: Limits) -> float:
-    """Return the seconds that this machine needs at least: read the experts once, multiply."""
     config = moe.config
-    per_row = 6.0 * config.hidden_size * config.intermediate_size
-    return roofline(
-        limits,
-        nbytes=moe.nbytes * batch.hits / config.num_experts,
-        flops=per_row * batch.ids.numel(),
-        units=variant_units(variant),
-    ).seconds
+    hits = statistics.mean(batch.hits for batch in calls)
+    return Timing(
+        tokens=len(calls[0].ids),
+        seconds=statistics.median(seconds),
+        nbytes=moe.expert_nbytes * hits,
+        flops=6.0 * config.hidden_size * config.intermediate_size * calls[0].ids.numel(),
+        units=units,
+    )

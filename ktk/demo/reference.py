@@ -1,4 +1,4 @@
-"""The layer in float64, as it is defined: one expert after another, straight from the checkpoint."""
+"""The layer in float64, by its definition: one expert after another, from the checkpoint."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def reference(
     arguments = checkpoint.config.arguments()
     x = hidden.double()
     result = torch.zeros_like(x)
-    for expert in ids.unique().tolist():
+    for expert in sorted(set(ids.flatten().tolist())):
         token, place = (ids == expert).nonzero(as_tuple=True)
         tensors = {
             part: tensor.double() for part, tensor in checkpoint.expert(layer, expert).items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -14,38 +15,38 @@ def print_report(
     console: Console, rows: list[Measured], notes: list[str], limits: Limits, next_step: str
 ) -> None:
     """Print the table, why some are missing, how to read it, and what to do next."""
-    console.print(_table(rows))
+    console.print(_table(rows, limits))
     for note in notes:
-        console.print(f"[yellow]not run:[/] {escape(note)}", highlight=False)
+        console.print(f"[yellow]not run:[/] {escape(note)}", highlight=False, soft_wrap=True)
     read = limits.read_bytes_per_s / 1e9
-    console.print(
+    legend = (
         "error: against float64, relative, bfloat16 in and out. of limit: the time this machine "
-        f"needs to read the experts' weights once ({read:.1f} GB/s measured with "
-        f"{limits.threads} threads) or to multiply, whichever is longer, over the time taken.",
-        highlight=False,
-        style="dim",
+        f"needs to read the experts' weights once ({read:.1f} GB/s, measured with {limits.threads} "
+        "threads) or to multiply, whichever is longer, over the time taken."
     )
+    if any(row.decode.fraction(limits) > 1 for row in rows):
+        legend += " Above 100%: weights came from a cache."
+    console.print(legend, highlight=False, style="dim")
     console.print(f"[bold]Next:[/] {escape(next_step)}", highlight=False, soft_wrap=True)
 
 
-def _table(rows: list[Measured]) -> Table:
-    table = Table()
+def _table(rows: list[Measured], limits: Limits) -> Table:
+    # No lines between columns, so that it fits a terminal of 80 columns.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("backend", "variant"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("packed", "load", "error", *_timing_headings(rows)):
+    for heading in ("packed\nMB", "load\ns", "error", *_timing_headings(rows)):
         table.add_column(heading, justify="right", no_wrap=True)
     before = ""
     for row in rows:
-        if before and row.backend != before:
-            table.add_section()
         table.add_row(
             row.backend if row.backend != before else "",
             row.variant,
-            f"{row.nbytes / 1e6:.0f} MB",
-            f"{row.load_seconds:.2f} s",
+            f"{row.nbytes / 1e6:.0f}",
+            f"{row.load_seconds:.2f}",
             f"{row.error:.4f}",
-            *_cells(row.decode),
-            *_cells(row.prefill),
+            *_cells(row.decode, limits),
+            *_cells(row.prefill, limits),
         )
         before = row.backend
     return table
@@ -55,12 +56,12 @@ def _timing_headings(rows: list[Measured]) -> list[str]:
     if not rows:
         return []
     return [
-        f"decode T={rows[0].decode.tokens}",
-        "of limit",
-        f"prefill T={rows[0].prefill.tokens}",
-        "of limit",
+        f"decode\nT={rows[0].decode.tokens}\nms",
+        "of\nlimit",
+        f"prefill\nT={rows[0].prefill.tokens}\nms",
+        "of\nlimit",
     ]
 
 
-def _cells(timing: Timing) -> tuple[str, str]:
-    return f"{timing.seconds * 1e3:.2f} ms", f"{timing.fraction:.0%}"
+def _cells(timing: Timing, limits: Limits) -> tuple[str, str]:
+    return f"{timing.seconds * 1e3:.2f}", f"{timing.fraction(limits):.0%}"

@@ -20,7 +20,7 @@ class Batch:
     @property
     def hits(self) -> int:
         """Number of different experts in it."""
-        return int(self.ids.unique().numel())
+        return len(set(self.ids.flatten().tolist()))
 
 
 def batches(config: ExpertConfig, tokens: int, count: int, *, seed: int = 1) -> list[Batch]:

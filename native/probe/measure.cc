@@ -1,6 +1,7 @@
 #include "probe/measure.h"
 
 #include <sys/mman.h>
+#include <time.h>
 
 #include <algorithm>
 #include <chrono>
@@ -30,18 +31,30 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-// Work done per second by all threads. step(thread) does some work and says how much.
+// CPU time of the calling thread.
+double thread_seconds() {
+  timespec time;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+enum class Per { kSecond, kCpuSecond };
+
+// Work done by all threads, per second of the clock on the wall or of their own CPU time, for
+// `seconds` on the wall. step(thread) does some work and says how much.
 template <class Step>
-double rate(const std::vector<int>& cpus, double seconds, Step step) {
+double rate(const std::vector<int>& cpus, double seconds, Per per, Step step) {
   std::vector<double> rates(cpus.size());
   on_cpus(cpus, [&](int thread) {
     const Clock::time_point begin = Clock::now();
+    const double cpu_begin = thread_seconds();
     double work = 0;
     double elapsed = 0;
     do {
       work += step(thread);
       elapsed = seconds_since(begin);
     } while (elapsed < seconds);
+    if (per == Per::kCpuSecond) elapsed = thread_seconds() - cpu_begin;
     rates[static_cast<size_t>(thread)] = work / elapsed;
   });
   return std::accumulate(rates.begin(), rates.end(), 0.0);
@@ -74,7 +87,9 @@ double peak(const ktk_probe_unit& unit, int threads, double seconds, std::vector
       iterations *= 2;
     }
   });
-  return rate(cpus, seconds, [&](int) {
+  // A loop in registers only needs its core: other processes that use the CPU for a while change
+  // nothing about what the unit can do.
+  return rate(cpus, seconds, Per::kCpuSecond, [&](int) {
     unit.run(iterations);
     return unit.ops * static_cast<double>(iterations);
   });
@@ -111,7 +126,7 @@ Reader::~Reader() {
 
 double Reader::run(const ReadPattern& pattern, double seconds) {
   const size_t chunk = std::min(kChunk, part_bytes_);
-  return rate(cpus_, seconds, [&](int thread) {
+  return rate(cpus_, seconds, Per::kSecond, [&](int thread) {
     Part& part = parts_[static_cast<size_t>(thread)];
     if (part.position + chunk > part_bytes_) part.position = 0;
     pattern.read(part.begin + part.position, chunk);

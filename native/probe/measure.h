@@ -14,7 +14,8 @@ namespace ktk::probe {
 const std::vector<ktk_probe_unit>& units();
 
 // Operations per second of all threads together while each repeats the unit's loop for `seconds`.
-// The threads are pinned to `cpus` (one each; empty: the CPUs of the affinity mask in order).
+// Counted per CPU time, so that sharing the CPUs does not lower it. The threads are pinned to
+// `cpus` (one each; empty: the CPUs of the affinity mask in order).
 double peak(const ktk_probe_unit& unit, int threads, double seconds, std::vector<int> cpus);
 
 // Memory that every thread has a part of, made once so that measuring again is cheap.

@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "check.h"
+#include "core/placement.h"
 #include "core/worker_pool.h"
 
 using ktk::Topology;
@@ -340,6 +341,36 @@ TEST(given_cpus_are_kept_in_order_and_grouped_by_node) {
   const WorkerPool pinned({.threads = 2, .cpus = {cpu, cpu}, .pin = true});
   CHECK_EQ(pinned.cpu_of(0), cpu);
   CHECK_EQ(pinned.cpu_of(1), cpu);
+}
+
+TEST(a_caller_must_leave_the_cores_of_owned_threads) {
+  const Topology fake = fake_topology();  // the second hardware thread of core c is c + 4
+  const auto taken = [&](const List& cpus) {
+    const WorkerPool::Options options{.threads = 0, .cpus = cpus, .pin = true};
+    const std::vector<bool> flags = ktk::taken_cpus(ktk::place_workers(options, fake), fake);
+    List list;
+    for (size_t cpu = 0; cpu < flags.size(); ++cpu) {
+      if (flags[cpu]) list.push_back(static_cast<int>(cpu));
+    }
+    return list;
+  };
+  CHECK_EQ(taken({0}), {});
+  CHECK_EQ(taken({0, 1, 2, 3}), (List{1, 2, 3, 5, 6, 7}));
+  CHECK_EQ(taken({0, 4}), List{4});
+  CHECK_EQ(taken({0, 0}), {});
+}
+
+TEST(who_waits_spins_only_with_a_cpu_of_its_own) {
+  Topology machine = fake_topology();
+  const auto spins = [&](const List& cpus) {
+    return ktk::may_spin(ktk::place_workers({.threads = 0, .cpus = cpus, .pin = true}, machine),
+                         machine);
+  };
+  CHECK(spins({0, 1, 2, 3}));
+  CHECK(!spins({0, 1, 1}));
+  machine.quota = 3;
+  CHECK(spins({0, 1, 2}));
+  CHECK(!spins({0, 1, 2, 3}));
 }
 
 TEST(bad_options_are_refused) {

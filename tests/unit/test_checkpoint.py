@@ -166,10 +166,11 @@ class RecordingBackend:
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, Tensors] = {}
+        self.left_out: list[int] = []
 
     def moe(self, **options: Any) -> Any:
         self.options = options
-        return SimpleNamespace(load_expert=self.load_expert)
+        return SimpleNamespace(load_expert=self.load_expert, leave_out=self.left_out.append)
 
     def load_expert(self, slot: int, **tensors: torch.Tensor) -> None:
         self.loaded[slot] = tensors
@@ -196,6 +197,7 @@ def test_load_moe_takes_only_the_slots_asked_for_through_the_map(tmp_path: Path)
     write(tmp_path, qwen3())
     load_moe(tmp_path, 0, backend, experts=[0, 2], physical_to_logical_map=[2, 0, 1])  # type: ignore[arg-type]
     assert sorted(backend.loaded) == [0, 2]
+    assert backend.left_out == [1]
     assert torch.equal(backend.loaded[0]["gate"], experts()["gate"][2])
     assert torch.equal(backend.loaded[2]["gate"], experts()["gate"][1])
 

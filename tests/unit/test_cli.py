@@ -13,8 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ktk import registry
-from ktk.cli import app
-from ktk.cli import backends as cli_backends
+from ktk.cli import app, report
 from ktk.errors import BackendImportError
 from ktk.registry import BackendInfo
 
@@ -92,8 +91,8 @@ def broken_and_rival(monkeypatch: pytest.MonkeyPatch) -> None:
     def open_backend(info: BackendInfo) -> Any:
         raise BackendImportError(f"backend {info} failed [libfoo.so missing]")
 
-    monkeypatch.setattr(cli_backends, "providers", lambda: infos)
-    monkeypatch.setattr(cli_backends, "open_backend", open_backend)
+    monkeypatch.setattr(report, "providers", lambda: infos)
+    monkeypatch.setattr(report, "open_backend", open_backend)
 
 
 @pytest.mark.usefixtures("broken_and_rival")

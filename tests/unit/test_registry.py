@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import sys
 from importlib.metadata import EntryPoint
@@ -81,6 +82,35 @@ def variant(name: str, *missing: str) -> Any:
 
 def table(*variants: Any) -> Any:
     return lambda: {"variants": list(variants) or [variant("avx2")]}
+
+
+_tables: list[Any] = []
+
+
+def capsule(*, abi_major: int) -> object:
+    """Make a real capsule around a table of another ABI: struct_size, major and minor."""
+
+    class Table(ctypes.Structure):
+        _fields_ = (
+            ("struct_size", ctypes.c_size_t),
+            ("abi_major", ctypes.c_uint32),
+            ("abi_minor", ctypes.c_uint32),
+            ("rest", ctypes.c_char * 4096),
+        )
+
+    table = Table(ctypes.sizeof(Table), abi_major, 0)
+    _tables.append(table)  # a table outlives the process
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    made: object = new(ctypes.addressof(table), b"ktk.backend", None)
+    return made
+
+
+def test_importing_a_backend_leaves_the_function_in_place() -> None:
+    """`ktk.backends` is also the package that the modules are in."""
+    ktk.load_backend("BF16")
+    assert callable(ktk.backends)
 
 
 def test_the_backends_of_ktk_are_listed() -> None:
@@ -184,11 +214,16 @@ def test_a_broken_table_is_an_import_error(plugins: Plugins, core: None) -> None
         registry.load_backend("FAKE")
 
 
-def test_another_abi_is_incompatible(plugins: Plugins, core: None) -> None:
-    sentence = "it speaks ABI 2.0, ktk speaks 1.0: upgrade ktk"
-    plugins.add("FAKE", __ktk_backend__=lambda: ktk._core.AbiError(sentence))
-    with pytest.raises(BackendIncompatible, match=rf"FAKE of acme 1\.2 .*{sentence}"):
+@pytest.mark.parametrize(("offset", "remedy"), [(1, "upgrade ktk"), (-1, "upgrade acme")])
+def test_another_abi_names_both_versions_and_who_is_behind(
+    plugins: Plugins, offset: int, remedy: str
+) -> None:
+    ours = ktk._core.ABI[0]
+    plugins.add("FAKE", __ktk_backend__=lambda: capsule(abi_major=ours + offset))
+    with pytest.raises(BackendIncompatible) as caught:
         registry.load_backend("FAKE")
+    for part in ("FAKE of acme 1.2", f"ABI {ours + offset}.0", f"ktk speaks {ours}.", remedy):
+        assert part in str(caught.value)
 
 
 def test_missing_instruction_sets_are_named(plugins: Plugins, core: None) -> None:

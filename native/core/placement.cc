@@ -1,0 +1,110 @@
+#include "core/placement.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace ktk {
+namespace {
+
+// `threads` workers, grouped by node. Nodes get workers in proportion to their cores, because
+// every node's memory channels are wanted; a node's cores come before its second hardware threads.
+std::vector<Place> spread(const Topology& topology, int threads) {
+  const size_t nodes = topology.nodes.size();
+  std::vector<size_t> share(nodes, 0);
+  for (int i = 0; i < threads; ++i) {
+    size_t best = 0;
+    for (size_t n = 1; n < nodes; ++n) {
+      // The next seat goes to the largest cores / (share + 1); compared without division.
+      if (topology.nodes[n].cores.size() * (share[best] + 1) >
+          topology.nodes[best].cores.size() * (share[n] + 1)) {
+        best = n;
+      }
+    }
+    ++share[best];
+  }
+  std::vector<Place> places;
+  for (size_t n = 0; n < nodes; ++n) {
+    const Node& node = topology.nodes[n];
+    std::vector<int> order = node.cores;
+    for (int cpu : node.cpus) {
+      if (std::find(node.cores.begin(), node.cores.end(), cpu) == node.cores.end()) {
+        order.push_back(cpu);
+      }
+    }
+    for (size_t i = 0; i < share[n]; ++i) {
+      places.push_back({order[i % order.size()], static_cast<int>(n)});
+    }
+  }
+  return places;
+}
+
+int node_with(const Topology& topology, int cpu) {
+  for (size_t n = 0; n < topology.nodes.size(); ++n) {
+    const std::vector<int>& cpus = topology.nodes[n].cpus;
+    if (std::find(cpus.begin(), cpus.end(), cpu) != cpus.end()) return static_cast<int>(n);
+  }
+  throw std::invalid_argument("CPU " + std::to_string(cpu) +
+                              " does not exist, is offline or is outside the affinity mask");
+}
+
+int core_with(const Topology& topology, int cpu) {
+  for (const Node& node : topology.nodes) {
+    const auto found = std::find(node.cpus.begin(), node.cpus.end(), cpu);
+    const size_t i = static_cast<size_t>(found - node.cpus.begin());
+    if (i < node.core_of.size()) return node.core_of[i];
+  }
+  return cpu;
+}
+
+}  // namespace
+
+std::vector<Place> place_workers(const WorkerPool::Options& options, const Topology& topology) {
+  if (options.threads < 0) {
+    throw std::invalid_argument("expected a number of threads >= 0, got " +
+                                std::to_string(options.threads));
+  }
+  if (options.cpus.empty()) {
+    return spread(topology, options.threads > 0 ? options.threads : topology.default_threads());
+  }
+  if (options.threads != 0 && static_cast<size_t>(options.threads) != options.cpus.size()) {
+    throw std::invalid_argument("got " + std::to_string(options.cpus.size()) + " CPUs for " +
+                                std::to_string(options.threads) + " threads");
+  }
+  std::vector<Place> places;
+  for (int cpu : options.cpus) places.push_back({cpu, node_with(topology, cpu)});
+  std::stable_sort(places.begin(), places.end(),
+                   [](const Place& a, const Place& b) { return a.node < b.node; });
+  return places;
+}
+
+bool may_spin(const std::vector<Place>& places, const Topology& topology) {
+  std::vector<int> distinct;
+  for (const Place& place : places) distinct.push_back(place.cpu);
+  std::sort(distinct.begin(), distinct.end());
+  distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
+  const size_t quota = topology.quota > 0 ? static_cast<size_t>(topology.quota) : SIZE_MAX;
+  return places.size() <= std::min(distinct.size(), quota);
+}
+
+std::vector<bool> taken_cpus(const std::vector<Place>& places, const Topology& topology) {
+  std::vector<bool> taken;
+  const int home = places[0].cpu, home_core = core_with(topology, home);
+  for (size_t w = 1; w < places.size(); ++w) {
+    const int core = core_with(topology, places[w].cpu);
+    for (const Node& node : topology.nodes) {
+      for (int cpu : node.cpus) {
+        if (core != core_with(topology, cpu) || cpu == home) continue;
+        // On its own core worker 0 only leaves the very CPU of another worker.
+        if (core == home_core && cpu != places[w].cpu) continue;
+        if (taken.size() <= static_cast<size_t>(cpu)) taken.resize(static_cast<size_t>(cpu) + 1);
+        taken[static_cast<size_t>(cpu)] = true;
+      }
+    }
+  }
+  return taken;
+}
+
+}  // namespace ktk

@@ -1,0 +1,286 @@
+"""ktk bench: its limits, how it rotates weights, and tiny runs from the outside."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ktk
+from ktk.bench import machine
+from ktk.bench.accuracy import reference
+from ktk.bench.cli import app
+from ktk.bench.inputs import random_experts, routed_calls
+from ktk.bench.limits import Limits, measure_limits, roofline, variant_units
+from ktk.bench.shapes import SHAPES, find_shape
+
+KEYS = {
+    "backend", "variant", "shape", "tokens", "threads", "seconds", "gb_per_s", "gflop_per_s",
+    "limit_seconds", "fraction", "read_gb_per_s", "peak_gflop_per_s", "spread",
+}  # fmt: skip
+QUICK = [
+    *("--shape", "tiny", "--rounds", "2", "--seconds", "0.02", "--threads", "1"),
+    *("--rotate", "0", "--noise", "1"),
+]
+
+LIMITS = Limits(
+    threads=2,
+    read_bytes_per_s=40e9,
+    peak_ops_per_s={"avx512_bf16": 250e9, "avx512_fma": 500e9, "avx512_vnni": 2000e9},
+)
+
+
+@dataclass(frozen=True)
+class Act:
+    element: str
+
+
+@dataclass(frozen=True)
+class Variant:
+    required_isa: list[str]
+    act: Act
+
+
+def test_limit_is_the_larger_bound() -> None:
+    decode = roofline(LIMITS, nbytes=80e6, flops=80e6, units=["avx512_bf16"])
+    assert decode.bound == "memory"
+    assert decode.seconds == pytest.approx(2e-3)
+    prefill = roofline(LIMITS, nbytes=80e6, flops=80e9, units=["avx512_bf16"])
+    assert prefill.bound == "compute"
+    assert prefill.seconds == pytest.approx(80 / 250)
+    assert prefill.fraction(2 * prefill.seconds) == pytest.approx(0.5)
+
+
+def test_limit_takes_the_best_unit_the_instruction_sets_offer() -> None:
+    bf16 = Variant(["avx2", "avx512", "avx512_bf16"], Act("bf16"))
+    assert LIMITS.peak(variant_units(bf16)) == 500e9, "the f32 unit is the faster one here"
+    int8 = Variant(["avx2", "avx512", "avx512_vnni"], Act("i8"))
+    assert LIMITS.peak(variant_units(int8)) == 2000e9
+    assert "avx512_fma" not in variant_units(int8), "floating-point units do not multiply int8"
+    assert variant_units(Variant(["avx2"], Act("f32"))) == ("avx2_fma",)
+
+
+def test_unmeasured_units_leave_the_memory_bound() -> None:
+    bound = roofline(LIMITS, nbytes=40e9, flops=1e15, units=["amx_bf16"])
+    assert (bound.bound, bound.seconds) == ("memory", 1.0)
+
+
+def test_measured_limits_are_plausible() -> None:
+    limits = measure_limits(1, seconds=0.02, rounds=1, buffer_bytes=64 << 20)
+    assert limits.threads == 1
+    assert 1e8 < limits.read_bytes_per_s < 1e13
+    assert all(1e9 < peak < 1e14 for peak in limits.peak_ops_per_s.values()), limits
+
+
+@pytest.mark.parametrize("name", sorted(SHAPES))
+def test_flops_count_the_three_products(name: str) -> None:
+    shape = find_shape(name)
+    expected = 6 * 5 * shape.num_experts_per_tok * shape.hidden_size * shape.intermediate_size
+    assert shape.flops(5) == expected
+
+
+def test_fewer_experts_are_named_and_checked() -> None:
+    shape = find_shape("deepseek-v3").with_experts(32)
+    assert (shape.name, shape.num_experts) == ("deepseek-v3-e32", 32)
+    with pytest.raises(ValueError, match="8 experts, so 4 are too few"):
+        find_shape("deepseek-v3").with_experts(4)
+    with pytest.raises(ValueError, match=r"no shape 'qwen'; known: qwen3-30b-a3b"):
+        find_shape("qwen")
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_calls_use_up_all_experts_before_one_comes_again(tokens: int) -> None:
+    """A batch must not find in the cache what the one before it read."""
+    shape = find_shape("qwen3-30b-a3b")
+    calls = routed_calls(shape, tokens)
+    seen: list[set[int]] = []
+    for call in calls:
+        hit = set(call.ids.flatten().tolist())
+        assert len(hit) == call.distinct_experts
+        assert all(len(set(row)) == shape.num_experts_per_tok for row in call.ids.tolist())
+        if sum(map(len, seen)) + len(hit) <= shape.num_experts:
+            assert not any(hit & other for other in seen), "an expert came again too early"
+        seen.append(hit)
+    assert set.union(*seen) == set(range(shape.num_experts))
+
+
+def test_reference_agrees_with_torch_on_a_dense_layer() -> None:
+    """With every expert the same, routing does not matter: the layer is one gated MLP."""
+    shape = find_shape("tiny")
+    expert = random_experts(shape, 1)[0]
+    call = routed_calls(shape, 3)[0]
+    x = call.hidden.double()
+    hidden = torch.nn.functional.silu(x @ expert.gate.double().T) * (x @ expert.up.double().T)
+    expected = hidden @ expert.down.double().T
+    torch.testing.assert_close(
+        reference(shape, call, lambda _: expert), expected, rtol=1e-6, atol=0
+    )
+
+
+def test_cache_and_memory_are_read_from_the_system_files(tmp_path: Path) -> None:
+    import os
+
+    for cpu in os.sched_getaffinity(0):
+        for index, (level, size, shared) in enumerate([(1, "48K", cpu), (3, "32M", "all")]):
+            cache = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+            cache.mkdir(parents=True)
+            (cache / "level").write_text(f"{level}\n")
+            (cache / "size").write_text(f"{size}\n")
+            (cache / "shared_cpu_list").write_text(f"{shared}\n")
+    assert machine.last_level_cache_bytes(tmp_path) == 32 << 20
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   4096 kB\n")
+    assert machine.available_bytes(tmp_path) == 4 << 20
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text(f"{3 << 20}\n")
+    (group / "memory.current").write_text(f"{1 << 20}\n")
+    assert machine.available_bytes(tmp_path) == 2 << 20
+
+
+def test_disturbed_measurements_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([0.5, 0.2, 0.01])
+    monkeypatch.setattr(machine, "CpuWatch", lambda: SimpleNamespace(others=lambda: next(shares)))
+    values = iter("abc")
+    measured = machine.undisturbed(lambda: next(values), noise=0.05)
+    assert (measured.value, measured.others) == ("c", 0.01)
+    shares = iter([0.5, 0.2, 0.3])
+    values = iter("abc")
+    assert machine.undisturbed(lambda: next(values), noise=0.05, tries=3).value == "b"
+
+
+def run_cli(*arguments: str) -> list[dict[str, object]]:
+    result = CliRunner().invoke(app, [*QUICK, *arguments, "--json"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_tiny_run_prints_json_lines_that_add_up() -> None:
+    lines = run_cli("--backend", "BF16", "--backend", "AMXINT8", "--tokens", "1,16")
+    assert [(line["backend"], line["tokens"]) for line in lines] == [
+        ("BF16", 1), ("AMXINT8", 1), ("BF16", 16), ("AMXINT8", 16),
+    ]  # fmt: skip
+    shape = find_shape("tiny")
+    for line in lines:
+        assert set(line) >= KEYS
+        assert line["threads"] == 1
+        seconds = line["seconds"]
+        assert 1e-7 < seconds < 10
+        assert line["fraction"] == pytest.approx(line["limit_seconds"] / seconds)
+        assert line["gflop_per_s"] == pytest.approx(shape.flops(line["tokens"]) / seconds / 1e9)
+        bound = max(
+            line["gb_per_s"] * seconds / line["read_gb_per_s"],
+            line["gflop_per_s"] * seconds / line["peak_gflop_per_s"],
+        )
+        assert line["limit_seconds"] == pytest.approx(bound)
+    bytes_of = {line["backend"]: line["gb_per_s"] * line["seconds"] for line in lines[:2]}
+    assert 1.6 < bytes_of["BF16"] / bytes_of["AMXINT8"] <= 2.0, (
+        "packed bytes are those of the format"
+    )
+
+
+def test_every_variant_runs_by_name() -> None:
+    runnable = [v.name for v in ktk.load_backend("BF16").variants if v.runnable]
+    lines = run_cli("--backend", "BF16", "--tokens", "2", "--variant", "all")
+    assert [line["variant"] for line in lines] == runnable
+
+
+def test_accuracy_of_a_biased_layer_is_near_its_format() -> None:
+    errors = [
+        line
+        for line in run_cli("--backend", "BF16", "--tokens", "1", "--accuracy")
+        if "total" in line
+    ]
+    assert len(errors) == 1
+    assert errors[0]["quantization"] == 0.0
+    assert 0 < errors[0]["total"] < 0.01
+
+
+def test_table_and_plot_are_made(tmp_path: Path) -> None:
+    picture = tmp_path / "roofline.png"
+    result = CliRunner().invoke(
+        app, [*QUICK, "--backend", "BF16", "--tokens", "1,8", "--plot", str(picture)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "reached" in result.stdout
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "1,x"], "numbers separated by commas"),
+        (["--tokens", "0"], "at least one token"),
+        (["--shape", "nope"], "no shape 'nope'"),
+        (["--backend", "BF16", "--variant", "nope"], "no variant nope"),
+    ],
+)
+def test_bad_requests_are_named(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, [*QUICK, *arguments])
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+
+
+def test_missing_matplotlib_is_named() -> None:
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from ktk.bench.cli import app; app(['--plot', 'x.png'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'ktk[plot]'" in done.stderr
+
+
+PEER = Path(__file__).parents[2] / "tools/bench/peer.py"
+
+
+def test_peer_adapter_registers_without_importing_ktk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KTK_PEERS_DIR", str(tmp_path))
+    monkeypatch.delenv("KTK_PEER_BACKENDS", raising=False)
+    added: dict[str, str] = {}
+    impls = SimpleNamespace(Peer=object, THREADS=1)
+    plugin = runpy.run_path(str(PEER))
+    plugin["register"](lambda name, venv, cls, fmt, **_: added.update({name: fmt}), impls)
+    assert added == {"ktk/bf16": "bf16", "ktk/amxint8": "int8-row"}
+    monkeypatch.setenv("KTK_PEER_BACKENDS", '{"BF16": ["avx2"]}')
+    added.clear()
+    plugin["register"](lambda name, venv, cls, fmt, **_: added.update({name: fmt}), impls)
+    assert added == {"ktk/bf16": "bf16", "ktk/bf16-avx2": "bf16"}
+
+
+def test_peer_adapter_runs_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = find_shape("tiny")
+
+    class Peer:
+        def __init__(self, **kw: object) -> None:
+            self.__dict__.update(kw)
+
+        def _timed(self, fn):  # type: ignore[no-untyped-def]
+            return fn()
+
+    impls = SimpleNamespace(Peer=Peer, THREADS=1, mark_load_start=lambda: None)
+    experts = random_experts(shape, 2)
+    source = SimpleNamespace(
+        E=shape.num_experts, k=shape.num_experts_per_tok, H=shape.hidden_size,
+        I=shape.intermediate_size, layers=2,
+        expert=lambda e: (experts[e % 2].gate, experts[e % 2].up, experts[e % 2].down),
+    )  # fmt: skip
+    peer = runpy.run_path(str(PEER))["make_peer"](impls)(backend="BF16")
+    peer.load(source)
+    call = routed_calls(shape, 4)[0]
+    expected = reference(shape, call, lambda e: experts[e % 2])
+    arguments = SimpleNamespace(x=call.hidden, ids=call.ids, w=call.weights)
+    got = torch.as_tensor(peer.run(1, arguments)).double()
+    assert float((got - expected).norm() / expected.norm()) < 0.01
+    assert peer.expert_bytes() >= 2 * shape.weights_per_expert
+    assert torch.equal(peer.dequant(1)[0], experts[1].gate.float())

@@ -1,0 +1,84 @@
+"""The demo runs every variant and tells the truth about its error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ktk
+from ktk.checkpoint.config import read_config
+from ktk.checkpoint.experts import Checkpoint
+from ktk.demo import model, run_demo
+from ktk.demo.reference import reference
+from ktk.demo.routing import batches
+
+PROMISED = {"BF16": 0.0025, "AMXINT8": 0.0280}
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 72, "num_experts": 8}
+    monkeypatch.setattr(model, "CONFIG", {**model.CONFIG, **sizes, "num_experts_per_tok": 3})
+    return model.write_checkpoint(tmp_path)
+
+
+def test_the_checkpoint_is_what_a_hub_holds(small: Path) -> None:
+    index = json.loads((small / "model.safetensors.index.json").read_text())
+    shards = {file: load_file(small / file) for file in set(index["weight_map"].values())}
+    assert len(shards) == 2
+    for name, file in index["weight_map"].items():
+        assert name in shards[file]
+    total = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
+    assert index["metadata"]["total_size"] == total
+    assert all(t.dtype == torch.bfloat16 for shard in shards.values() for t in shard.values())
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_every_expert_is_taken_in_turn_and_once_by_a_token(small: Path, tokens: int) -> None:
+    config = read_config(small)
+    calls = batches(config, tokens, 16)
+    assert all(len(set(row)) == 3 for call in calls for row in call.ids.tolist())
+    taken = torch.bincount(torch.cat([call.ids.flatten() for call in calls]), minlength=8)
+    assert taken.min() > 0
+
+
+def test_the_reference_is_the_definition(small: Path) -> None:
+    """Compare with the sum written out for one token."""
+    with Checkpoint(small) as checkpoint:
+        layer = checkpoint.layer(0)
+        [batch] = batches(checkpoint.config, 2, 1)
+        got = reference(checkpoint, layer, batch.hidden, batch.ids, batch.weights)
+        x, total = batch.hidden[1].double(), torch.zeros(192, dtype=torch.float64)
+        for e, weight in zip(batch.ids[1].tolist(), batch.weights[1].tolist(), strict=True):
+            part = {name: tensor.double() for name, tensor in checkpoint.expert(layer, e).items()}
+            gate = part["gate"] @ x
+            total += weight * (part["down"] @ (gate / (1 + (-gate).exp()) * (part["up"] @ x)))
+    torch.testing.assert_close(got[1], total, rtol=1e-12, atol=1e-12)
+
+
+def test_every_variant_that_can_run_is_shown(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = list(PROMISED)
+    rows = run_demo(checkpoint=small, layer=0, names=names)
+    runnable = [
+        (name, variant.name)
+        for name in names
+        for variant in ktk.load_backend(name).variants
+        if variant.runnable
+    ]
+    assert [(row.backend, row.variant) for row in rows] == runnable
+    for row in rows:
+        assert 0 < row.error <= PROMISED[row.backend], row
+        assert row.nbytes > 0
+        assert (row.decode.tokens, row.prefill.tokens) == (1, 256)
+        assert row.decode.seconds > 0
+        assert row.prefill.seconds > 0
+    text = capsys.readouterr().out
+    assert all(variant in text for _, variant in runnable)
+    assert text.splitlines()[-1].startswith("Next: ")
+    assert f'ktk.MoE.from_checkpoint("{small}", 0,' in text

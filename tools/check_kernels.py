@@ -1,0 +1,123 @@
+"""Check the object code of libraries that are compiled per instruction set.
+
+    check_kernels.py ARCHIVE...
+
+Symbols: an archive defines one global symbol, named like the archive, and no weak one: the linker
+keeps a single copy of a weak symbol, and if that copy was compiled for AVX-512 the program dies on
+a machine without it. It calls nothing but the memory functions that compilers insert.
+
+Spills: the innermost loops that multiply must not move vector registers to or from the stack,
+but for a constant here and there. gcc 12 keeps an accumulator array there when a loop over it is
+not unrolled, which costs more than half of the speed and nothing fails.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCAL = set("tbdrns")  # nm prints local symbols in lower case
+MAY_CALL = {"memcpy", "memmove", "memset", "_GLOBAL_OFFSET_TABLE_"}
+PRODUCT = re.compile(r"v?(tdp\w+|pdpbusd|pdpwssd|dpbf16ps|fn?m(add|sub)\d+[ps]s|pmaddwd|pmaddubsw)$")
+STACK = re.compile(r"%[xyz]mm\d+.*\(%rsp\)|\(%rsp\).*%[xyz]mm\d+")
+LEAST_PRODUCTS = 2  # fewer in a loop: a tail, not a hot loop
+PRODUCTS_PER_MOVE = 8  # an accumulator in memory costs two moves a product
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of the disassembly."""
+
+    address: int
+    name: str
+    operands: str
+
+    @property
+    def target(self) -> int | None:
+        """Where a jump goes."""
+        if not self.name.startswith("j") or "*" in self.operands:
+            return None
+        return int(self.operands.split()[0], 16)
+
+
+def run(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def symbol_offences(archive: Path) -> list[str]:
+    expected = archive.stem.removeprefix("lib")
+    found, seen = [], False
+    for line in run("nm", "--format=posix", archive).splitlines():
+        fields = line.split()
+        if len(fields) < 2 or line.endswith(":"):
+            continue
+        symbol, kind = fields[:2]
+        if kind == "U":
+            if symbol not in MAY_CALL:
+                found.append(f"{archive.name}: calls {symbol}")
+        elif symbol == expected:
+            seen = True
+        elif kind not in LOCAL:
+            found.append(f"{archive.name}: exports {symbol} ({kind})")
+    if not seen:
+        found.append(f"{archive.name}: does not define {expected}")
+    return found
+
+
+def functions(archive: Path) -> dict[str, list[Instruction]]:
+    """Disassemble; names are those of the symbol table, kept in order."""
+    result: dict[str, list[Instruction]] = {}
+    current: list[Instruction] = []
+    for line in run("objdump", "-d", "--no-show-raw-insn", archive).splitlines():
+        if header := re.match(r"[0-9a-f]+ <(.+)>:$", line):
+            current = result.setdefault(header[1], [])
+        elif code := re.match(r"\s*([0-9a-f]+):\s+(\w+)\s*(.*)$", line):
+            current.append(Instruction(int(code[1], 16), code[2], code[3]))
+    return result
+
+
+def innermost_loops(code: list[Instruction]) -> list[list[Instruction]]:
+    """Bodies between a backward jump and its target that hold no other such body."""
+    spans = {
+        (i.target, i.address) for i in code if i.target is not None and i.target <= i.address
+    }
+    spans = {s for s in spans if code and s[0] >= code[0].address}
+    inner = [
+        s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)
+    ]
+    return [[i for i in code if first <= i.address <= last] for first, last in inner]
+
+
+def spill_offences(archive: Path) -> tuple[int, list[str]]:
+    """Count the hot loops, and name those that move vectors to or from the stack."""
+    loops, found = 0, []
+    for name, code in functions(archive).items():
+        for body in innermost_loops(code):
+            products = sum(bool(PRODUCT.match(i.name)) for i in body)
+            if products < LEAST_PRODUCTS:
+                continue
+            loops += 1
+            moves = sum(bool(STACK.search(i.operands)) for i in body)
+            if moves * PRODUCTS_PER_MOVE > products:
+                found.append(
+                    f"{archive.name}: {name} at {body[0].address:#x}: "
+                    f"{moves} stack moves beside {products} products"
+                )
+    return loops, found
+
+
+def main(paths: list[str]) -> int:
+    problems = []
+    for archive in map(Path, paths):
+        loops, spills = spill_offences(archive)
+        problems += symbol_offences(archive) + spills
+        print(f"{archive.name}: {loops} multiplying loops")
+    print("\n".join(problems))
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
