@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import assume, given
@@ -156,7 +157,8 @@ def test_out_is_written_and_nothing_else(subject: Subject, data: st.DataObject) 
     bounds.check_same_bits(around[guard : guard + tokens], expected, "out")
     assert np.isnan(around[:guard]).all(), "rows before `out` were written"
     assert np.isnan(around[guard + tokens :]).all(), "rows behind `out` were written"
-    for before, after in zip(inputs, (batch.hidden, batch.ids, batch.weights), strict=True):
+    now: tuple[npt.ArrayLike, ...] = (batch.hidden, batch.ids, batch.weights)
+    for before, after in zip(inputs, now, strict=True):
         bounds.check_same_bits(after, before, "an input")
 
 

@@ -22,6 +22,8 @@ KINDS = (
     *("normal", "zero", "uniform", "sparse", "outlier", "powers", "ties"),
     *("tiny", "subnormal", "huge"),
 )
+#: Values that show how they were rounded.
+ROUNDED_KINDS = ("normal", "ties", "outlier", "powers")
 #: Values for a codec alone.
 CODEC_KINDS = (*KINDS, "extreme", "mixed")
 #: Values for a whole layer, where gate and up are multiplied with each other.
@@ -51,7 +53,7 @@ def fill(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> F32:
     elif kind == "huge":
         values = values * 2.0**45
     elif kind == "extreme":
-        values = np.clip(values * 2.0**127, -2.0**127 * 1.99, 2.0**127 * 1.99)
+        values = np.clip(values * 2.0**127, -(2.0**127) * 1.99, 2.0**127 * 1.99)
     elif kind == "mixed":
         values = values * 2.0 ** rng.integers(-140, 100, shape)
     return values.astype(np.float32)
@@ -84,16 +86,11 @@ def rows(variant: Any) -> st.SearchStrategy[int]:
     return st.sampled_from(sorted({1, 2, 3, *reach})) | sizes(variant.m_step, limit)
 
 
-def _hidden(**options: Any) -> Any:
-    """Return a field that failing examples do not print: kind and seed say it all."""
-    return dataclasses.field(repr=False, **options)
-
-
 @dataclasses.dataclass(frozen=True)
 class Problem(formats.Summary):
     """Activations (m, k) and a weight matrix (n, k)."""
 
-    act: F32 = _hidden()
+    act: F32 = dataclasses.field(repr=False)
     source: formats.Source
 
 
@@ -123,7 +120,9 @@ def sources(
 
 
 @st.composite
-def problems(draw: st.DrawFn, backend: Any, variant: Any, kinds: tuple[str, ...] = KINDS) -> Problem:
+def problems(
+    draw: st.DrawFn, backend: Any, variant: Any, kinds: tuple[str, ...] = KINDS
+) -> Problem:
     """Problems with sizes next to the tile edges of the variant."""
     m = draw(rows(variant), label="m")
     n = draw(sizes(variant.n_step, _limit(variant.n_step, 70)), label="n")
@@ -163,15 +162,15 @@ class Layer(formats.Summary):
     """The configuration and the weights of a layer. Biases are None or arrays."""
 
     config: dict[str, Any]
-    gate: F32 = _hidden()
-    up: F32 = _hidden()
-    down: F32 = _hidden()
-    gate_bias: F32 | None = _hidden(default=None)
-    up_bias: F32 | None = _hidden(default=None)
-    down_bias: F32 | None = _hidden(default=None)
+    gate: F32 = dataclasses.field(repr=False)
+    up: F32 = dataclasses.field(repr=False)
+    down: F32 = dataclasses.field(repr=False)
+    gate_bias: F32 | None = dataclasses.field(default=None, repr=False)
+    up_bias: F32 | None = dataclasses.field(default=None, repr=False)
+    down_bias: F32 | None = dataclasses.field(default=None, repr=False)
 
     @property
-    def biases(self) -> dict[str, F32 | None]:
+    def biases(self) -> dict[str, Any]:
         """As keywords of ``MoE.load``."""
         names = ("gate_bias", "up_bias", "down_bias")
         return {name: getattr(self, name) for name in names}
@@ -181,9 +180,9 @@ class Layer(formats.Summary):
 class Batch(formats.Summary):
     """Tokens and their routing."""
 
-    hidden: F32 = _hidden()
+    hidden: F32 = dataclasses.field(repr=False)
     ids: npt.NDArray[np.int64]
-    weights: F32 = _hidden()
+    weights: F32 = dataclasses.field(repr=False)
 
 
 @st.composite

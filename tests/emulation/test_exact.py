@@ -37,9 +37,7 @@ def test_int8_products_are_exact(shape: tuple[int, int, int]) -> None:
     weight = rng.integers(-127, 128, (n, k)).astype(np.int8)
     act = rng.integers(-126, 127, (m, k)).astype(np.float32)
     act[:, :: variant.act.group_k or k] = 127  # each group's scale becomes one
-    matrix = _core.PackedMatrix(
-        backend.core, "amx_int8", weight, scale=np.ones((n, 1), np.float32)
-    )
+    matrix = _core.PackedMatrix(backend.core, "amx_int8", weight, scale=np.ones((n, 1), np.float32))
     np.testing.assert_array_equal(matrix.act_round_trip(act), act)
     expected = act.astype(np.int64) @ weight.astype(np.int64).T
     assert np.abs(expected).max() < 2**24
@@ -73,9 +71,7 @@ def test_bf16_products_have_the_bits_of_the_model(shape: tuple[int, int, int]) -
     for number, (_, m_max) in enumerate(variant.ukernels):
         rows = min(m, m_max)
         result = matrix.matmul(act[:rows], ukernel=number)
-        np.testing.assert_array_equal(
-            result.view(np.uint32), (expected[:rows] + 0).view(np.uint32)
-        )
+        np.testing.assert_array_equal(result.view(np.uint32), (expected[:rows] + 0).view(np.uint32))
 
 
 @pytest.mark.parametrize(("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8")])

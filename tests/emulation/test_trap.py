@@ -21,7 +21,8 @@ pytestmark = pytest.mark.skipif(bool(amx_tools.why_not()), reason=amx_tools.why_
 def run_emulated(folder: Path, *arguments: str) -> tuple[str, dict[str, int]]:
     """Return the output and the instructions that were done in software."""
     counts = folder / "counts.json"
-    command = [sys.executable, HERE / "run_emulated.py", counts, "-q", "--rootdir", HERE, *arguments]
+    script = HERE / "run_emulated.py"
+    command = [sys.executable, script, counts, "-q", "--rootdir", HERE, *arguments]
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,

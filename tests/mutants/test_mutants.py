@@ -52,9 +52,22 @@ def broken_properties(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set
     subprocess.run(compile_command, check=True)
 
     names = [f"mutants:{name}" for name in EXPECTED]
-    options = "--ktk-no-shrink --ktk-profile ci --ktk-examples 60 -q -p no:cacheprovider".split()
+    options = [
+        "--ktk-no-shrink",
+        "--ktk-profile=ci",
+        "--ktk-examples=60",
+        "-q",
+        "-pno:cacheprovider",
+    ]
     chosen = [part for name in names for part in ("--ktk-backend", name)]
-    kit = ["-p", "ktk.testing.plugin", "--pyargs", "ktk.testing.conformance"]
+    kit = [
+        "-p",
+        "ktk.testing.plugin",
+        "--pyargs",
+        "ktk.testing.conformance",
+        "-p",
+        "no:cacheprovider",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *kit, *chosen, *options, f"--junitxml={report}"],
         env=os.environ | {"KTK_MUTANTS": str(library), "PYTHONPATH": str(HERE)},
