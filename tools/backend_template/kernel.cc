@@ -112,8 +112,8 @@ constexpr ktk_ukernel kUkernels[] = {
 
 }  // namespace
 
-extern "C" const ktk_variant KTK_VARIANT(@name @);
-extern "C" const ktk_variant KTK_VARIANT(@name @) = {
+extern "C" const ktk_variant KTK_VARIANT(@name@);
+extern "C" const ktk_variant KTK_VARIANT(@name@) = {
     .struct_size = sizeof(ktk_variant),
     .name = KTK_STRING(KTK_TARGET),
     .required_isa = KTK_TARGET_ISA,
