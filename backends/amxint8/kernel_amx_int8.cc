@@ -9,17 +9,16 @@
 // there. Each block prefetches the next one, evenly over its steps: with AMX most shapes wait for
 // DRAM.
 #include "amxint8/act.h"
+#include "amxint8/matmul.h"
+#include "amxint8/stream.h"
 #include "amxint8/variant.h"
-#include "amxint8/zmm.h"
+#include "amxint8/vnni512.h"
 #include "common/amx.h"
 
 namespace ktk::amxint8 {
 namespace {
 
-#ifndef KTK_GROUP
-#define KTK_GROUP 512
-#endif
-using TargetAct = Act<ByteCodes, KTK_GROUP>;
+using TargetAct = Act<ByteCodes, 512>;
 
 constexpr size_t kTileRows = 16;
 constexpr size_t kBlockRows = 2 * kTileRows;
@@ -88,15 +87,12 @@ struct Flush {
   }
 };
 
-#ifndef KTK_HINT
-#define KTK_HINT _MM_HINT_T1
-#endif
 // C = A x B over `steps` steps for 32 (or 16) rows, stored as rows of 32 columns. In every step,
-// `lines` cache lines are fetched from `next` on and some rows of the block before are flushed.
+// `bytes` of the stream are fetched from `ahead` on and some rows of the block before are flushed.
 template <bool kBothHalves>
 inline void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act_stride,
-                           size_t steps, const uint8_t* next, size_t lines, Flush before,
-                           int32_t* c) {
+                           size_t steps, const Stream& stream, size_t ahead, size_t bytes,
+                           Flush before, int32_t* c) {
   const size_t flush_rows = steps >= 8 ? 4 : steps >= 4 ? 8 : kBlockRows;
   _tile_zero(0);
   _tile_zero(1);
@@ -115,7 +111,9 @@ inline void multiply_block(const uint8_t* weight, const uint8_t* act, size_t act
       _tile_dpbsud(2, 5, 6);
       _tile_dpbsud(3, 5, 7);
     }
-    for (size_t line = 0; line < lines; ++line, next += 64) _mm_prefetch(next, KTK_HINT);
+    const uint8_t* fetch = stream.at(ahead);
+    for (size_t j = 0; j < bytes; j += 64) _mm_prefetch(fetch + j, _MM_HINT_T1);
+    ahead += bytes;
     before.advance(flush_rows);
   }
   constexpr size_t kStride = kColumns * sizeof(int32_t);
@@ -131,13 +129,15 @@ void multiply_amx(const ktk_matmul* mm) {
   const ktk_matrix* matrix = mm->matrix;
   const size_t steps = num_steps(matrix);
   const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
-  const size_t lines = (kStepBytes / 64 + row_blocks - 1) / row_blocks;  // to prefetch, a step
+  // To prefetch in a step: all row blocks together fetch as much as they read.
+  const size_t bytes = round_up((kStepBytes + row_blocks - 1) / row_blocks, 64);
   const uint8_t* packed = static_cast<const uint8_t*>(mm->weight);
   int32_t* c = static_cast<int32_t*>(mm->scratch);
   int32_t* c_before = c + kBlockValues;
   RowFactor* factors = reinterpret_cast<RowFactor*>(c_before + kBlockValues);
   gather_factors(mm, factors);
-  Flush flush;
+  const Stream stream = weight_stream(mm);
+  Flush flush = {};  // no rows yet
   tile_memory_barrier();
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     const uint8_t* weight = packed + block_offset(matrix, n);
@@ -145,18 +145,15 @@ void multiply_amx(const ktk_matmul* mm) {
     for (size_t step = 0; step < steps; step += block_steps, weight += block_steps * kStepBytes) {
       block_steps = smaller(TargetAct::kGroupSteps, steps - step);
       const bool last = step + block_steps == steps;
-      const uint8_t* next = weight + block_steps * kStepBytes;
-      if (last && n + kColumns >= mm->n_end) {
-        next = mm->next ? static_cast<const uint8_t*>(mm->next) : weight;
-      }
+      size_t ahead = weight - stream.begin + kPrefetchDistance;
       const size_t group = step / TargetAct::kGroupSteps;
       for (size_t row = 0; row < mm->m; row += kBlockRows) {
         const size_t rows = smaller(kBlockRows, mm->m - row);
         const uint8_t* act =
             static_cast<const uint8_t*>(mm->act) + row * mm->act_stride + step * kDepth;
         const auto multiply_rows = rows > kTileRows ? multiply_block<true> : multiply_block<false>;
-        multiply_rows(weight, act, mm->act_stride, block_steps, next, lines, flush, c);
-        next += lines * block_steps * 64;
+        multiply_rows(weight, act, mm->act_stride, block_steps, stream, ahead, bytes, flush, c);
+        ahead += bytes * block_steps;
         flush = {
             .c = c,
             .factors = factors + group * mm->m + row,
@@ -176,11 +173,19 @@ void multiply_amx(const ktk_matmul* mm) {
   flush.advance(kBlockRows);
 }
 
-// One micro-kernel for every m: a row meets the same instructions alone and in a crowd.
+// Up to 12 rows the vector kernel reads memory a little faster, and a tile of 16 would be mostly
+// padding. Group sums are exact in both and meet the same two roundings, so the bits are the same.
 constexpr ktk_ukernel kUkernels[] = {
     {
         .struct_size = sizeof(ktk_ukernel),
-        .name = "gemm",
+        .name = "vnni",
+        .m_max = 12,
+        .scratch_size = nullptr,
+        .run = multiply<Vnni512, TargetAct, 12, 2, 8>,
+    },
+    {
+        .struct_size = sizeof(ktk_ukernel),
+        .name = "amx",
         .m_max = SIZE_MAX,
         .scratch_size = scratch_size,
         .run = multiply_amx,

@@ -8,6 +8,7 @@ namespace ktk::amxint8 {
 namespace {
 
 struct Dot : Ymm {
+  static constexpr int kAddLatency = 1;
   // Bytes widened to words: the even ones of each dword, then the odd ones.
   struct Weight {
     Int even, odd;

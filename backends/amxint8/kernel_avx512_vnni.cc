@@ -1,22 +1,10 @@
 // AVX-512 with vpdpbusd: Ice Lake and later servers, Zen 4, Zen 5.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "amxint8/zmm.h"
+#include "amxint8/vnni512.h"
 
 namespace ktk::amxint8 {
 namespace {
-
-struct Dot : Zmm {
-  using Weight = Int;
-  using Act = Int;
-  static Weight load_weight(const uint8_t* p) { return load_bytes(p); }
-  static Act broadcast_act(const uint8_t* p) { return broadcast(p); }
-  static Int dot(Int acc, Weight w, Act a) {
-    // The intrinsic is the same instruction, but gcc 12 moves and spills its accumulators.
-    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
-    return acc;
-  }
-};
 
 using TargetAct = Act<ByteCodes, 256>;
 
@@ -27,14 +15,14 @@ constexpr ktk_ukernel kUkernels[] = {
         .name = "gemv",
         .m_max = 4,
         .scratch_size = nullptr,
-        .run = multiply<Dot, TargetAct, 4, 2, 4>,
+        .run = multiply<Vnni512, TargetAct, 4, 2, 4>,
     },
     {
         .struct_size = sizeof(ktk_ukernel),
         .name = "gemm",
         .m_max = SIZE_MAX,
         .scratch_size = nullptr,
-        .run = multiply<Dot, TargetAct, 12, 2, 8>,
+        .run = multiply<Vnni512, TargetAct, 12, 2, 8>,
     },
 };
 

@@ -7,6 +7,7 @@ namespace ktk::amxint8 {
 namespace {
 
 struct Dot : Ymm {
+  static constexpr int kAddLatency = 5;
   using Weight = Int;
   using Act = Int;
   static Weight load_weight(const uint8_t* p) { return load_bytes(p); }

@@ -7,17 +7,19 @@
 //   act row 1  k0..k3  x  |    |     ->    acc[1][0]  acc[1][1]
 //     :      (broadcast)                     :
 //
-// At the end of a group: dst += float(acc) * act scale, in order of k; after the last one, times
-// the weight scale. dst is the only accumulator between groups, so k can be cut in blocks that keep
-// the weights of a block in L1 for all rows. Integer sums have no order, hence GEMV and GEMM,
+// At the end of a group: dst += float(acc) * act scale, in order of k; finally
+// dst *= weight scale. dst is the only accumulator between groups, so k can be cut in blocks that
+// keep the weights of a block in L1 for all rows. Integer sums have no order, hence GEMV and GEMM,
 // whatever their tiles, return the same bits.
 //
 // A target `Dot` offers: Int, Float, kLanes; Weight and Act with load_weight(), broadcast_act();
-// dot(acc, weight, act), add, set1_int, set1, load, store, convert, mul, fma.
+// dot(acc, weight, act) and kAddLatency, the cycles until acc can be used again; add, set1_int,
+// set1, load, store, convert, mul, fma.
 #pragma once
 
 #include "amxint8/act.h"
 #include "amxint8/layout.h"
+#include "amxint8/stream.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -149,8 +151,12 @@ inline void scale_dst(float* dst, size_t dst_stride, size_t m, const float* scal
 
 using MultiplyTile = void (*)(const TileArgs&);
 
-// Enough accumulators to keep two pipes of latency 5 busy.
-constexpr int chains(int rows, int vecs) { return rows * vecs >= 6 ? 1 : rows * vecs >= 4 ? 2 : 4; }
+// How many accumulators an output needs so that two pipes never wait for dot() to add to one.
+template <class Dot>
+constexpr int chains(int outputs) {
+  if (Dot::kAddLatency == 1) return 1;
+  return outputs >= 6 ? 1 : outputs >= 4 ? 2 : 4;
+}
 
 template <class Dot, class Act, int kMaxRows, int kVecs>
 struct Tiles {
@@ -158,7 +164,7 @@ struct Tiles {
 
   template <int kRows = 1>
   constexpr void fill() {
-    of_rows[kRows] = multiply_tile<Dot, Act, kRows, kVecs, chains(kRows, kVecs)>;
+    of_rows[kRows] = multiply_tile<Dot, Act, kRows, kVecs, chains<Dot>(kRows * kVecs)>;
     if constexpr (kRows < kMaxRows) fill<kRows + 1>();
   }
   constexpr Tiles() : of_rows{} { fill(); }
@@ -177,6 +183,7 @@ void multiply(const ktk_matmul* mm) {
   const size_t row_tiles = (mm->m + kMaxRows - 1) / kMaxRows;
   const size_t tiles = row_tiles * (kColumns / kTileColumns);
   const uint8_t* packed = static_cast<const uint8_t*>(mm->weight);
+  const Stream stream = weight_stream(mm);
   TileArgs t;
   t.act_stride = mm->act_stride;
   t.scale_offset = Act::scale_offset(matrix);
@@ -189,22 +196,20 @@ void multiply(const ktk_matmul* mm) {
     for (size_t step = 0; step < steps; step += kBlockSteps, weight += kBlockSteps * kStepBytes) {
       t.step_begin = step;
       t.step_end = smaller(step + kBlockSteps, steps);
-      const uint8_t* ahead = weight + (t.step_end - step) * kStepBytes;
-      if (t.step_end == steps && n + kColumns >= mm->n_end) {
-        ahead = mm->next ? static_cast<const uint8_t*>(mm->next) : weight;
-      }
+      // The tiles of a block together fetch as much as they read.
+      size_t ahead = weight - stream.begin + kPrefetchDistance;
       t.prefetch_step = 64 / tiles;
       t.prefetch_half = t.prefetch_step * (kDepth / 4) * (t.step_end - step);
-      t.prefetch = ahead;
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;
         t.act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
         for (size_t column = 0; column < kColumns; column += kTileColumns) {
+          t.prefetch = stream.at(ahead);
           t.weight = weight + column / 16 * kTileBytes;
           t.dst = dst + row * mm->dst_stride + column;
           kTiles.of_rows[row_end - row](t);
-          t.prefetch += 2 * t.prefetch_half;
+          ahead += 2 * t.prefetch_half;
         }
         row = row_end;
       }

@@ -33,6 +33,11 @@ struct FloatRows {
     scales[n % kColumns] = symmetric_scale(Element::absmax(row(n), k));
     return scales[n % kColumns].scale;
   }
+  // Fetches what codes() of the same arguments reads.
+  void prefetch(size_t n, size_t k_begin) const {
+    const char* from = reinterpret_cast<const char*>(row(n) + k_begin);
+    for (size_t i = 0; i < kDepth * sizeof(Storage); i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
+  }
   void codes(size_t n, size_t k_begin, uint8_t* out) const {
     const SymmetricScale s = scales[n % kColumns];
     const Storage* from = row(n) + k_begin;
@@ -60,6 +65,10 @@ struct ReadyRows {
   float scale(size_t n) const {
     const char* scale = static_cast<const char*>(source->scale);
     return *reinterpret_cast<const float*>(scale + n * source->scale_stride);
+  }
+  void prefetch(size_t n, size_t k_begin) const {
+    const char* data = static_cast<const char*>(source->data);
+    _mm_prefetch(data + n * source->data_stride + k_begin, _MM_HINT_T1);
   }
   void codes(size_t n, size_t k_begin, uint8_t* out) const {
     const uint8_t* from =
@@ -90,6 +99,7 @@ inline void pack_blocks(const ktk_matrix* matrix, const ktk_source* source, size
         for (size_t i = 0; i < 16; ++i) {
           if (half + i < n_end) {
             rows.codes(half + i, k, codes[i]);
+            if (half + i + kColumns < n_end) rows.prefetch(half + i + kColumns, k);
           } else {
             for (size_t j = 0; j < kDepth; ++j) codes[i][j] = 0;
           }

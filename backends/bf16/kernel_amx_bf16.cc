@@ -102,7 +102,9 @@ inline void two_by_two(const TileWork& work) {
 struct Tile {
   static constexpr size_t kRows = 2 * kTileRows;
   static constexpr size_t kRowStep = kTileRows;
-  static constexpr size_t kSteps = 16;  // 32 KiB of weights
+  static constexpr size_t kSteps =
+      8;  // 16 KiB of weights: 32 KiB leave too little L1 to act and dst
+  static constexpr size_t kLoneSteps = SIZE_MAX;
   static constexpr size_t kActBytes = 2;
 
   static void run(const TileWork& work) {

@@ -23,20 +23,38 @@ namespace {
 constexpr size_t kVectorCols = 8;
 
 inline __m256 even_k(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+// The mask stays in memory: a register for it would be the seventeenth of the largest tile.
 inline __m256 odd_k(__m256i pairs) {
-  return _mm256_castsi256_ps(
-      _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000))));
+  alignas(32) static constexpr uint32_t kOdd[] = {
+      0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+      0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+  };
+  __m256 odd;
+  asm("vpand %2, %1, %0" : "=x"(odd) : "x"(pairs), "m"(kOdd));
+  return odd;
+}
+
+// All sixteen registers are taken, so the order of instructions must stay as written: gcc 12 would
+// load values early, or overwrite `a` or `w` with a sum, and spill. Hence volatile asm.
+inline __m256 broadcast(const char* value) {
+  __m256 a;
+  asm volatile("vbroadcastss %1, %0" : "=x"(a) : "m"(*reinterpret_cast<const float*>(value)));
+  return a;
+}
+inline void multiply_add(__m256& sum, __m256 a, __m256 w) {
+  asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(w));
 }
 
 // kVectors: 2 for one tile of the block, 4 for both.
 template <size_t kM, size_t kVectors>
 inline void half_tile(const TileWork& work, size_t half, bool prefetch) {
   // Two row pointers, three rows apart, and the stride times 0, 1, 2: addressing modes do the rest.
+  const size_t stride = work.act_stride;
   const char* act[(kM + 2) / 3];
   __m256 acc[kM][kVectors];
   float* dst = work.dst + half * kTileCols;
 #pragma GCC unroll 2
-  for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] = work.act + i * 3 * work.act_stride;
+  for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] = work.act + i * 3 * stride;
 #pragma GCC unroll 6
   for (size_t i = 0; i < kM; ++i) {
 #pragma GCC unroll 4
@@ -51,6 +69,8 @@ inline void half_tile(const TileWork& work, size_t half, bool prefetch) {
     for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; ++odd) {
+        // For the same reason: no loads of the odd half among the even ones.
+        asm volatile("" : : : "memory");
         __m256 w[kVectors];
 #pragma GCC unroll 4
         for (size_t j = 0; j < kVectors; ++j) {
@@ -60,10 +80,9 @@ inline void half_tile(const TileWork& work, size_t half, bool prefetch) {
         }
 #pragma GCC unroll 6
         for (size_t i = 0; i < kM; ++i) {
-          const char* value = act[i / 3] + i % 3 * work.act_stride + odd * sizeof(float);
-          const __m256 a = _mm256_broadcast_ss(reinterpret_cast<const float*>(value));
+          const __m256 a = broadcast(act[i / 3] + i % 3 * stride + odd * sizeof(float));
 #pragma GCC unroll 4
-          for (size_t j = 0; j < kVectors; ++j) acc[i][j] = _mm256_fmadd_ps(a, w[j], acc[i][j]);
+          for (size_t j = 0; j < kVectors; ++j) multiply_add(acc[i][j], a, w[j]);
         }
       }
 #pragma GCC unroll 2
@@ -92,7 +111,8 @@ void tile(const TileWork& work) {
 struct Tile {
   static constexpr size_t kRows = 6;
   static constexpr size_t kRowStep = 1;
-  static constexpr size_t kSteps = 8;  // 16 KiB of weights
+  static constexpr size_t kSteps = 8;      // 16 KiB of weights
+  static constexpr size_t kLoneSteps = 8;  // its two halves share them
   static constexpr size_t kActBytes = sizeof(float);
 
   static void run(const TileWork& work) {

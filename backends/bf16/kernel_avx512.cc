@@ -29,14 +29,21 @@ inline __m512 broadcast(const char* value) {
   return _mm512_set1_ps(f);
 }
 
+// sum += a * w. Not _mm512_fmadd_ps: gcc 12 also picks the forms that overwrite `a` or `w`, and
+// copies registers to repair that.
+inline void multiply_add(__m512& sum, __m512 a, __m512 w) {
+  asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(w));
+}
+
 template <size_t kM>
 void tile(const TileWork& work) {
   // Four row pointers, three rows apart, and the stride times 0, 1, 2: addressing modes do the
   // rest.
+  const size_t stride = work.act_stride;
   const char* act[(kM + 2) / 3];
   __m512 acc[kM][2];
 #pragma GCC unroll 4
-  for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] = work.act + i * 3 * work.act_stride;
+  for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] = work.act + i * 3 * stride;
 #pragma GCC unroll 12
   for (size_t i = 0; i < kM; ++i) {
     const float* dst = work.dst + i * work.dst_stride;
@@ -51,13 +58,15 @@ void tile(const TileWork& work) {
       const __m512i pairs1 = _mm512_load_si512(weight + kTileBytes);
 #pragma GCC unroll 2
       for (int odd = 0; odd < 2; ++odd) {
+        // gcc 12 would load the odd half early, run out of registers and spill sums.
+        asm volatile("" : : : "memory");
         const __m512 w0 = odd ? odd_k(pairs0) : even_k(pairs0);
         const __m512 w1 = odd ? odd_k(pairs1) : even_k(pairs1);
 #pragma GCC unroll 12
         for (size_t i = 0; i < kM; ++i) {
-          const __m512 a = broadcast(act[i / 3] + i % 3 * work.act_stride + odd * sizeof(float));
-          acc[i][0] = _mm512_fmadd_ps(a, w0, acc[i][0]);
-          acc[i][1] = _mm512_fmadd_ps(a, w1, acc[i][1]);
+          const __m512 a = broadcast(act[i / 3] + i % 3 * stride + odd * sizeof(float));
+          multiply_add(acc[i][0], a, w0);
+          multiply_add(acc[i][1], a, w1);
         }
       }
 #pragma GCC unroll 4
@@ -76,6 +85,7 @@ struct Tile {
   static constexpr size_t kRows = 12;
   static constexpr size_t kRowStep = 1;
   static constexpr size_t kSteps = 8;  // 16 KiB of weights
+  static constexpr size_t kLoneSteps = SIZE_MAX;
   static constexpr size_t kActBytes = sizeof(float);
 
   static void run(const TileWork& work) {

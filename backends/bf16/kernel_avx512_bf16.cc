@@ -29,10 +29,11 @@ template <size_t kM>
 void tile(const TileWork& work) {
   // Four row pointers, three rows apart, and the stride times 0, 1, 2: addressing modes do the
   // rest.
+  const size_t stride = work.act_stride;
   const char* act[(kM + 2) / 3];
   __m512 acc[kM][2];
 #pragma GCC unroll 4
-  for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] = work.act + i * 3 * work.act_stride;
+  for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] = work.act + i * 3 * stride;
 #pragma GCC unroll 12
   for (size_t i = 0; i < kM; ++i) {
     const float* dst = work.dst + i * work.dst_stride;
@@ -47,7 +48,7 @@ void tile(const TileWork& work) {
       const __m512bh w1 = (__m512bh)_mm512_load_si512(weight + kTileBytes);
 #pragma GCC unroll 12
       for (size_t i = 0; i < kM; ++i) {
-        const __m512bh a = broadcast_pair(act[i / 3] + i % 3 * work.act_stride);
+        const __m512bh a = broadcast_pair(act[i / 3] + i % 3 * stride);
         acc[i][0] = _mm512_dpbf16_ps(acc[i][0], w0, a);
         acc[i][1] = _mm512_dpbf16_ps(acc[i][1], w1, a);
       }
@@ -67,6 +68,7 @@ struct Tile {
   static constexpr size_t kRows = 12;
   static constexpr size_t kRowStep = 1;
   static constexpr size_t kSteps = 8;  // 16 KiB of weights
+  static constexpr size_t kLoneSteps = SIZE_MAX;
   static constexpr size_t kActBytes = 2;
 
   static void run(const TileWork& work) {

@@ -74,8 +74,9 @@ inline void prefetch_step(const TileWork& work, size_t step) {
   if (begin != end) work.stream->prefetch(begin, end - begin);
 }
 
-// Tile has: kRows and kSteps, the largest work it takes; kRowStep, which its rows are padded to;
-// kActBytes, the size of one element of act; and run(const TileWork&).
+// Tile has: kRows, the most rows it takes; kSteps, the longest run for several tiles of rows, and
+// kLoneSteps for only one, which does not come back to the weights; kRowStep, which its rows are
+// padded to; kActBytes, the size of one element of act; and run(const TileWork&).
 template <class Tile>
 inline void matmul(const ktk_matmul* mm) {
   const size_t steps = num_steps(mm->matrix);
@@ -92,10 +93,11 @@ inline void matmul(const ktk_matmul* mm) {
   const size_t height = (row_steps + tiles - 1) / tiles * Tile::kRowStep;
   size_t share = kStepLines;
   while (share > 1 && share / 2 * tiles >= kStepLines) share /= 2;
+  const size_t run = tiles == 1 ? Tile::kLoneSteps : Tile::kSteps;
   for (size_t block = 0; block < blocks; ++block) {
     size_t count;
     for (size_t step = 0; step < steps; step += count) {
-      count = steps - step < Tile::kSteps ? steps - step : Tile::kSteps;
+      count = steps - step < run ? steps - step : run;
       const size_t line = (block * steps + step) * kStepLines;
       for (size_t tile = 0; tile < tiles; ++tile) {
         const size_t row = tile * height;

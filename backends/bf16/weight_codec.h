@@ -125,19 +125,31 @@ inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size
   }
 }
 
+// Rows [row_begin, row_end) of one block; a step at a time, so that its lines are read once.
+inline void unpack_block(const ktk_matrix* matrix, const char* block, size_t row_begin,
+                         size_t row_end, float* out, size_t out_stride) {
+  for (size_t k = 0; k < matrix->k; k += kStepDepth, block += kStepBytes) {
+    const size_t depth = matrix->k - k < kStepDepth ? matrix->k - k : kStepDepth;
+    for (size_t row = row_begin; row < row_end; ++row) {
+      const char* pairs = block + row / kTileCols * kTileBytes + row % kTileCols * 4;
+      float* to = out + (row - row_begin) * out_stride + k;
+      for (size_t i = 0; i < depth; ++i) {
+        uint16_t value;
+        memcpy(&value, pairs + i / 2 * kLine + i % 2 * 2, sizeof value);
+        to[i] = f32_from_bf16(value);
+      }
+    }
+  }
+}
+
 inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                           size_t n_end, float* out, size_t out_stride) {
-  for (size_t n = n_begin; n < n_end; ++n) {
-    const size_t col = n % kBlockCols;
-    const char* pairs = static_cast<const char*>(packed) + n / kBlockCols * block_bytes(matrix) +
-                        col / kTileCols * kTileBytes + col % kTileCols * 4;
-    float* row = out + (n - n_begin) * out_stride;
-    for (size_t k = 0; k < matrix->k; ++k) {
-      uint16_t value;
-      memcpy(&value, pairs + k / kStepDepth * kStepBytes + k % kStepDepth / 2 * kLine + k % 2 * 2,
-             sizeof value);
-      row[k] = f32_from_bf16(value);
-    }
+  for (size_t n = n_begin; n < n_end;) {
+    const size_t row = n % kBlockCols;
+    const size_t count = n_end - n < kBlockCols - row ? n_end - n : kBlockCols - row;
+    const char* block = static_cast<const char*>(packed) + n / kBlockCols * block_bytes(matrix);
+    unpack_block(matrix, block, row, row + count, out + (n - n_begin) * out_stride, out_stride);
+    n += count;
   }
 }
 

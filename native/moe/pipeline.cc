@@ -35,6 +35,13 @@ constexpr size_t kMinChunk = 256;
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
+// Floats between the rows of a panel: whole cache lines, and an odd number of them, because rows a
+// power of two apart would share a few sets of the L1 cache.
+size_t panel_stride(size_t columns) {
+  const size_t lines = round_up(columns, 16) / 16;
+  return (lines | 1) * 16;
+}
+
 // Cuts one allocation into aligned pieces.
 class Carver {
  public:
@@ -144,8 +151,8 @@ class ChunkRun {
     size_t down_columns = 0;
     for (const DownTask& task : down_)
       down_columns = std::max<size_t>(down_columns, task.end - task.begin);
-    down_stride_ = round_up(round_up(down_columns, variant_.tile.n_step), 16);
-    panel_stride_ = round_up(panel_columns_, 16);
+    down_stride_ = panel_stride(round_up(down_columns, variant_.tile.n_step));
+    panel_stride_ = panel_stride(panel_columns_);
     own_.row = own.add(config_.hidden * sizeof(float));
     own_.x = own.add(private_x_ ? pad(tokens_) * x_stride_ : 0);
     own_.gather = own.add(pad(block_rows_) * x_stride_);

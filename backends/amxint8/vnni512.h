@@ -1,0 +1,24 @@
+// The product of bytes on 512-bit registers with VNNI, for avx512_vnni and, with few rows,
+// amx_int8.
+#pragma once
+
+#include "amxint8/zmm.h"
+
+namespace ktk::amxint8 {
+namespace {
+
+struct Vnni512 : Zmm {
+  static constexpr int kAddLatency = 5;
+  using Weight = Int;
+  using Act = Int;
+  static Weight load_weight(const uint8_t* p) { return load_bytes(p); }
+  static Act broadcast_act(const uint8_t* p) { return broadcast(p); }
+  static Int dot(Int acc, Weight w, Act a) {
+    // The intrinsic is the same instruction, but gcc 12 moves and spills its accumulators.
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
+    return acc;
+  }
+};
+
+}  // namespace
+}  // namespace ktk::amxint8
