@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import assume, given
@@ -64,7 +66,9 @@ def test_any_number_of_threads_gives_the_same_bits(subject: Subject, data: st.Da
 def test_shards_agree(subject: Subject, data: st.DataObject) -> None:
     """Cutting the intermediate dimension only changes the order of a sum."""
     layer, batch = _draw(subject, data)
-    for shards in (1, 2, 3):
+    unit = math.lcm(subject.variant.n_step, subject.variant.k_step)
+    most = -(-layer.config["intermediate_size"] // unit)
+    for shards in range(1, min(3, most) + 1):
         moe = subject.moe(layer, shards=shards)
         expected = subject.expected(moe, layer, batch, shards=shards)
         bounds.check(_call(moe, batch), expected.value, expected.error, f"{shards} shards")
@@ -93,7 +97,8 @@ def test_results_are_linear_in_the_routing_weights(subject: Subject, data: st.Da
     # Where a result or a term of it is subnormal, the smallest steps get in the way.
     tiny = (np.abs(plain) < 2.0**-100) & (plain != 0)
     assume(not tiny.any())
-    bounds.check_same_bits(scaled, plain * factor, f"weights times {factor}")
+    # Adding zero makes all zeros alike: a sum of nothing has no sign to change.
+    bounds.check_same_bits(scaled + 0, plain * factor + 0, f"weights times {factor}")
 
 
 @given(data=st.data())
@@ -152,7 +157,8 @@ def test_out_is_written_and_nothing_else(subject: Subject, data: st.DataObject) 
     bounds.check_same_bits(around[guard : guard + tokens], expected, "out")
     assert np.isnan(around[:guard]).all(), "rows before `out` were written"
     assert np.isnan(around[guard + tokens :]).all(), "rows behind `out` were written"
-    for before, after in zip(inputs, (batch.hidden, batch.ids, batch.weights), strict=True):
+    now: tuple[npt.ArrayLike, ...] = (batch.hidden, batch.ids, batch.weights)
+    for before, after in zip(inputs, now, strict=True):
         bounds.check_same_bits(after, before, "an input")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,10 +63,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("ktk")
 
 
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name.partition(":")[0]) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 @functools.cache
 def load(name: str) -> ktk.Backend:
     """Load a backend by its name, or by the value of an entry point."""
-    if ":" not in name and "." not in name:
+    if name in ktk.backends() or not _is_importable(name):
         return ktk.load_backend(name)
     entry = importlib.metadata.EntryPoint(name=name, value=name, group=registry.GROUP)
     label = name.rpartition(":")[2]

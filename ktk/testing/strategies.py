@@ -18,7 +18,12 @@ from ktk.testing import formats
 F32 = npt.NDArray[np.float32]
 
 #: Values that any product of two matrices can take: sums of products stay inside float32.
-KINDS = ("normal", "zero", "uniform", "sparse", "outlier", "powers", "tiny", "subnormal", "huge")
+KINDS = (
+    *("normal", "zero", "uniform", "sparse", "outlier", "powers", "ties"),
+    *("tiny", "subnormal", "huge"),
+)
+#: Values that show how they were rounded.
+ROUNDED_KINDS = ("normal", "ties", "outlier", "powers")
 #: Values for a codec alone.
 CODEC_KINDS = (*KINDS, "extreme", "mixed")
 #: Values for a whole layer, where gate and up are multiplied with each other.
@@ -38,6 +43,9 @@ def fill(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> F32:
         values = np.where(rng.random(shape) < 0.02, values * 1e4, values)
     elif kind == "powers":
         values = np.sign(values) * 2.0 ** rng.integers(-12, 12, shape)
+    elif kind == "ties":
+        # Nine significant bits: bf16 rounds each of them to even.
+        values = np.sign(values) * (rng.integers(128, 256, shape) + 0.5)
     elif kind == "tiny":
         values = values * 1e-36
     elif kind == "subnormal":
@@ -45,7 +53,7 @@ def fill(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> F32:
     elif kind == "huge":
         values = values * 2.0**45
     elif kind == "extreme":
-        values = np.clip(values * 2.0**127, -2.0**127 * 1.99, 2.0**127 * 1.99)
+        values = np.clip(values * 2.0**127, -(2.0**127) * 1.99, 2.0**127 * 1.99)
     elif kind == "mixed":
         values = values * 2.0 ** rng.integers(-140, 100, shape)
     return values.astype(np.float32)
@@ -79,15 +87,11 @@ def rows(variant: Any) -> st.SearchStrategy[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(formats.Summary):
     """Activations (m, k) and a weight matrix (n, k)."""
 
-    act: F32
+    act: F32 = dataclasses.field(repr=False)
     source: formats.Source
-
-    def __repr__(self) -> str:
-        m, k = self.act.shape
-        return f"Problem(m={m}, n={self.source.values.shape[0]}, k={k}, {self.source.format})"
 
 
 @st.composite
@@ -116,7 +120,9 @@ def sources(
 
 
 @st.composite
-def problems(draw: st.DrawFn, backend: Any, variant: Any, kinds: tuple[str, ...] = KINDS) -> Problem:
+def problems(
+    draw: st.DrawFn, backend: Any, variant: Any, kinds: tuple[str, ...] = KINDS
+) -> Problem:
     """Problems with sizes next to the tile edges of the variant."""
     m = draw(rows(variant), label="m")
     n = draw(sizes(variant.n_step, _limit(variant.n_step, 70)), label="n")
@@ -152,44 +158,38 @@ ACTIVATIONS: tuple[dict[str, Any], ...] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class Layer(formats.Summary):
     """The configuration and the weights of a layer. Biases are None or arrays."""
 
     config: dict[str, Any]
-    gate: F32
-    up: F32
-    down: F32
-    gate_bias: F32 | None = None
-    up_bias: F32 | None = None
-    down_bias: F32 | None = None
+    gate: F32 = dataclasses.field(repr=False)
+    up: F32 = dataclasses.field(repr=False)
+    down: F32 = dataclasses.field(repr=False)
+    gate_bias: F32 | None = dataclasses.field(default=None, repr=False)
+    up_bias: F32 | None = dataclasses.field(default=None, repr=False)
+    down_bias: F32 | None = dataclasses.field(default=None, repr=False)
 
     @property
-    def biases(self) -> dict[str, F32 | None]:
+    def biases(self) -> dict[str, Any]:
         """As keywords of ``MoE.load``."""
         names = ("gate_bias", "up_bias", "down_bias")
         return {name: getattr(self, name) for name in names}
 
-    def __repr__(self) -> str:
-        return f"Layer({self.config}, bias={self.gate_bias is not None})"
-
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class Batch(formats.Summary):
     """Tokens and their routing."""
 
-    hidden: F32
+    hidden: F32 = dataclasses.field(repr=False)
     ids: npt.NDArray[np.int64]
-    weights: F32
-
-    def __repr__(self) -> str:
-        return f"Batch(hidden={self.hidden.shape}, ids={self.ids.tolist()})"
+    weights: F32 = dataclasses.field(repr=False)
 
 
 @st.composite
 def layers(draw: st.DrawFn, variant: Any, activation: dict[str, Any] | None = None) -> Layer:
     """Layers of a few small experts; the intermediate size has a chance to be cut into shards."""
     experts = draw(st.integers(1, 5), label="experts")
-    top_k = draw(st.integers(1, 4), label="top_k")
+    top_k = draw(st.integers(1, min(experts, 4)), label="top_k")
     step = max(variant.k_step, variant.n_step)
     hidden = draw(sizes(step, _limit(step, 70)), label="hidden_size")
     intermediate = draw(sizes(step, _limit(step, 70)), label="intermediate_size")

@@ -23,12 +23,15 @@ def pool(threads: int) -> ktk.WorkerPool:
     return ktk.WorkerPool(threads, pin=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Subject(formats.Summary):
     """A backend and one of its variants, with the calls that the properties are made of."""
 
     backend: ktk.Backend
     variant: _core.VariantInfo
+
+    def __repr__(self) -> str:
+        return f"<{self.backend.name}-{self.variant.name}>"
 
     @property
     def act(self) -> _core.Format:

@@ -8,9 +8,9 @@
 #include <string.h>
 #include <xmmintrin.h>
 
-static uint16_t read_u16(const uint8_t *p) { return (uint16_t)(p[0] | p[1] << 8); }
+static uint16_t read_u16(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
 
-const char *amx_load_config(amx_tiles *tiles, const uint8_t *config) {
+const char* amx_load_config(amx_tiles* tiles, const uint8_t* config) {
   enum { kColsb = 16, kRows = 48 };
   if (config[0] == 0) {
     memset(tiles, 0, sizeof *tiles);
@@ -37,7 +37,7 @@ const char *amx_load_config(amx_tiles *tiles, const uint8_t *config) {
   return NULL;
 }
 
-void amx_store_config(const amx_tiles *tiles, uint8_t *config) {
+void amx_store_config(const amx_tiles* tiles, uint8_t* config) {
   memset(config, 0, kConfigBytes);
   if (!tiles->palette) return;
   config[0] = 1;
@@ -49,10 +49,10 @@ void amx_store_config(const amx_tiles *tiles, uint8_t *config) {
 }
 
 /* VEX.128.0F38.W0 with opcode 49, 4B, 5C or 5E; the mandatory prefix picks the instruction. */
-int amx_decode(const uint8_t *ip, const uint64_t *regs, uint64_t fs_base, amx_insn *insn) {
+int amx_decode(const uint8_t* ip, const uint64_t* regs, uint64_t fs_base, amx_insn* insn) {
   enum { kNone, k66, kF3, kF2 };
   const int fs = ip[0] == 0x64;
-  const uint8_t *vex = ip + fs;
+  const uint8_t* vex = ip + fs;
   if (vex[0] != 0xc4 || (vex[1] & 0x1f) != 2 || (vex[2] & 0x84) != 0) return 0;
   const int prefix = vex[2] & 3, vvvv = ~vex[2] >> 3 & 15;
   const int opcode = vex[3], modrm = vex[4];
@@ -60,7 +60,7 @@ int amx_decode(const uint8_t *ip, const uint64_t *regs, uint64_t fs_base, amx_in
   const int mod = modrm >> 6, reg = (modrm >> 3 & 7) | r, rm = modrm & 7;
 
   *insn = (amx_insn){.op = kAmxOps, .dst = reg, .a = rm | b, .b = vvvv};
-  const uint8_t *end = vex + 5;
+  const uint8_t* end = vex + 5;
   uint64_t index_value = 0;
   int has_sib = 0;
   if (mod != 3) {
@@ -129,7 +129,7 @@ static uint32_t extend(uint32_t word, int i, int is_signed) {
   return is_signed ? (byte ^ 128) - 128 : byte;
 }
 
-static void dot_int8(amx_tiles *t, const amx_insn *in, int a_signed, int b_signed) {
+static void dot_int8(amx_tiles* t, const amx_insn* in, int a_signed, int b_signed) {
   const int columns = t->colsb[in->dst] / 4;
   for (int k = 0; k < t->rows[in->b]; ++k) {
     uint32_t b[4][16], weight[16];
@@ -159,7 +159,7 @@ static float bf16_half(uint32_t word, int odd) {
 
 /* Even and odd depths are two chains of fused multiply-adds from zero; their sum is added to the
  * destination. Always to nearest even, with subnormals read and written as zero. */
-static void dot_bf16(amx_tiles *t, const amx_insn *in) {
+static void dot_bf16(amx_tiles* t, const amx_insn* in) {
   const int columns = t->colsb[in->dst] / 4;
   const unsigned caller_mxcsr = _mm_getcsr();
   _mm_setcsr(0x9fc0);
@@ -172,8 +172,7 @@ static void dot_bf16(amx_tiles *t, const amx_insn *in) {
       memcpy(b, t->tile[in->b][k], sizeof b);
       for (int odd = 0; odd < 2; ++odd) {
         for (int n = 0; n < 16; ++n) {
-          chain[odd][n] =
-              __builtin_fmaf(bf16_half(a, odd), bf16_half(b[n], odd), chain[odd][n]);
+          chain[odd][n] = __builtin_fmaf(bf16_half(a, odd), bf16_half(b[n], odd), chain[odd][n]);
         }
       }
     }
@@ -185,20 +184,20 @@ static void dot_bf16(amx_tiles *t, const amx_insn *in) {
   _mm_setcsr(caller_mxcsr);
 }
 
-static const char *check_tile(const amx_tiles *t, int tile) {
+static const char* check_tile(const amx_tiles* t, int tile) {
   if (!t->palette) return "no tile configuration is loaded in this thread";
   if (tile >= kTiles || t->rows[tile] == 0) return "the tile is not part of the configuration";
   if (t->colsb[tile] % 4 != 0) return "the row of the tile is no multiple of 4 bytes";
   return NULL;
 }
 
-static const char *transfer(amx_tiles *t, const amx_insn *in) {
-  const char *fault = check_tile(t, in->dst);
+static const char* transfer(amx_tiles* t, const amx_insn* in) {
+  const char* fault = check_tile(t, in->dst);
   if (fault) return fault;
   if (t->start_row >= t->rows[in->dst]) return "start_row is behind the last row of the tile";
   if (in->op != kTilestored && t->start_row == 0) memset(t->tile[in->dst], 0, sizeof *t->tile);
   for (int row = t->start_row; row < t->rows[in->dst]; ++row) {
-    uint8_t *memory = (uint8_t *)(uintptr_t)(in->address + (uint64_t)row * in->stride);
+    uint8_t* memory = (uint8_t*)(uintptr_t)(in->address + (uint64_t)row * in->stride);
     if (in->op == kTilestored) {
       memcpy(memory, t->tile[in->dst][row], t->colsb[in->dst]);
     } else {
@@ -209,11 +208,11 @@ static const char *transfer(amx_tiles *t, const amx_insn *in) {
   return NULL;
 }
 
-static const char *multiply(amx_tiles *t, const amx_insn *in) {
+static const char* multiply(amx_tiles* t, const amx_insn* in) {
   if (in->dst == in->a || in->dst == in->b || in->a == in->b) return "a tile is used twice";
   const int used[] = {in->dst, in->a, in->b};
   for (int i = 0; i < 3; ++i) {
-    const char *fault = check_tile(t, used[i]);
+    const char* fault = check_tile(t, used[i]);
     if (fault) return fault;
   }
   if (t->rows[in->dst] != t->rows[in->a] || t->colsb[in->dst] != t->colsb[in->b] ||
@@ -221,28 +220,38 @@ static const char *multiply(amx_tiles *t, const amx_insn *in) {
     return "the shapes of the tiles do not fit each other";
   }
   switch (in->op) {
-    case kTdpbssd: dot_int8(t, in, 1, 1); break;
-    case kTdpbsud: dot_int8(t, in, 1, 0); break;
-    case kTdpbusd: dot_int8(t, in, 0, 1); break;
-    case kTdpbuud: dot_int8(t, in, 0, 0); break;
-    default: dot_bf16(t, in); break;
+    case kTdpbssd:
+      dot_int8(t, in, 1, 1);
+      break;
+    case kTdpbsud:
+      dot_int8(t, in, 1, 0);
+      break;
+    case kTdpbusd:
+      dot_int8(t, in, 0, 1);
+      break;
+    case kTdpbuud:
+      dot_int8(t, in, 0, 0);
+      break;
+    default:
+      dot_bf16(t, in);
+      break;
   }
   t->start_row = 0;
   return NULL;
 }
 
-const char *amx_execute(amx_tiles *t, const amx_insn *in) {
+const char* amx_execute(amx_tiles* t, const amx_insn* in) {
   switch (in->op) {
     case kLdtilecfg:
-      return amx_load_config(t, (const uint8_t *)(uintptr_t)in->address);
+      return amx_load_config(t, (const uint8_t*)(uintptr_t)in->address);
     case kSttilecfg:
-      amx_store_config(t, (uint8_t *)(uintptr_t)in->address);
+      amx_store_config(t, (uint8_t*)(uintptr_t)in->address);
       return NULL;
     case kTilerelease:
       memset(t, 0, sizeof *t);
       return NULL;
     case kTilezero: {
-      const char *fault = check_tile(t, in->dst);
+      const char* fault = check_tile(t, in->dst);
       if (fault) return fault;
       memset(t->tile[in->dst], 0, sizeof *t->tile);
       t->start_row = 0;

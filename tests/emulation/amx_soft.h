@@ -44,13 +44,13 @@ typedef struct {
 
 /* Decodes the instruction at `ip`, with the general registers rax rcx rdx rbx rsp rbp rsi rdi
  * r8..r15. Returns 1, or 0 if this is no AMX instruction that we know. */
-int amx_decode(const uint8_t *ip, const uint64_t *regs, uint64_t fs_base, amx_insn *insn);
+int amx_decode(const uint8_t* ip, const uint64_t* regs, uint64_t fs_base, amx_insn* insn);
 
 /* Executes it. Returns NULL, or the reason for which the hardware would fault. */
-const char *amx_execute(amx_tiles *tiles, const amx_insn *insn);
+const char* amx_execute(amx_tiles* tiles, const amx_insn* insn);
 
 /* Takes over a configuration in the memory format of ldtilecfg; NULL or the reason to fault. */
-const char *amx_load_config(amx_tiles *tiles, const uint8_t *config);
-void amx_store_config(const amx_tiles *tiles, uint8_t *config);
+const char* amx_load_config(amx_tiles* tiles, const uint8_t* config);
+void amx_store_config(const amx_tiles* tiles, uint8_t* config);
 
 #endif /* AMX_SOFT_H_ */

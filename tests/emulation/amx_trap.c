@@ -24,15 +24,15 @@ static int installed, cpu_has_amx;
 static uint32_t config_offset; /* of the tile configuration in an XSAVE area */
 
 /* mmap and not a thread-local array: 8 KiB of static TLS are more than dlopen() has to give. */
-static __thread amx_tiles *thread_tiles __attribute__((tls_model("initial-exec")));
+static __thread amx_tiles* thread_tiles __attribute__((tls_model("initial-exec")));
 
 static int is_config(amx_op op) { return op <= kTilerelease; }
 
 /* The tile configuration of the interrupted code, where the CPU holds it; NULL if it is the
  * initial one. The frame has the standard XSAVE format: header at 512, Linux's own words at 464. */
-static const uint8_t *saved_config(const ucontext_t *context) {
+static const uint8_t* saved_config(const ucontext_t* context) {
   enum { kConfigBit = 17 };
-  const uint8_t *area = (const uint8_t *)context->uc_mcontext.fpregs;
+  const uint8_t* area = (const uint8_t*)context->uc_mcontext.fpregs;
   uint32_t magic;
   uint64_t in_use;
   if (!area) return NULL;
@@ -44,7 +44,7 @@ static const uint8_t *saved_config(const ucontext_t *context) {
 
 /* Makes the software tiles agree with it. Reloading an equal configuration cannot be seen here:
  * the tiles then keep their contents where the hardware clears them. */
-static void follow_config(amx_tiles *tiles, const uint8_t *saved) {
+static void follow_config(amx_tiles* tiles, const uint8_t* saved) {
   static const uint8_t kInitial[kConfigBytes];
   uint8_t current[kConfigBytes];
   amx_store_config(tiles, current);
@@ -52,12 +52,12 @@ static void follow_config(amx_tiles *tiles, const uint8_t *saved) {
   if (memcmp(saved, current, kConfigBytes) != 0) (void)amx_load_config(tiles, saved);
 }
 
-static void say(const char *text) { (void)!write(STDERR_FILENO, text, strlen(text)); }
+static void say(const char* text) { (void)!write(STDERR_FILENO, text, strlen(text)); }
 
-static void on_sigill(int signal, siginfo_t *info, void *raw_context) {
+static void on_sigill(int signal, siginfo_t* info, void* raw_context) {
   (void)signal, (void)info;
-  ucontext_t *context = raw_context;
-  greg_t *g = context->uc_mcontext.gregs;
+  ucontext_t* context = raw_context;
+  greg_t* g = context->uc_mcontext.gregs;
   static const int kOrder[] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
                                REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
                                REG_R12, REG_R13, REG_R14, REG_R15};
@@ -65,7 +65,7 @@ static void on_sigill(int signal, siginfo_t *info, void *raw_context) {
   for (int i = 0; i < 16; ++i) regs[i] = (uint64_t)g[kOrder[i]];
   __asm__("mov %%fs:0, %0" : "=r"(fs_base));
 
-  amx_tiles *tiles = thread_tiles;
+  amx_tiles* tiles = thread_tiles;
   if (!tiles) {
     tiles = mmap(NULL, sizeof *tiles, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (tiles == MAP_FAILED) _exit(125);
@@ -76,9 +76,9 @@ static void on_sigill(int signal, siginfo_t *info, void *raw_context) {
   /* A run of AMX instructions costs one trap. One that faults in mid-run traps again by itself. */
   amx_insn insn;
   int done = 0;
-  while (amx_decode((const uint8_t *)g[REG_RIP], regs, fs_base, &insn)) {
+  while (amx_decode((const uint8_t*)g[REG_RIP], regs, fs_base, &insn)) {
     if (cpu_has_amx && is_config(insn.op) && done) return;
-    const char *fault = amx_execute(tiles, &insn);
+    const char* fault = amx_execute(tiles, &insn);
     if (fault) {
       if (done) return;
       say("amx_trap: the hardware would refuse this instruction: ");
@@ -119,6 +119,6 @@ int amx_trap_install(void) {
 }
 
 /* How often each instruction was done in software, in the order of amx_op. */
-void amx_trap_counts(uint64_t *out) {
+void amx_trap_counts(uint64_t* out) {
   for (int i = 0; i < kAmxOps; ++i) out[i] = __atomic_load_n(&counts[i], __ATOMIC_RELAXED);
 }

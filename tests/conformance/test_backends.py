@@ -1,0 +1,44 @@
+"""Every backend that ktk comes with passes the kit, in every variant that can run here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import ktk
+from ktk.testing import plugin
+
+NAMES = [info.name for info in ktk.backends().values() if info.distribution == "ktk" and info.built]
+# A whole layer takes longer than a product, so its properties get fewer examples here. The nightly
+# profile and `python -m ktk.testing NAME` run all of them at full length.
+MODULES = {"conformance": "60", "conformance_moe": "12"}
+
+
+def cases() -> list[tuple[str, str, str]]:
+    return [
+        (name, variant.name, module)
+        for name in NAMES
+        for variant in plugin.load(name).variants
+        if variant.runnable
+        for module in MODULES
+    ]
+
+
+@pytest.mark.parametrize(("name", "variant", "module"), cases())
+def test_backend_conforms(
+    name: str, variant: str, module: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    options = f"--ktk-variant {variant} --ktk-profile ci --ktk-examples {MODULES[module]}"
+    kit = f"-p ktk.testing.plugin --pyargs ktk.testing.{module} --ktk-backend {name} {options}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *kit.split(), "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path_factory.mktemp("kit"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,102 @@
+"""The AMX variants compute exactly what a model in numpy says.
+
+Runs where AMX can be executed: on a CPU that has it, and under run_emulated.py.
+"""
+
+from __future__ import annotations
+
+import amx_tools
+import numpy as np
+import pytest
+import torch
+
+import ktk
+from ktk import _core
+
+pytestmark = pytest.mark.skipif(
+    not amx_tools.trapped and "amx_tile" not in amx_tools.cpu_flags(),
+    reason="no AMX here; test_trap.py runs these in software",
+)
+SHAPES = [(1, 32, 128), (16, 64, 256), (5, 33, 130), (37, 70, 300)]
+POOL_THREADS = 2
+
+
+def find(name: str, variant: str) -> tuple[ktk.Backend, _core.VariantInfo]:
+    backend = ktk.load_backend(name)
+    found = next(v for v in backend.variants if v.name == variant)
+    assert found.runnable, f"{variant} lacks {found.missing_isa}"
+    return backend, found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_int8_products_are_exact(shape: tuple[int, int, int]) -> None:
+    """With scales of one, every sum is an integer that float32 holds."""
+    m, n, k = shape
+    backend, variant = find("AMXINT8", "amx_int8")
+    rng = np.random.default_rng(7)
+    weight = rng.integers(-127, 128, (n, k)).astype(np.int8)
+    act = rng.integers(-126, 127, (m, k)).astype(np.float32)
+    act[:, :: variant.act.group_k or k] = 127  # each group's scale becomes one
+    matrix = _core.PackedMatrix(backend.core, "amx_int8", weight, scale=np.ones((n, 1), np.float32))
+    np.testing.assert_array_equal(matrix.act_round_trip(act), act)
+    expected = act.astype(np.int64) @ weight.astype(np.int64).T
+    assert np.abs(expected).max() < 2**24
+    for number, (_, m_max) in enumerate(variant.ukernels):
+        rows = min(m, m_max)
+        np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=number), expected[:rows])
+
+
+def to_bf16(x: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bf16_products_have_the_bits_of_the_model(shape: tuple[int, int, int]) -> None:
+    """Depth goes through the tiles 32 at a time, each step added to the sum so far."""
+    m, n, k = shape
+    backend, variant = find("BF16", "amx_bf16")
+    rng = np.random.default_rng(8)
+    size = 2.0 ** rng.integers(-20, 20, (n, k))
+    weight = to_bf16((rng.standard_normal((n, k)) * size).astype(np.float32))
+    act = rng.standard_normal((m, k)).astype(np.float32)
+    matrix = _core.PackedMatrix(backend.core, "amx_bf16", torch.from_numpy(weight).bfloat16())
+
+    padded = -(-k // 32) * 32
+    a = np.pad(to_bf16(act), ((0, 0), (0, padded - k)))
+    w = np.pad(weight, ((0, 0), (0, padded - k)))
+    expected = np.zeros((m, n), np.float32)
+    for begin in range(0, padded, 32):
+        block = w[:, begin : begin + 32].reshape(n, 16, 2).transpose(1, 0, 2).reshape(16, 2 * n)
+        expected = amx_tools.model_bf16(expected, a[:, begin : begin + 32], block)
+    for number, (_, m_max) in enumerate(variant.ukernels):
+        rows = min(m, m_max)
+        result = matrix.matmul(act[:rows], ukernel=number)
+        np.testing.assert_array_equal(result.view(np.uint32), (expected[:rows] + 0).view(np.uint32))
+
+
+@pytest.mark.parametrize(("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8")])
+def test_a_layer_equals_the_other_variants(name: str, variant: str) -> None:
+    """A layer on two threads; AMX and AVX-512 read the same weights."""
+    backend, _ = find(name, variant)
+    config = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "hidden_size": 256,
+        "intermediate_size": 128,
+    }
+    rng = np.random.default_rng(9)
+    gate, up = (rng.standard_normal((4, 128, 256)).astype(np.float32) / 16 for _ in range(2))
+    down = rng.standard_normal((4, 256, 128)).astype(np.float32) / 16
+    hidden = rng.standard_normal((40, 256)).astype(np.float32)
+    ids = rng.integers(0, 4, (40, 2))
+    weights = rng.random((40, 2)).astype(np.float32)
+    pool = ktk.WorkerPool(POOL_THREADS, pin=False)
+    results = {}
+    for other in (variant, "avx512"):
+        moe = backend.moe(**config, variant=other, pool=pool)
+        moe.load(gate, up, down)
+        assert moe.variant == other
+        results[other] = moe(hidden, ids, weights)
+    error = np.abs(results[variant] - results["avx512"]).max()
+    # BF16 rounds activations where avx512 keeps them in f32; int8 products are equal.
+    assert error < 0.02 * np.abs(results["avx512"]).max()

@@ -1,0 +1,66 @@
+"""The AMX variants without AMX: everything that would trap is done in software, and counted.
+
+Each test is a pytest of its own process. It is denied tile data first, so that these tests run in
+the same way on CPUs with AMX and without.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import amx_tools
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(bool(amx_tools.why_not()), reason=amx_tools.why_not() or "-")
+
+
+def run_emulated(folder: Path, *arguments: str) -> tuple[str, dict[str, int]]:
+    """Return the output and the instructions that were done in software."""
+    counts = folder / "counts.json"
+    script = HERE / "run_emulated.py"
+    command = [sys.executable, script, counts, "-q", "--rootdir", HERE, *arguments]
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout, done.stdout
+    return done.stdout, json.loads(counts.read_text())
+
+
+def test_machine_code_runs_on_software_tiles(tmp_path: Path) -> None:
+    options = ("--import-mode=importlib", "-k", "hardware")
+    _, counts = run_emulated(tmp_path, str(HERE / "test_soft_core.py"), *options)
+    for op in ("tileloadd", "tileloaddt1", "tilestored", "tdpbssd", "tdpbusd", "tdpbf16ps"):
+        assert counts[op] > 0, counts
+
+
+@pytest.mark.parametrize(("word", "op"), [("int8", "tdpbsud"), ("bf16", "tdpbf16ps")])
+def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path) -> None:
+    options = ("--import-mode=importlib", "-k", word)
+    output, counts = run_emulated(tmp_path, str(HERE / "test_exact.py"), *options)
+    assert " passed" in output
+    assert counts[op] > 100, counts
+    assert counts["tileloadd"] + counts["tileloaddt1"] > 100, counts
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "op"),
+    [("BF16", "amx_bf16", "tdpbf16ps"), ("AMXINT8", "amx_int8", "tdpbsud")],
+)
+@pytest.mark.parametrize(("module", "examples"), [("conformance", 15), ("conformance_moe", 4)])
+def test_backends_pass_the_kit_on_software_tiles(
+    name: str, variant: str, op: str, module: str, examples: int, tmp_path: Path
+) -> None:
+    options = f"--ktk-backend {name} --ktk-variant {variant} --ktk-profile ci"
+    kit = f"-p ktk.testing.plugin --pyargs ktk.testing.{module} --ktk-examples {examples} {options}"
+    _, counts = run_emulated(tmp_path, *kit.split())
+    assert counts[op] > 100, counts

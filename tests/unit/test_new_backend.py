@@ -1,0 +1,74 @@
+"""tools/new_backend.py: what it writes builds, and passes the kit at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("backends", "ktk", "native", "subprojects", "tests", "tools")
+FILES = ("meson.build", "meson.options", "pyproject.toml", "README.md", "LICENSE")
+
+
+def run(*command: str | Path, **options: object) -> str:
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=600, check=False, **options
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of the source tree; nothing is written into the real one."""
+    skipped = shutil.ignore_patterns("__pycache__", "*.so", "build*")
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=skipped)
+    for name in FILES:
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
+
+
+def test_a_new_backend_builds_and_passes_the_kit(tree: Path) -> None:
+    script = tree / "tools" / "new_backend.py"
+    run(sys.executable, script, "Scaffold", "--dir", tree)
+
+    _, _, entries = (tree / "pyproject.toml").read_text().partition('"ktk.backends"]\n')
+    lines = entries.partition("\n\n")[0].splitlines()
+    assert 'SCAFFOLD = "ktk.backends.scaffold"' in lines
+    assert lines == sorted(lines)
+
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | {"PATH": tools}
+    build = tree / "build"
+    run("meson", "setup", build, tree, "-Dbuildtype=release", env=env)
+    # Only its own module: the rest is the ktk that runs this test.
+    module = f"backends/scaffold{sysconfig.get_config_var('EXT_SUFFIX')}"
+    run("ninja", "-C", build, module, env=env)
+
+    env["PYTHONPATH"] = str(build / "backends")
+    output = run(
+        *(sys.executable, "-m", "ktk.testing", "scaffold", "-q", "-p", "no:cacheprovider"),
+        *("--ktk-profile", "ci", "--ktk-examples", "15"),
+        env=env,
+        cwd=tree / "build",
+    )
+    assert " passed" in output
+    assert " failed" not in output
+
+
+@pytest.mark.parametrize("name", ["BF16", "two words", "1ST", "../x"])
+def test_a_bad_name_is_refused_and_changes_nothing(name: str, tree: Path) -> None:
+    before = (tree / "backends" / "meson.build").read_text()
+    command = [sys.executable, tree / "tools" / "new_backend.py", name, "--dir", tree]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "exists already" in done.stderr or "is no name for a backend" in done.stderr
+    assert (tree / "backends" / "meson.build").read_text() == before
