@@ -1,6 +1,7 @@
 #include "moe/table.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <set>
 
@@ -18,6 +19,11 @@ T copy_struct(const T* source) {
   return copy;
 }
 
+// What a struct of ABI 1.0 ends with; fields behind it are optional.
+constexpr size_t kUkernelSize = offsetof(ktk_ukernel, run) + sizeof(ktk_ukernel::run);
+constexpr size_t kVariantSize = offsetof(ktk_variant, weight_offset) + sizeof(void*);
+constexpr size_t kBackendSize = offsetof(ktk_backend, num_variants) + sizeof(size_t);
+
 [[noreturn]] void reject(const std::string& where, const std::string& what) {
   throw std::invalid_argument(where + ": " + what);
 }
@@ -34,7 +40,7 @@ void check_steps(const std::string& where, const ktk_tile& tile) {
 std::vector<ktk_ukernel> copy_kernels(const std::string& where, const ktk_variant& variant) {
   if (!variant.ukernels || variant.num_ukernels == 0) reject(where, "has no micro-kernel");
   const size_t step = variant.ukernels->struct_size;  // of the writer, who may know more fields
-  if (step < sizeof(ktk_ukernel)) reject(where, "a micro-kernel's struct_size is too small");
+  if (step < kUkernelSize) reject(where, "a micro-kernel's struct_size is too small");
   std::vector<ktk_ukernel> kernels;
   const char* at = reinterpret_cast<const char*>(variant.ukernels);
   for (size_t i = 0; i < variant.num_ukernels; ++i, at += step) {
@@ -51,8 +57,7 @@ std::vector<ktk_ukernel> copy_kernels(const std::string& where, const ktk_varian
 
 std::unique_ptr<Variant> copy_variant(const std::string& backend, const ktk_variant* source) {
   if (!source) reject(backend, "a variant is NULL");
-  if (source->struct_size < sizeof(ktk_variant))
-    reject(backend, "a variant's struct_size is too small");
+  if (source->struct_size < kVariantSize) reject(backend, "a variant's struct_size is too small");
   auto variant = std::make_unique<Variant>();
   static_cast<ktk_variant&>(*variant) = copy_struct(source);
   if (!variant->name || !*variant->name) reject(backend, "a variant has no name");
@@ -113,7 +118,7 @@ std::shared_ptr<BackendTable> BackendTable::copy(const ktk_backend* source) {
                    std::to_string(source->abi_minor) + ", this ktk speaks " +
                    std::to_string(KTK_ABI_MAJOR) + "." + std::to_string(KTK_ABI_MINOR));
   }
-  if (source->struct_size < sizeof(ktk_backend)) reject("backend", "struct_size is too small");
+  if (source->struct_size < kBackendSize) reject("backend", "struct_size is too small");
   const ktk_backend table = copy_struct(source);
   if (!table.name || !*table.name) reject("backend", "has no name");
   auto result = std::make_shared<BackendTable>();

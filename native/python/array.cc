@@ -79,7 +79,7 @@ void check_array(const char* name, const Array& array, const std::vector<int64_t
                               .c_str());
   }
   const size_t last = shape.size() - 1;
-  if (got[last] > 1 && array.stride(last) != 1) {
+  if (array.size() > 0 && got[last] > 1 && array.stride(last) != 1) {
     throw nb::value_error(
         (std::string(name) + " must be contiguous in its last dimension").c_str());
   }
