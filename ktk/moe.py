@@ -340,5 +340,5 @@ def _empty_like(hidden: Array) -> Array:
         return torch.empty(hidden.shape, dtype=hidden.dtype)
     if isinstance(hidden, np.ndarray):
         return np.empty(hidden.shape, dtype=hidden.dtype)
-    tensor = torch.from_dlpack(hidden)
+    tensor = torch.utils.dlpack.from_dlpack(hidden)
     return torch.empty(tensor.shape, dtype=tensor.dtype)

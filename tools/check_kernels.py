@@ -21,7 +21,9 @@ from pathlib import Path
 
 LOCAL = set("tbdrns")  # nm prints local symbols in lower case
 MAY_CALL = {"memcpy", "memmove", "memset", "_GLOBAL_OFFSET_TABLE_"}
-PRODUCT = re.compile(r"v?(tdp\w+|pdpbusd|pdpwssd|dpbf16ps|fn?m(add|sub)\d+[ps]s|pmaddwd|pmaddubsw)$")
+PRODUCT = re.compile(
+    r"v?(tdp\w+|pdpbusd|pdpwssd|dpbf16ps|fn?m(add|sub)\d+[ps]s|pmaddwd|pmaddubsw)$"
+)
 STACK = re.compile(r"%[xyz]mm\d+.*\(%rsp\)|\(%rsp\).*%[xyz]mm\d+")
 LEAST_PRODUCTS = 2  # fewer in a loop: a tail, not a hot loop
 PRODUCTS_PER_MOVE = 8  # an accumulator in memory costs two moves a product
@@ -74,20 +76,16 @@ def functions(archive: Path) -> dict[str, list[Instruction]]:
     for line in run("objdump", "-d", "--no-show-raw-insn", archive).splitlines():
         if header := re.match(r"[0-9a-f]+ <(.+)>:$", line):
             current = result.setdefault(header[1], [])
-        elif code := re.match(r"\s*([0-9a-f]+):\s+(\w+)\s*(.*)$", line):
+        elif code := re.match(r"\s*([0-9a-f]+):\s+(?:\{\w+\} )?(\w+)\s*(.*)$", line):
             current.append(Instruction(int(code[1], 16), code[2], code[3]))
     return result
 
 
 def innermost_loops(code: list[Instruction]) -> list[list[Instruction]]:
     """Bodies between a backward jump and its target that hold no other such body."""
-    spans = {
-        (i.target, i.address) for i in code if i.target is not None and i.target <= i.address
-    }
+    spans = {(i.target, i.address) for i in code if i.target is not None and i.target <= i.address}
     spans = {s for s in spans if code and s[0] >= code[0].address}
-    inner = [
-        s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)
-    ]
+    inner = [s for s in spans if not any(o != s and s[0] <= o[0] and o[1] <= s[1] for o in spans)]
     return [[i for i in code if first <= i.address <= last] for first, last in inner]
 
 

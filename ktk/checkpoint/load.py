@@ -54,7 +54,8 @@ def load_moe(
         moe = chosen.moe(**checkpoint.config.arguments(**options))
         for slot in range(checkpoint.config.num_experts):
             if slot in slots:
-                moe.load_expert(slot, **checkpoint.expert(found, slots[slot]))
+                arrays: dict[str, Any] = dict(checkpoint.expert(found, slots[slot]))
+                moe.load_expert(slot, **arrays)
             else:
                 moe.leave_out(slot)
     return moe

@@ -1,0 +1,263 @@
+"""
+The core of ktk: CPU detection, worker pool, memory and the MoE pipeline.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import numpy
+from numpy.typing import NDArray
+
+
+ABI: tuple = (1, 0)
+
+def detected_isa() -> list[str]:
+    """
+    Names of the instruction sets that this CPU and operating system offer.
+    """
+
+def allowed_isa() -> list[str]:
+    """
+    Names of the instruction sets that variants may use: detected_isa() under KTK_ISA.
+    """
+
+def cpu_model() -> str:
+    """What the CPU calls itself."""
+
+def topology() -> dict:
+    """NUMA nodes and CPUs of this process: nodes, quota, default_threads."""
+
+def read_topology(root: str, allowed: Sequence[int]) -> dict:
+    """The same, from a copy of /sys below `root`."""
+
+class WorkerPool:
+    """
+    Threads that compute layers, one call at a time.
+
+    Parameters
+    ----------
+    threads : int
+        Number of workers; 0 takes one per physical core inside the
+        affinity mask and the cgroup's quota.
+    cpus : list of int, optional
+        CPU of each worker; their number is `threads`.
+    pin : bool
+        Whether workers stay on their CPU.
+    """
+
+    def __init__(self, threads: int = 0, cpus: Sequence[int] | None = None, pin: bool = True) -> None: ...
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+
+    @property
+    def cpus(self) -> list[int]:
+        """CPU of each worker, -1 where it is not pinned."""
+
+    @property
+    def nodes(self) -> list[int]:
+        """Position in topology()['nodes'] of each worker."""
+
+class AbiError(RuntimeError):
+    pass
+
+class Format:
+    """
+    How weights are stored: (element - zero) * scale per group.
+
+    A group spans group_n rows and group_k columns; 0 is the whole extent.
+    """
+
+    def __init__(self, element: str, scale: str = 'none', zero: str = 'none', group_n: int = 1, group_k: int = 0) -> None: ...
+
+    @property
+    def element(self) -> str: ...
+
+    @property
+    def scale(self) -> str: ...
+
+    @property
+    def zero(self) -> str: ...
+
+    @property
+    def group_n(self) -> int: ...
+
+    @property
+    def group_k(self) -> int: ...
+
+    def __eq__(self, arg: object, /) -> bool: ...
+
+    def __hash__(self) -> int: ...
+
+    def __str__(self) -> str: ...
+
+    def __repr__(self) -> str: ...
+
+class VariantInfo:
+    """A variant of a backend: one instruction set."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layout(self) -> str:
+        """Variants with the same layout read each other's packed weights."""
+
+    @property
+    def required_isa(self) -> list[str]: ...
+
+    @property
+    def missing_isa(self) -> list[str]:
+        """Instruction sets that this CPU lacks, or KTK_ISA forbids."""
+
+    @property
+    def runnable(self) -> bool: ...
+
+    @property
+    def m_step(self) -> int: ...
+
+    @property
+    def n_step(self) -> int: ...
+
+    @property
+    def k_step(self) -> int: ...
+
+    @property
+    def act(self) -> Format:
+        """What an activation is encoded as."""
+
+    @property
+    def ukernels(self) -> list[tuple[str, int]]:
+        """Name and largest row count of each micro-kernel."""
+
+class Backend:
+    """The checked table of a backend."""
+
+    def __init__(self, capsule: object) -> None: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def abi(self) -> tuple[int, int]: ...
+
+    @property
+    def formats(self) -> list[Format]:
+        """Formats that weights are stored in."""
+
+    @property
+    def accepts(self) -> list[tuple[Format, int]]:
+        """
+        Formats that weights may come in, with the index of what they are stored as.
+        """
+
+    @property
+    def variants(self) -> list[VariantInfo]:
+        """Variants, best first."""
+
+    def default_variant(self) -> str:
+        """
+        Name of the best variant that runs here; RuntimeError with the reasons if none does.
+        """
+
+class PackedMatrix:
+    """
+    A weight [n, k] packed by one variant of a backend, for tests and tools.
+    """
+
+    def __init__(self, backend: object, variant: str, data: Annotated[NDArray, dict(writable=False)], scale: Annotated[NDArray, dict(writable=False)] | None = None, zero: Annotated[NDArray, dict(writable=False)] | None = None, *, given: Format | None = None, stored: Format | None = None, force: bool = False) -> None: ...
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def variant(self) -> str: ...
+
+    @property
+    def act_size(self) -> int:
+        """Bytes of one packed row of activations."""
+
+    @property
+    def buffer(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
+        """The packed bytes, writable."""
+
+    def repack(self, data: Annotated[NDArray, dict(writable=False)], scale: Annotated[NDArray, dict(writable=False)] | None = None, zero: Annotated[NDArray, dict(writable=False)] | None = None, *, given: Format | None = None, n_begin: int, n_end: int) -> None:
+        """Packs rows [n_begin, n_end) of another weight of the same shape."""
+
+    def unpack(self, n_begin: int = 0, n_end: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
+        """Rows [n_begin, n_end) as stored, f32."""
+
+    def padded(self, m: int) -> int:
+        """m rounded up to the variant's m_step."""
+
+    def pack_act(self, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None))]:
+        """Encoded rows, uint8 [padded m, act_size]."""
+
+    def pack_act_range(self, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], k_begin: int, k_end: int, act: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+        """Encodes columns [k_begin, k_end) of x into `act`."""
+
+    def unpack_act(self, act: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], m: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
+
+    def act_round_trip(self, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
+
+    def matmul(self, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], n_begin: int = 0, n_end: int | None = None, ukernel: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
+        """Encodes x and multiplies: f32 [m, n_end - n_begin]."""
+
+    def run_raw(self, act: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], m: int, n_begin: int, n_end: int, dst: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], ukernel: int | None = None) -> None:
+        """Multiplies encoded rows into the caller's memory."""
+
+class Ticket:
+    """A call that was submitted."""
+
+    def wait(self) -> None:
+        """Waits for the end of the call; raises what went wrong in it."""
+
+    @property
+    def done(self) -> bool:
+        """Whether wait() would return at once."""
+
+class MoE:
+    """The experts of one layer; ktk.MoE is its public face."""
+
+    def __init__(self, backend: object, pool: WorkerPool, num_experts: int, num_experts_per_tok: int, hidden_size: int, intermediate_size: int, activation: int, alpha: float, limit: float | None, clamp_gate_below: bool, variant: str, force: bool, shards: int, stored: Format | None) -> None: ...
+
+    def load_expert(self, expert: int, gate: Annotated[NDArray, dict(writable=False)], up: Annotated[NDArray, dict(writable=False)], down: Annotated[NDArray, dict(writable=False)], gate_scale: Annotated[NDArray, dict(writable=False)] | None = None, up_scale: Annotated[NDArray, dict(writable=False)] | None = None, down_scale: Annotated[NDArray, dict(writable=False)] | None = None, gate_zero: Annotated[NDArray, dict(writable=False)] | None = None, up_zero: Annotated[NDArray, dict(writable=False)] | None = None, down_zero: Annotated[NDArray, dict(writable=False)] | None = None, gate_bias: Annotated[NDArray, dict(writable=False)] | None = None, up_bias: Annotated[NDArray, dict(writable=False)] | None = None, down_bias: Annotated[NDArray, dict(writable=False)] | None = None, given: Format | None = None) -> None: ...
+
+    def leave_out(self, expert: int) -> None: ...
+
+    def forward(self, hidden: Annotated[NDArray, dict(writable=False)], topk_ids: Annotated[NDArray, dict(writable=False)], topk_weights: Annotated[NDArray, dict(writable=False)], mask: Annotated[NDArray, dict(writable=False)] | None, out: NDArray) -> None: ...
+
+    def submit(self, hidden: Annotated[NDArray, dict(writable=False)], topk_ids: Annotated[NDArray, dict(writable=False)], topk_weights: Annotated[NDArray, dict(writable=False)], mask: Annotated[NDArray, dict(writable=False)] | None, out: NDArray) -> Ticket: ...
+
+    def unpack_expert(self, expert: int) -> tuple: ...
+
+    @property
+    def variant(self) -> str: ...
+
+    @property
+    def pool(self) -> WorkerPool: ...
+
+    @property
+    def shards(self) -> int: ...
+
+    @property
+    def expert_nbytes(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def format(self) -> Format | None: ...
+
+    @property
+    def down_format(self) -> Format | None: ...
