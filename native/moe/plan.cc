@@ -1,0 +1,124 @@
+#include "moe/plan.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace ktk {
+namespace {
+
+// f32 results of gate (and as much of up) that a worker keeps in its L2.
+constexpr size_t kPanelFloats = 32 * 1024;
+// f32 sums of a task in the second half, likewise; but no fewer columns than kLeastColumns, because
+// each task reads all encoded intermediates.
+constexpr size_t kSumBytes = 2 << 20;
+constexpr size_t kLeastColumns = 256;
+constexpr size_t kPrivateTokens = 4;
+// A chunk of tokens reads all weights once, so it should be large; what it keeps between the two
+// halves should stay in the last cache, or at least not grow without bounds.
+constexpr size_t kChunkTokens = 4096;
+constexpr size_t kChunkBytes = size_t{192} << 20;
+constexpr size_t kLeastTokens = 256;
+
+size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+
+// Floats between the rows of a panel: whole cache lines, and an odd number of them, because rows a
+// power of two apart would share a few sets of the L1 cache.
+size_t odd_stride(size_t columns) { return (round_up(columns, 16) / 16 | 1) * 16; }
+
+// Cuts one allocation into aligned pieces.
+class Carver {
+ public:
+  size_t add(size_t bytes) {
+    const size_t at = size_;
+    size_ += round_up(bytes, KTK_ALIGNMENT);
+    return at;
+  }
+  size_t size() const { return size_; }
+
+ private:
+  size_t size_ = 0;
+};
+
+}  // namespace
+
+Plan::Plan(const Config& config, const Variant& variant, const std::vector<Shard>& shards)
+    : config_(config), variant_(variant), shards_(shards) {
+  x_stride = variant.act_size(&shards[0].gate);
+  for (const Shard& shard : shards) h_strides.push_back(variant.act_size(&shard.down));
+}
+
+size_t Plan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step); }
+
+size_t Plan::max_tokens() const {
+  size_t bytes = x_stride;
+  for (const size_t stride : h_strides) bytes += config_.top_k * stride;
+  if (shards_.size() > 1) bytes += shards_.size() * config_.hidden * sizeof(float);
+  return std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
+}
+
+void Plan::make(const Route& route, size_t count, int workers) {
+  tokens = count;
+  private_x = tokens <= kPrivateTokens;
+  size_t most = 0;
+  for (const Route::Active& active : route.active) most = std::max<size_t>(most, active.count);
+  const size_t block_rows = std::min(most, kMaxRows);
+
+  // Gate and up are cut where the down projection's activations can be cut, too.
+  const size_t step = std::lcm<size_t>(variant_.tile.n_step, variant_.tile.k_step);
+  panel_columns = std::max(kPanelFloats / pad(block_rows) / step * step, step);
+  gate_up.resize(shards_.size());
+  for (size_t s = 0; s < shards_.size(); ++s) {
+    cut_gate_up(route, shards_[s].width(), step, workers, gate_up[s]);
+  }
+  const size_t cap = std::max(kSumBytes / (tokens * sizeof(float)), kLeastColumns);
+  cut_down(config_.hidden, variant_.tile.n_step, cap, workers, down);
+
+  place_shared(route.tokens.size());
+  place_own(block_rows);
+}
+
+void Plan::place_shared(size_t rows) {
+  Carver shared;
+  h.clear();
+  partial.clear();
+  // Micro-kernels may read whole steps of rows, from any row on.
+  const size_t padding = variant_.tile.m_step;
+  x = shared.add(private_x ? 0 : (tokens + padding) * x_stride);
+  for (const size_t stride : h_strides) h.push_back(shared.add((rows + padding) * stride));
+  for (size_t s = 0; shards_.size() > 1 && s < shards_.size(); ++s) {
+    partial.push_back(shared.add(tokens * config_.hidden * sizeof(float)));
+  }
+  shared_bytes = shared.size();
+}
+
+void Plan::place_own(size_t block_rows) {
+  size_t columns = 0;
+  for (const DownTask& task : down) columns = std::max<size_t>(columns, task.end - task.begin);
+  down_stride = odd_stride(round_up(columns, variant_.tile.n_step));
+  panel_stride = odd_stride(panel_columns);
+  const size_t rows = pad(block_rows);
+  Carver carver;
+  own.row = carver.add(config_.hidden * sizeof(float));
+  own.x = carver.add(private_x ? (tokens + variant_.tile.m_step) * x_stride : 0);
+  own.gather = carver.add(rows * x_stride);
+  own.gate = carver.add(rows * panel_stride * sizeof(float));
+  own.up = carver.add(rows * panel_stride * sizeof(float));
+  own.product = carver.add(rows * down_stride * sizeof(float));
+  own.sums = carver.add(tokens * down_stride * sizeof(float));
+  own.scratch = carver.add(kernel_scratch(block_rows));
+  own.bytes = carver.size();
+}
+
+size_t Plan::kernel_scratch(size_t rows) const {
+  size_t bytes = 0;
+  for (const ktk_ukernel& kernel : variant_.kernels) {
+    if (!kernel.scratch_size) continue;
+    for (const Shard& shard : shards_) {
+      bytes = std::max(
+          {bytes, kernel.scratch_size(&shard.gate, rows), kernel.scratch_size(&shard.down, rows)});
+    }
+  }
+  return bytes;
+}
+
+}  // namespace ktk

@@ -1,0 +1,67 @@
+// Sizes, tasks and places in scratch memory for one chunk of tokens.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "moe/config.h"
+#include "moe/route.h"
+#include "moe/schedule.h"
+#include "moe/table.h"
+#include "moe/weights.h"
+
+namespace ktk {
+
+struct Plan {
+  // Rows of an expert that are multiplied at once: bounds a worker's panels.
+  static constexpr size_t kMaxRows = 512;
+
+  // Bytes of an encoded token, and per shard of an encoded intermediate.
+  size_t x_stride = 0;
+  std::vector<size_t> h_strides;
+
+  size_t tokens = 0;
+  // So few tokens that every worker encodes them all for itself, which saves a barrier.
+  bool private_x = false;
+  size_t panel_columns = 0;                      // of gate and up that are computed at once
+  size_t panel_stride = 0, down_stride = 0;      // floats between rows of panels
+  std::vector<std::vector<GateUpTask>> gate_up;  // per shard
+  std::vector<DownTask> down;                    // the same for every shard
+
+  // Offsets in the memory that workers share. `partial` is empty for one shard.
+  size_t x = 0;
+  std::vector<size_t> h, partial;
+  size_t shared_bytes = 0;
+
+  // Offsets in a worker's own memory.
+  struct {
+    size_t row;       // one f32 token
+    size_t x;         // encoded tokens, when private
+    size_t gather;    // encoded rows of one expert
+    size_t gate, up;  // f32 panels
+    size_t product;   // f32 panel of the down projection
+    size_t sums;      // f32 sums of the output columns of a task
+    size_t scratch;   // the micro-kernel's
+    size_t bytes;
+  } own{};
+
+  Plan(const Config& config, const Variant& variant, const std::vector<Shard>& shards);
+
+  // The most tokens that a chunk takes, so that memory stays bounded for any number of them.
+  size_t max_tokens() const;
+
+  // Plans for `count` tokens that go as `route` says.
+  void make(const Route& route, size_t count, int workers);
+
+ private:
+  size_t pad(size_t rows) const;
+  size_t kernel_scratch(size_t rows) const;
+  void place_shared(size_t rows);
+  void place_own(size_t block_rows);
+
+  const Config& config_;
+  const Variant& variant_;
+  const std::vector<Shard>& shards_;
+};
+
+}  // namespace ktk
