@@ -10,11 +10,8 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "act_codec.h"
 #include "common/amx.h"
-#include "ktk/target.h"
-#include "loops.h"
-#include "weight_codec.h"
+#include "variant.h"
 
 namespace {
 
@@ -106,35 +103,12 @@ void run(const ktk_matmul* mm) {
   matmul<Tile>(mm);
 }
 
-constexpr ktk_ukernel kUkernels[] = {
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "gemm_32x32",
-        .m_max = SIZE_MAX,
-        .scratch_size = nullptr,
-        .run = run,
-    },
-};
+constexpr ktk_ukernel kUkernel = make_ukernel("gemm_32x32", run);
 
 }  // namespace
 
-extern "C" const ktk_variant KTK_VARIANT(bf16);
-extern "C" const ktk_variant KTK_VARIANT(bf16) = {
-    .struct_size = sizeof(ktk_variant),
-    .name = KTK_STRING(KTK_TARGET),
-    .required_isa = KTK_TARGET_ISA,
-    .tile = {.m_step = kTileRows, .n_step = kBlockCols, .k_step = kStepDepth},
-    .act = {.element = KTK_BF16, .scale = KTK_NONE, .zero = KTK_NONE, .group_n = 0, .group_k = 0},
-    .layout = kLayout,
-    .weight_size = weight_size,
-    .pack_weight = pack_weight,
-    .unpack_weight = unpack_weight,
-    .act_size = act_size<2>,
-    .pack_act = pack_act_bf16,
-    .unpack_act = unpack_act_bf16,
-    .ukernels = kUkernels,
-    .num_ukernels = sizeof kUkernels / sizeof *kUkernels,
-    .enter = ktk::enter_amx,
-    .leave = ktk::leave_amx,
-    .weight_offset = weight_offset,
-};
+extern "C" {
+extern const ktk_variant KTK_VARIANT(bf16);
+constexpr ktk_variant KTK_VARIANT(bf16) = make_variant<ActBf16>(kUkernel, kTileRows, ktk::enter_amx,
+                                                                ktk::leave_amx);
+}

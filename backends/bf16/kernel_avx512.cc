@@ -10,10 +10,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "act_codec.h"
-#include "ktk/target.h"
-#include "loops.h"
-#include "weight_codec.h"
+#include "variant.h"
 
 namespace {
 
@@ -98,35 +95,11 @@ struct Tile {
   }
 };
 
-constexpr ktk_ukernel kUkernels[] = {
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "gemm_12x32",
-        .m_max = SIZE_MAX,
-        .scratch_size = nullptr,
-        .run = matmul<Tile>,
-    },
-};
+constexpr ktk_ukernel kUkernel = make_ukernel("gemm_12x32", matmul<Tile>);
 
 }  // namespace
 
-extern "C" const ktk_variant KTK_VARIANT(bf16);
-extern "C" const ktk_variant KTK_VARIANT(bf16) = {
-    .struct_size = sizeof(ktk_variant),
-    .name = KTK_STRING(KTK_TARGET),
-    .required_isa = KTK_TARGET_ISA,
-    .tile = {.m_step = 1, .n_step = kBlockCols, .k_step = kStepDepth},
-    .act = {.element = KTK_F32, .scale = KTK_NONE, .zero = KTK_NONE, .group_n = 0, .group_k = 0},
-    .layout = kLayout,
-    .weight_size = weight_size,
-    .pack_weight = pack_weight,
-    .unpack_weight = unpack_weight,
-    .act_size = act_size<sizeof(float)>,
-    .pack_act = pack_act_f32,
-    .unpack_act = unpack_act_f32,
-    .ukernels = kUkernels,
-    .num_ukernels = sizeof kUkernels / sizeof *kUkernels,
-    .enter = nullptr,
-    .leave = nullptr,
-    .weight_offset = weight_offset,
-};
+extern "C" {
+extern const ktk_variant KTK_VARIANT(bf16);
+constexpr ktk_variant KTK_VARIANT(bf16) = make_variant<ActF32>(kUkernel);
+}

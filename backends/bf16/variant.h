@@ -1,0 +1,65 @@
+// The table of a variant: the shared codecs around the micro-kernel of one instruction set.
+#pragma once
+
+#include "act_codec.h"
+#include "ktk/target.h"
+#include "loops.h"
+#include "weight_codec.h"
+
+namespace {
+
+// How a variant keeps activations.
+struct ActBf16 {
+  static constexpr ktk_element kElement = KTK_BF16;
+  static constexpr auto size = act_size<2>;
+  static constexpr auto pack = pack_act_bf16;
+  static constexpr auto unpack = unpack_act_bf16;
+};
+struct ActF32 {
+  static constexpr ktk_element kElement = KTK_F32;
+  static constexpr auto size = act_size<sizeof(float)>;
+  static constexpr auto pack = pack_act_f32;
+  static constexpr auto unpack = unpack_act_f32;
+};
+
+// One micro-kernel serves any number of rows: it has code for every height of its tile, down to a
+// single row, which already reads weights at the rate of memory.
+constexpr ktk_ukernel make_ukernel(const char* name, void (*run)(const ktk_matmul*)) {
+  return {
+      .struct_size = sizeof(ktk_ukernel),
+      .name = name,
+      .m_max = SIZE_MAX,
+      .scratch_size = nullptr,
+      .run = run,
+  };
+}
+
+template <class Act>
+constexpr ktk_variant make_variant(const ktk_ukernel& ukernel, uint32_t m_step = 1,
+                                   void (*enter)() = nullptr, void (*leave)() = nullptr) {
+  return {
+      .struct_size = sizeof(ktk_variant),
+      .name = KTK_STRING(KTK_TARGET),
+      .required_isa = KTK_TARGET_ISA,
+      .tile = {.m_step = m_step, .n_step = kBlockCols, .k_step = kStepDepth},
+      .act = {.element = Act::kElement,
+              .scale = KTK_NONE,
+              .zero = KTK_NONE,
+              .group_n = 0,
+              .group_k = 0},
+      .layout = kLayout,
+      .weight_size = weight_size,
+      .pack_weight = pack_weight,
+      .unpack_weight = unpack_weight,
+      .act_size = Act::size,
+      .pack_act = Act::pack,
+      .unpack_act = Act::unpack,
+      .ukernels = &ukernel,
+      .num_ukernels = 1,
+      .enter = enter,
+      .leave = leave,
+      .weight_offset = weight_offset,
+  };
+}
+
+}  // namespace
