@@ -37,19 +37,25 @@ inline void prefetch_step(const TileWork<Share>& work, size_t step, const char* 
   work.stream.template prefetch<kStepLines>(step, weight);
 }
 
+// Columns [n_begin, n_end) of the packed matrix.
+inline WeightStream weight_stream(const ktk_matmul* mm) {
+  const size_t bytes = block_bytes(mm->matrix);
+  const size_t blocks = (mm->n_end - mm->n_begin + kBlockCols - 1) / kBlockCols;
+  return {
+      .begin = static_cast<const char*>(mm->weight) + mm->n_begin / kBlockCols * bytes,
+      .lines = blocks * bytes / kLine,
+      .next = static_cast<const char*>(mm->next),
+  };
+}
+
 // Tile has: kRows, the most rows it takes; kSteps, the longest run for several tiles of rows, and
 // kLoneSteps for only one, which does not come back to the weights; kRowStep, which its rows are
 // padded to; kActBytes, the size of one element of act; and run(const TileWork&).
 template <class Tile, class Share>
 inline void matmul_tiles(const ktk_matmul* mm, size_t tiles) {
   const size_t steps = num_steps(mm->matrix);
-  const size_t bytes = block_bytes(mm->matrix);
   const size_t blocks = (mm->n_end - mm->n_begin + kBlockCols - 1) / kBlockCols;
-  const WeightStream stream = {
-      .begin = static_cast<const char*>(mm->weight) + mm->n_begin / kBlockCols * bytes,
-      .lines = blocks * bytes / kLine,
-      .next = static_cast<const char*>(mm->next),
-  };
+  const WeightStream stream = weight_stream(mm);
   // Tiles of nearly equal height: 13 rows are 7 + 6 and not 12 + 1.
   const size_t row_steps = (mm->m + Tile::kRowStep - 1) / Tile::kRowStep;
   const size_t height = (row_steps + tiles - 1) / tiles * Tile::kRowStep;

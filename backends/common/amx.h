@@ -8,7 +8,8 @@
 namespace ktk {
 namespace {
 
-// The tiles of a 2 x 2 product: C 0 1 / 2 3, A 4 / 5, B 6 7. All are 64 bytes wide; B has 16 rows.
+// All tiles are 64 bytes wide. A and C, tiles 0 to 5, have as many rows as are multiplied; B, tiles
+// 6 and 7, has 16.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -16,9 +17,7 @@ struct alignas(64) TileConfig {
   uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16];
 
-  // `upper` rows of A and C in tiles 0, 1 and 4, `lower` in 2, 3 and 5.
-  TileConfig(uint8_t upper, uint8_t lower)
-      : rows{upper, upper, lower, lower, upper, lower, 16, 16} {}
+  explicit TileConfig(uint8_t m) : rows{m, m, m, m, m, m, 16, 16} {}
 };
 static_assert(sizeof(TileConfig) == 64);
 
@@ -31,19 +30,18 @@ inline void load_tile_config(const TileConfig& config) {
   _tile_loadconfig(&config);
 }
 
-inline void enter_amx() { load_tile_config({16, 16}); }
+inline void enter_amx() { load_tile_config(TileConfig(16)); }
 inline void leave_amx() { _tile_release(); }
 
-// Tiles as high as the rows of a call that fit in 32, for the time of that call: rows that are only
-// padding would be read from act again for every column, and push the weights out of the caches.
+// Makes tiles as high as the rows of a call, for the time of that call, when they are fewer than
+// 16: rows that are only padding would be read from act again for every column.
 class TileRows {
  public:
-  explicit TileRows(size_t m) : fewer_(m < 32) {
-    const auto rows = static_cast<uint8_t>(m);
-    if (fewer_) load_tile_config(m <= 16 ? TileConfig(rows, 16) : TileConfig(16, rows - 16));
+  explicit TileRows(size_t m) : fewer_(m < 16) {
+    if (fewer_) load_tile_config(TileConfig(static_cast<uint8_t>(m)));
   }
   ~TileRows() {
-    if (fewer_) load_tile_config({16, 16});
+    if (fewer_) enter_amx();
   }
   TileRows(const TileRows&) = delete;
   TileRows& operator=(const TileRows&) = delete;

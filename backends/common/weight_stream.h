@@ -69,6 +69,7 @@ struct WeightStream {
 
 // What a tile of rows fetches in each step when it is the only one, and every line is used once.
 struct NearShare {
+  NearShare() = default;
   NearShare(const WeightStream&, size_t, size_t, size_t, size_t, size_t) {}
 
   // `weight` is what the step multiplies.
