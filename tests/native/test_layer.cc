@@ -1,0 +1,195 @@
+// Whole layers with the kernels of one backend, for the sanitizers: memory outside the arrays,
+// races between workers, undefined arithmetic. The numbers are the conformance kit's business; here
+// an error of layout, which is of the order of the result itself, is all that shows.
+//
+// The build passes -DKTK_BACKEND and -DKTK_VARIANTS as to a backend's module.
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "check.h"
+#include "core/cpu.h"
+#include "ktk/target.h"
+#include "moe/layer.h"
+#include "moe/ticket.h"
+
+#define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
+#define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
+#define KTK_ADDRESS_(isa) &KTK_VARIANT_OF(isa),
+KTK_VARIANTS(KTK_DECLARE_)
+
+namespace {
+
+using ktk::Layer;
+
+constexpr const ktk_variant* kVariants[] = {KTK_VARIANTS(KTK_ADDRESS_)};
+// Backends with one stored format do not look at it, so the one that is given will do.
+constexpr ktk_format kBf16 = {KTK_BF16, KTK_NONE, KTK_NONE, 0, 0};
+constexpr ktk_accept kAccept = {kBf16, 0};
+constexpr ktk_backend kBackend = {
+    .struct_size = sizeof(ktk_backend),
+    .abi_major = KTK_ABI_MAJOR,
+    .abi_minor = KTK_ABI_MINOR,
+    .name = KTK_STRING(KTK_BACKEND),
+    .formats = &kBf16,
+    .num_formats = 1,
+    .accepts = &kAccept,
+    .num_accepts = 1,
+    .variants = kVariants,
+    .num_variants = std::size(kVariants),
+};
+
+// Sizes off every step, and an intermediate size of two shards for the largest depth step (512).
+constexpr size_t kExperts = 5, kTopK = 2, kHidden = 70, kIntermediate = 530;
+
+ktk::Config config() {
+  return {kExperts, kTopK, kHidden, kIntermediate, {KTK_SILU, 1.0f, INFINITY, false}};
+}
+
+std::vector<uint16_t> random_bf16(size_t count, float scale, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0, scale);
+  std::vector<uint16_t> values(count);
+  for (uint16_t& value : values) value = std::bit_cast<uint32_t>(normal(random)) >> 16;
+  return values;
+}
+
+float to_f32(uint16_t bf16) { return std::bit_cast<float>(static_cast<uint32_t>(bf16) << 16); }
+
+std::shared_ptr<Layer> make_layer(const std::string& variant, int threads, int shards) {
+  const auto engine = ktk::Engine::make({.threads = threads, .cpus = {}, .pin = false});
+  auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), variant, false, config(),
+                                       engine, shards, std::nullopt);
+  for (unsigned e = 0; e < kExperts; ++e) {
+    const float scale = 0.1f;
+    const auto gate = random_bf16(kIntermediate * kHidden, scale, 3 * e);
+    const auto up = random_bf16(kIntermediate * kHidden, scale, 3 * e + 1);
+    const auto down = random_bf16(kHidden * kIntermediate, scale, 3 * e + 2);
+    const auto source = [](const std::vector<uint16_t>& values, size_t k) {
+      ktk_source source{};
+      source.format = kBf16;
+      source.data = values.data();
+      source.data_stride = k * sizeof(uint16_t);
+      return source;
+    };
+    layer->load(e, {source(gate, kHidden), source(up, kHidden), source(down, kIntermediate)});
+  }
+  return layer;
+}
+
+// Arrays of a call, of exactly the size they need.
+struct Call {
+  std::vector<uint16_t> hidden;
+  std::vector<int32_t> ids;
+  std::vector<float> weights, out;
+  ktk::Request request;
+
+  explicit Call(size_t tokens) : hidden(random_bf16(tokens * kHidden, 1.0f, 99)) {
+    std::mt19937 random(7);
+    for (size_t i = 0; i < tokens * kTopK; ++i) {
+      // Some ids are out of range on either side, and mean nobody.
+      ids.push_back(static_cast<int32_t>(random() % (kExperts + 2)) - 1);
+      weights.push_back(0.25f * static_cast<float>(random() % 5));
+    }
+    out.assign(tokens * kHidden, NAN);
+    request.hidden = {hidden.data(), KTK_BF16, kHidden};
+    request.choice = {ids.data(), false, kTopK, weights.data(), kTopK, tokens, kTopK};
+    request.out = {out.data(), KTK_F32, kHidden};
+  }
+};
+
+std::vector<double> reference(const Layer& layer, const Call& call) {
+  std::vector<double> out(call.out.size());
+  std::vector<float> gate(kIntermediate * kHidden), up(gate.size()), down(gate.size());
+  for (size_t e = 0; e < kExperts; ++e) {
+    layer.weights()->unpack(e, gate.data(), up.data(), down.data());
+    for (size_t i = 0; i < call.ids.size(); ++i) {
+      if (call.ids[i] != static_cast<int32_t>(e)) continue;
+      const uint16_t* x = &call.hidden[i / kTopK * kHidden];
+      std::vector<double> h(kIntermediate);
+      for (size_t n = 0; n < kIntermediate; ++n) {
+        double g = 0, u = 0;
+        for (size_t k = 0; k < kHidden; ++k) {
+          g += double{to_f32(x[k])} * gate[n * kHidden + k];
+          u += double{to_f32(x[k])} * up[n * kHidden + k];
+        }
+        h[n] = g / (1 + std::exp(-g)) * u;
+      }
+      for (size_t n = 0; n < kHidden; ++n) {
+        double y = 0;
+        for (size_t k = 0; k < kIntermediate; ++k) y += h[k] * down[n * kIntermediate + k];
+        out[i / kTopK * kHidden + n] += call.weights[i] * y;
+      }
+    }
+  }
+  return out;
+}
+
+std::vector<std::string> runnable() {
+  std::vector<std::string> names;
+  for (const ktk_variant* variant : kVariants) {
+    if (!(variant->required_isa & ~ktk::allowed_isa())) names.emplace_back(variant->name);
+  }
+  return names;
+}
+
+TEST(layers_compute_what_they_hold) {
+  for (const std::string& variant : runnable()) {
+    for (const int shards : {1, 2}) {
+      const auto layer = make_layer(variant, 3, shards);
+      for (const size_t tokens : {1, 3, 20, 200}) {
+        Call call(tokens);
+        layer->forward(call.request);
+        const std::vector<double> wanted = reference(*layer, call);
+        double error = 0, size = 0;
+        for (size_t i = 0; i < wanted.size(); ++i) {
+          error += (call.out[i] - wanted[i]) * (call.out[i] - wanted[i]);
+          size += wanted[i] * wanted[i];
+        }
+        CHECK(error <= 0.01 * size);
+      }
+    }
+  }
+}
+
+TEST(bits_do_not_depend_on_the_number_of_workers) {
+  for (const std::string& variant : runnable()) {
+    Call alone(50), together(50);
+    make_layer(variant, 1, 1)->forward(alone.request);
+    make_layer(variant, 4, 1)->forward(together.request);
+    CHECK(!std::memcmp(alone.out.data(), together.out.data(), alone.out.size() * sizeof(float)));
+  }
+}
+
+TEST(tickets_run_in_the_background) {
+  const auto layer = make_layer(runnable().front(), 2, 1);
+  Call direct(9);
+  layer->forward(direct.request);
+  std::vector<std::unique_ptr<Call>> calls;
+  std::vector<std::unique_ptr<ktk::Ticket>> tickets;
+  for (int i = 0; i < 8; ++i) {
+    calls.push_back(std::make_unique<Call>(9));
+    tickets.push_back(std::make_unique<ktk::Ticket>(layer, calls.back()->request));
+    // The inputs were copied.
+    calls.back()->hidden.assign(calls.back()->hidden.size(), 0);
+    calls.back()->ids.assign(calls.back()->ids.size(), -1);
+  }
+  for (int i = 0; i < 8; ++i) {
+    tickets[i]->wait();
+    CHECK(calls[i]->out == direct.out);
+  }
+}
+
+TEST(an_error_in_a_ticket_reaches_its_owner) {
+  const auto engine = ktk::Engine::make({.threads = 2, .cpus = {}, .pin = false});
+  const auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false,
+                                             config(), engine, 1, std::nullopt);
+  Call call(4);
+  const ktk::Ticket ticket(layer, call.request);
+  CHECK_THROWS(std::runtime_error, ticket.wait());
+}
+
+}  // namespace
