@@ -6,6 +6,12 @@
 
 namespace {
 
+#if defined(__aarch64__)
+using Half = __fp16;  // gcc 12 has no _Float16 in C++ there
+#else
+using Half = _Float16;
+#endif
+
 inline float from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 
@@ -14,7 +20,7 @@ void to_f32(const void* src, ktk_element type, size_t n, float* dst) {
     const uint16_t* in = static_cast<const uint16_t*>(src);
     for (size_t i = 0; i < n; ++i) dst[i] = from_bits(static_cast<uint32_t>(in[i]) << 16);
   } else if (type == KTK_F16) {
-    const _Float16* in = static_cast<const _Float16*>(src);
+    const Half* in = static_cast<const Half*>(src);
     for (size_t i = 0; i < n; ++i) dst[i] = static_cast<float>(in[i]);
   } else {
     __builtin_memcpy(dst, src, n * sizeof(float));
@@ -32,8 +38,8 @@ void from_f32(const float* src, ktk_element type, size_t n, void* dst) {
       out[i] = static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);
     }
   } else if (type == KTK_F16) {
-    _Float16* out = static_cast<_Float16*>(dst);
-    for (size_t i = 0; i < n; ++i) out[i] = static_cast<_Float16>(src[i]);
+    Half* out = static_cast<Half*>(dst);
+    for (size_t i = 0; i < n; ++i) out[i] = static_cast<Half>(src[i]);
   } else {
     __builtin_memcpy(dst, src, n * sizeof(float));
   }
