@@ -189,20 +189,8 @@ void multiply_amx(const ktk_matmul* mm) {
 // For one or two rows the vector kernel reads memory a little faster. Group sums are exact in both
 // and meet the same two roundings, so the bits are the same.
 constexpr ktk_ukernel kUkernels[] = {
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "vnni",
-        .m_max = 2,
-        .scratch_size = nullptr,
-        .run = multiply<Vnni512, TargetAct, 2, 2, 8>,
-    },
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "amx",
-        .m_max = SIZE_MAX,
-        .scratch_size = scratch_size,
-        .run = multiply_amx,
-    },
+    make_ukernel("vnni", 2, multiply<Vnni512, TargetAct, 2, 2, 8>),
+    make_ukernel("amx", SIZE_MAX, multiply_amx, scratch_size),
 };
 
 }  // namespace

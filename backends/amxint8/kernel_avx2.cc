@@ -32,20 +32,8 @@ using TargetAct = Act<WordCodes, 128>;
 
 // Registers: 8 accumulators, 4 halves of weights, 2 broadcasts, products.
 constexpr ktk_ukernel kUkernels[] = {
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "gemv",
-        .m_max = 2,
-        .scratch_size = nullptr,
-        .run = multiply<Dot, TargetAct, 2, 4, 4>,
-    },
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "gemm",
-        .m_max = SIZE_MAX,
-        .scratch_size = nullptr,
-        .run = multiply<Dot, TargetAct, 4, 2, 8>,
-    },
+    make_ukernel("gemv", 2, multiply<Dot, TargetAct, 2, 4, 4>),
+    make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 4, 2, 8>),
 };
 
 }  // namespace

@@ -10,20 +10,8 @@ using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 24 accumulators, 2 weights, broadcasts.
 constexpr ktk_ukernel kUkernels[] = {
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "gemv",
-        .m_max = 4,
-        .scratch_size = nullptr,
-        .run = multiply<Vnni512, TargetAct, 4, 2, 4>,
-    },
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "gemm",
-        .m_max = SIZE_MAX,
-        .scratch_size = nullptr,
-        .run = multiply<Vnni512, TargetAct, 12, 2, 8>,
-    },
+    make_ukernel("gemv", 4, multiply<Vnni512, TargetAct, 4, 2, 4>),
+    make_ukernel("gemm", SIZE_MAX, multiply<Vnni512, TargetAct, 12, 2, 8>),
 };
 
 }  // namespace

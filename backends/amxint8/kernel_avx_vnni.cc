@@ -23,20 +23,8 @@ using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 12 accumulators, 2 weights, a broadcast.
 constexpr ktk_ukernel kUkernels[] = {
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "gemv",
-        .m_max = 3,
-        .scratch_size = nullptr,
-        .run = multiply<Dot, TargetAct, 3, 4, 4>,
-    },
-    {
-        .struct_size = sizeof(ktk_ukernel),
-        .name = "gemm",
-        .m_max = SIZE_MAX,
-        .scratch_size = nullptr,
-        .run = multiply<Dot, TargetAct, 6, 2, 8>,
-    },
+    make_ukernel("gemv", 3, multiply<Dot, TargetAct, 3, 4, 4>),
+    make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 6, 2, 8>),
 };
 
 }  // namespace

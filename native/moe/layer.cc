@@ -55,9 +55,8 @@ void Layer::load(size_t expert, const ExpertSource& source) {
   const ktk_format* wanted = wanted_ ? &*wanted_ : nullptr;
   const size_t h = config_.hidden, i = config_.intermediate;
   const ktk_format& gate = table_->stored(source.gate.format, wanted, i, h);
-  const ktk_format& up = table_->stored(source.up.format, &gate, i, h);
+  table_->stored(source.up.format, &gate, i, h);  // up is stored as gate is, or refused
   const ktk_format& down = table_->stored(source.down.format, wanted, h, i);
-  (void)up;
   if (!weights_) {
     weights_ = std::make_unique<Weights>(config_, variant_, gate, down, nodes_);
   } else {
