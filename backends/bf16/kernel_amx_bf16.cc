@@ -162,7 +162,7 @@ void run(const ktk_matmul* mm) {
   if (mm->m <= kTileRows) {
     matmul_pairs(mm);
   } else {
-    matmul<Tile>(mm);
+    matmul<Tile, NearShare, FarShare>(mm);
   }
 }
 

@@ -1,4 +1,4 @@
-// BF16 with AVX2 and FMA: f32 rows, a register tile of up to 6 rows x 16 columns, twice per block.
+// BF16 with AVX2 and FMA: f32 rows.
 //
 // A cache line of weights holds pairs (k, k+1) of 16 columns, two registers. A shift makes f32 of
 // the even k, a mask of the odd ones; each is multiplied with an act value broadcast from memory:
@@ -8,16 +8,17 @@
 //   ...
 //   row 5:  act[5][k]  acc[5][0]               acc[5][1]       12 sums, 2 weights, mask, broadcast
 //
-// Few rows take both tiles of a block at once (32 columns): a single row would have two chains of
-// dependent additions otherwise, too few to keep up with memory.
+// Up to 3 rows have registers for both tiles of columns of a block: they use weights in the order
+// of memory, step by step. More rows pass over a run of steps in L1 twice, for a tile each.
 #include <immintrin.h>
-#include <string.h>
 
+#include "row_pointers.h"
 #include "variant.h"
 
 namespace {
 
 constexpr size_t kVectorCols = 8;
+constexpr ptrdiff_t kPairBytes = 2 * sizeof(float);  // of act
 
 inline __m256 even_k(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 // The mask stays in memory: a register for it would be the seventeenth of the largest tile.
@@ -42,54 +43,76 @@ inline void multiply_add(__m256& sum, __m256 a, __m256 w) {
   asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(w));
 }
 
-// kVectors: 2 for one tile of the block, 4 for both.
-template <size_t kM, size_t kVectors, class Share>
-inline void half_tile(const TileWork<Share>& work, size_t half, bool prefetch) {
-  // Two row pointers, three rows apart, and the stride times 0, 1, 2: addressing modes do the rest.
-  const size_t stride = work.act_stride;
-  const char* act[(kM + 2) / 3];
-  __m256 acc[kM][kVectors];
-  float* dst = work.dst + half * kTileCols;
+// Sums += products of one line of weights and a pair of each row.
+template <size_t kM, size_t kTiles>
+inline void add_line(__m256 (&acc)[kM][2 * kTiles], size_t tile, const char* weight,
+                     const RowPointers<kM>& act) {
 #pragma GCC unroll 2
-  for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] = work.act + i * 3 * stride;
+  for (int odd = 0; odd < 2; ++odd) {
+    // For the same reason: no loads of the odd half among the even ones.
+    asm volatile("" : : : "memory");
+    __m256 w[2];
+#pragma GCC unroll 2
+    for (size_t j = 0; j < 2; ++j) {
+      const __m256i pairs =
+          _mm256_load_si256(reinterpret_cast<const __m256i*>(weight + j * kLine / 2));
+      w[j] = odd ? odd_k(pairs) : even_k(pairs);
+    }
+#pragma GCC unroll 6
+    for (size_t i = 0; i < kM; ++i) {
+      const __m256 a = broadcast(act.row(i) + odd * sizeof(float));
+#pragma GCC unroll 2
+      for (size_t j = 0; j < 2; ++j) multiply_add(acc[i][2 * tile + j], a, w[j]);
+    }
+  }
+}
+
+// `kTiles` tiles of columns, from number `first_tile` on.
+template <size_t kM, size_t kTiles, class Share>
+inline void tiles(const TileWork<Share>& work, size_t first_tile) {
+  constexpr bool kLone = __is_same(Share, LoneShare);
+  constexpr size_t kAhead = kTiles == 2 ? 8 : 128;  // lines
+  __m256 acc[kM][2 * kTiles];
+  float* dst = work.dst + first_tile * kTileCols;
 #pragma GCC unroll 6
   for (size_t i = 0; i < kM; ++i) {
 #pragma GCC unroll 4
-    for (size_t j = 0; j < kVectors; ++j) {
+    for (size_t j = 0; j < 2 * kTiles; ++j) {
       acc[i][j] = work.first ? _mm256_setzero_ps()
                              : _mm256_loadu_ps(dst + i * work.dst_stride + j * kVectorCols);
     }
   }
-  const char* weight = work.weight + half * kTileBytes;
-  for (size_t step = 0; step < work.steps; ++step, weight += kTileBytes) {
-    if (prefetch) prefetch_step(work, step, weight);
-    for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
-#pragma GCC unroll 2
-      for (int odd = 0; odd < 2; ++odd) {
-        // For the same reason: no loads of the odd half among the even ones.
-        asm volatile("" : : : "memory");
-        __m256 w[kVectors];
-#pragma GCC unroll 4
-        for (size_t j = 0; j < kVectors; ++j) {
-          const __m256i pairs = _mm256_load_si256(
-              reinterpret_cast<const __m256i*>(weight + j / 2 * kTileBytes + j % 2 * kLine / 2));
-          w[j] = odd ? odd_k(pairs) : even_k(pairs);
-        }
-#pragma GCC unroll 6
-        for (size_t i = 0; i < kM; ++i) {
-          const __m256 a = broadcast(act[i / 3] + i % 3 * stride + odd * sizeof(float));
-#pragma GCC unroll 4
-          for (size_t j = 0; j < kVectors; ++j) multiply_add(acc[i][j], a, w[j]);
-        }
-      }
-#pragma GCC unroll 2
-      for (size_t i = 0; i < (kM + 2) / 3; ++i) act[i] += 2 * sizeof(float);
+  RowPointers<kM> act(work.act, work.act_stride);
+  const char* weight = work.weight + first_tile * kTileBytes;
+  for (size_t step = 0; step < work.steps; ++step) {
+    const char* ahead = nullptr;
+    if constexpr (kLone) {
+      // Each of two passes fetches half of the steps that come after this run.
+      ahead = kTiles == 2 ? work.stream.at(step, kAhead)
+                          : work.stream.at((first_tile * work.steps + step) / 2,
+                                           kAhead + step % 2 * kStepLines / 2);
+    } else if (first_tile == 0) {
+      prefetch_step(work, step, weight);
     }
+#pragma GCC unroll 2
+    for (size_t tile = 0; tile < kTiles; ++tile) {
+#pragma GCC unroll 1
+      for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
+        if constexpr (kLone) {
+          prefetch_l2(ahead);
+          ahead += kLine;
+        }
+        add_line<kM, kTiles>(acc, tile, weight, act);
+        act.advance(kPairBytes);
+      }
+      if (tile + 1 < kTiles) act.advance(-static_cast<ptrdiff_t>(kPairs) * kPairBytes);
+    }
+    if (kTiles == 1) weight += kTileBytes;
   }
 #pragma GCC unroll 6
   for (size_t i = 0; i < kM; ++i) {
 #pragma GCC unroll 4
-    for (size_t j = 0; j < kVectors; ++j) {
+    for (size_t j = 0; j < 2 * kTiles; ++j) {
       _mm256_storeu_ps(dst + i * work.dst_stride + j * kVectorCols, acc[i][j]);
     }
   }
@@ -97,11 +120,11 @@ inline void half_tile(const TileWork<Share>& work, size_t half, bool prefetch) {
 
 template <size_t kM, class Share>
 void tile(const TileWork<Share>& work) {
-  if constexpr (kM <= 2) {
-    half_tile<kM, 4>(work, 0, true);
+  if constexpr (kM <= 3) {
+    tiles<kM, 2>(work, 0);
   } else {
-    half_tile<kM, 2>(work, 0, true);
-    half_tile<kM, 2>(work, 1, false);
+    tiles<kM, 1>(work, 0);
+    tiles<kM, 1>(work, 1);
   }
 }
 
@@ -121,7 +144,7 @@ struct Tile {
   }
 };
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_6x16", matmul<Tile>);
+constexpr ktk_ukernel kUkernel = make_ukernel("gemm_6x16", matmul<Tile, LoneShare, LinearShare>);
 
 }  // namespace
 

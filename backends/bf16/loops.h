@@ -80,20 +80,21 @@ inline void matmul_tiles(const ktk_matmul* mm, size_t tiles) {
   const auto smaller = [](size_t a, size_t b) { return a < b ? a : b; };
   const size_t run = tiles == 1 ? Tile::kLoneSteps : Tile::kSteps;
   for (size_t block = 0; block < blocks; ++block) {
-    if (tiles == 1 && block + 1 == blocks) stream.begin_next();
+    if (!Share::kFollowsNext && block + 1 == blocks) stream.begin_next();
     for (size_t step = 0; step < steps; step += smaller(steps - step, run)) {
       multiply(block, step, smaller(steps - step, run));
     }
   }
 }
 
-template <class Tile>
+// Lone, Shared: how the only tile of rows and how one of several fetches weights.
+template <class Tile, class Lone, class Shared>
 inline void matmul(const ktk_matmul* mm) {
   const size_t tiles = (mm->m + Tile::kRows - 1) / Tile::kRows;
   if (tiles == 1) {
-    matmul_tiles<Tile, NearShare>(mm, tiles);
+    matmul_tiles<Tile, Lone>(mm, tiles);
   } else {
-    matmul_tiles<Tile, FarShare>(mm, tiles);
+    matmul_tiles<Tile, Shared>(mm, tiles);
   }
 }
 
