@@ -23,7 +23,7 @@ using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 12 accumulators, 2 weights, a broadcast.
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 3, multiply<Dot, TargetAct, 3, 4, 4>),
+    make_ukernel("gemv", 3, multiply_thin<Dot, TargetAct, 3>),
     make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 6, 2, 8>),
 };
 
