@@ -31,7 +31,7 @@ using TargetAct = Act<WordCodes, 128>;
 
 // Registers: 20 accumulators, 4 halves of weights, 2 broadcasts, products.
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 2, multiply_thin<Dot, TargetAct, 2>),
+    make_ukernel("gemv", 8, multiply_thin<Dot, TargetAct, 8>),
     make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 10, 2, 8>),
 };
 

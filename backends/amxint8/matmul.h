@@ -106,8 +106,8 @@ void multiply_tile(const TileArgs& args) {
       const uint8_t* w = weight + at + at / kTileBytes * kTileBytes;
 #pragma GCC unroll 4
       for (int i = 0; i < kChains; ++i) {
-        prefetch_l2(prefetch);
-        prefetch_l2(prefetch + t.prefetch_half);
+        _mm_prefetch(prefetch, _MM_HINT_T0);
+        _mm_prefetch(prefetch + t.prefetch_half, _MM_HINT_T0);
         prefetch += t.prefetch_step;
         multiply_turn<Dot>(acc, i, w + 64 * i, act, 4 * i * Act::kCodeBytes, t.act_stride);
       }
@@ -134,7 +134,7 @@ void multiply_tile(const TileArgs& args) {
   }
 }
 
-// Both tiles of a block of 32 columns for up to 8 rows, one group after the other. In a step, all
+// Both tiles of a block of 32 columns for up to 12 rows, one group after the other. In a step, all
 // of the first tile comes before the second: weights are used in the order of memory, which the
 // prefetchers of the CPU follow. `ahead` is what to fetch in the first step, in order, too.
 template <class Dot, class Act, int kRows>
@@ -150,7 +150,7 @@ void thin_block(const uint8_t* weight, const TileArgs& t, const Stream& stream, 
     const size_t group = begin / Act::kGroupSteps;
     const uint8_t* comp = t.act + t.comp_offset + 4 * group;
     Int acc[2][1][kRows][kVecs];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
       for (int v = 0; v < 2 * kVecs; ++v) {
@@ -180,7 +180,7 @@ void thin_block(const uint8_t* weight, const TileArgs& t, const Stream& stream, 
     }
     const uint8_t* scale = t.act + t.scale_offset + 4 * group;
     float* dst = t.dst;
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r, scale += t.act_stride, dst += t.dst_stride) {
       const auto s = Dot::set1(*reinterpret_cast<const float*>(scale));
 #pragma GCC unroll 4
@@ -292,9 +292,9 @@ void multiply(const ktk_matmul* mm) {
       t.step_begin = step;
       t.step_end = smaller(step + kBlockSteps, steps);
       // The tiles of a block together fetch as much as they read.
-      size_t ahead = weight - stream.begin + (tiles == 1 ? kWideAhead : kPrefetchDistance);
-      t.prefetch_step = tiles == 1 ? 128 : 64 / tiles;
-      t.prefetch_half = tiles == 1 ? 64 : t.prefetch_step * (kDepth / 4) * (t.step_end - step);
+      size_t ahead = weight - stream.begin + kPrefetchDistance;
+      t.prefetch_step = 64 / tiles;
+      t.prefetch_half = t.prefetch_step * (kDepth / 4) * (t.step_end - step);
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;

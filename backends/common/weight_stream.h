@@ -21,7 +21,8 @@
 //           keep the core busy for longer than the prefetcher looks ahead: 0.83 at 8 KiB, 0.69 at
 //           512 B, 0.46 at 2 KiB.
 //   linear  several tiles of rows share fetching the next 16 KiB, in order: 411 GFLOP/s at 24 rows
-//           (of 469), where `far` gives 320.
+//           (of 469), where `far` gives 320. From 4 tiles on there is time to fetch into L1: 429
+//           instead of 416 at 64 rows.
 #pragma once
 
 #include <stddef.h>
@@ -30,6 +31,9 @@ namespace {
 
 // Not _mm_prefetch: gcc 12 takes a function that only prefetches for one without effect and drops
 // calls of it.
+inline void prefetch_l1(const void* line) {
+  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(line)));
+}
 inline void prefetch_l2(const void* line) {
   asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(line)));
 }
@@ -160,7 +164,11 @@ struct LinearShare {
   template <size_t kStepLines>
   void prefetch(size_t step, const void*) const {
     const char* from = stream->at(line + step * lines_per_step);
-    for (size_t i = 0; i < lines_per_step; ++i) prefetch_l2(from + i * WeightStream::kLine);
+    if (lines_per_step * 4 > kStepLines) {
+      for (size_t i = 0; i < lines_per_step; ++i) prefetch_l2(from + i * WeightStream::kLine);
+    } else {
+      for (size_t i = 0; i < lines_per_step; ++i) prefetch_l1(from + i * WeightStream::kLine);
+    }
   }
 };
 
