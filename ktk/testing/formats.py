@@ -156,11 +156,15 @@ def codec_bound(fmt: Format, size: Array, up_to: bool = False) -> Array:
         scale_unit, scale_tiny, growth = scale_type.unit, scale_type.tiny, 1.0
     slack = scale_unit + 4 * bounds.UNIT
     if isinstance(element, Integer):
-        # With zero points the range is at most twice the largest magnitude, in all the codes.
-        levels = (element.highest - element.lowest) / 2 if fmt.zero != "none" else element.levels
+        # With zero points the range is at most twice the largest magnitude, in all the codes. What
+        # a rounded scale shifts adds up from one end of the codes in use to the other.
+        span = element.highest - element.lowest
+        levels, reach = float(element.levels), element.levels
+        if fmt.zero != "none":
+            levels, reach = span / 2, span
         step = top / levels
-        error = step * (growth / 2 + levels * slack)
-        return np.asarray(error + levels * scale_tiny)
+        error = step * (growth / 2 + reach * slack)
+        return np.asarray(error + reach * scale_tiny)
     # Floating point: the error grows with the value, down to half of the subnormal step.
     scale = growth * top / element.largest
     error = np.maximum(size * element.unit * growth, scale * element.tiny * element.unit)
