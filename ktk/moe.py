@@ -215,9 +215,10 @@ class MoE:
             Slot to fill.
         gate, up : array [intermediate_size, hidden_size]
         down : array [hidden_size, intermediate_size]
-            f32, f16 or bf16, or what else the backend accepts.
+            f32, f16 or bf16, or what else the backend accepts; see :mod:`ktk.quantize`.
         given : Format, optional
-            What the arrays hold, where their dtypes do not tell (two 4-bit elements to a uint8).
+            What the arrays hold, where their dtypes do not tell: 8-bit floats, which pass as bytes,
+            and two 4-bit elements to a uint8.
         **arrays
             ``gate_scale`` and ``gate_zero`` [groups of n, groups of k] (or [n]: one per row),
             ``gate_bias`` [n], and the same for up and down.
@@ -331,8 +332,12 @@ class MoE:
 
 
 def _plain(array: Array) -> Array:
-    """Return what DLPack can export: a tensor without its graph."""
-    return array.detach() if isinstance(array, torch.Tensor) and array.requires_grad else array
+    """Return what DLPack can export: a tensor without its graph, 8-bit floats as bytes."""
+    if not isinstance(array, torch.Tensor):
+        return array
+    if array.is_floating_point() and array.itemsize == 1:
+        return array.view(torch.uint8)
+    return array.detach() if array.requires_grad else array
 
 
 def _empty_like(hidden: Array) -> Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, NoReturn
@@ -96,7 +97,7 @@ def load_backend(name: str, *, distribution: str | None = None) -> Backend:
     Parameters
     ----------
     name
-        One of `backends()`.
+        One of `backends()`, or an alias of one (`ktk.aliases`).
     distribution
         The package to take it from; needed only where several provide the name.
 
@@ -125,8 +126,7 @@ def load_backend(name: str, *, distribution: str | None = None) -> Backend:
 def find_backend(name: str, *, distribution: str | None = None) -> BackendInfo:
     """Return the one installed backend that is meant, or say why there is not exactly one."""
     providers = _providers()
-    if name not in providers:
-        raise BackendNotFound(_not_found(name, list(providers)))
+    name = _resolve(name, providers)
     infos = providers[name]
     if distribution is not None:
         infos = [info for info in infos if _same(info.distribution, distribution)]
@@ -143,6 +143,38 @@ def find_backend(name: str, *, distribution: str | None = None) -> BackendInfo:
             "uninstall one"
         )
     return infos[0]
+
+
+def aliases() -> dict[str, str]:
+    """Return the aliases that mean something here, with the backend that each stands for."""
+    from ktk.aliases import ALIASES
+
+    providers = _providers()
+    usable = _usable(providers)
+    targets = {name: alias.target(usable) for name, alias in ALIASES.items()}
+    return {
+        name: target
+        for name, target in targets.items()
+        if target is not None and name not in providers
+    }
+
+
+def _usable(providers: Mapping[str, list[BackendInfo]]) -> list[str]:
+    """Return the backends that are part of some build."""
+    return [name for name, infos in providers.items() if any(info.built for info in infos)]
+
+
+def _resolve(name: str, providers: Mapping[str, list[BackendInfo]]) -> str:
+    """Return the registered name that is meant; one that is registered wins over an alias."""
+    from ktk.aliases import find_alias
+
+    if name in providers:
+        return name
+    alias = find_alias(name, providers)
+    target = alias.target(_usable(providers)) if alias else None
+    if target is None:
+        raise BackendNotFound(_not_found(name, list(providers)))
+    return target
 
 
 def open_backend(info: BackendInfo) -> Backend:
@@ -231,10 +263,20 @@ def _is_built(value: str, built: frozenset[str] | None) -> bool:
 
 
 def _not_found(name: str, names: list[str]) -> str:
-    by_folded = {known.casefold(): known for known in names}
+    from ktk.aliases import ALIASES
+
+    known = aliases()
+    what = ""
+    if name in ALIASES:
+        what = f", which is an alias of {' or '.join(ALIASES[name].backends)}"
+    by_folded = {candidate.casefold(): candidate for candidate in (*known, *names)}
     close = difflib.get_close_matches(name.casefold(), by_folded, n=1)
-    hint = f". Did you mean {by_folded[close[0]]!r}?" if close else ""
-    return f"no backend {name!r}; installed: {', '.join(names) or 'none'}{hint}"
+    hint = ""
+    if close and not what:
+        found = by_folded[close[0]]
+        also = f" (an alias of {known[found]})" if found in known else ""
+        hint = f". Did you mean {found!r}{also}?"
+    return f"no backend {name!r}{what}; installed: {', '.join(names) or 'none'}{hint}"
 
 
 def _failed(info: BackendInfo, error: BaseException) -> str:

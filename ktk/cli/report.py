@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ktk import _core
+from ktk.aliases import ALIASES
 from ktk.errors import BackendError
-from ktk.registry import BackendInfo, open_backend, providers
+from ktk.registry import BackendInfo, aliases, open_backend, providers
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def show_backends(*, as_json: bool) -> None:
         return
     console = Console()
     console.print(_table(reports))
+    for name, backend in aliases().items():
+        console.print(f"{name} means {backend}: {ALIASES[name].meaning}", highlight=False)
     console.print(f"CPU: {_core.cpu_model()} ({', '.join(_core.detected_isa())})", highlight=False)
     if set(_core.allowed_isa()) != set(_core.detected_isa()):
         allowed = ", ".join(_core.allowed_isa())
@@ -98,6 +101,15 @@ def _document(reports: list[BackendReport]) -> dict[str, Any]:
         "detected_isa": list(_core.detected_isa()),
         "allowed_isa": list(_core.allowed_isa()),
         "backends": [asdict(entry) for entry in reports],
+        "aliases": [
+            {
+                "name": name,
+                "backend": backend,
+                "meaning": ALIASES[name].meaning,
+                "format": str(ALIASES[name].format) if ALIASES[name].format else None,
+            }
+            for name, backend in aliases().items()
+        ],
     }
 
 

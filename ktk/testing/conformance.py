@@ -33,16 +33,17 @@ def _round_up(size: int, step: int) -> int:
 @given(data=st.data())
 def test_weights_keep_the_precision_of_their_format(subject: Subject, data: st.DataObject) -> None:
     """Packing loses no more than half a step of what is stored."""
-    variant = subject.variant
-    n = data.draw(strategies.sizes(variant.n_step, 70), label="n")
-    k = data.draw(strategies.sizes(variant.k_step, 2 * variant.k_step + 3), label="k")
-    source = data.draw(strategies.sources(subject.backend, (n, k), strategies.CODEC_KINDS))
-    index = next(i for fmt, i in subject.backend.core.accepts if fmt == source.format)
-    stored = subject.backend.formats[index]
-    if not formats.is_known(stored):
-        pytest.skip(f"the kit does not know {stored}")
-    bound = formats.codec_bound(stored, np.abs(source.values))
-    bounds.check(subject.pack(source).unpack(), source.values, bound, "unpacked weight")
+    pairs = strategies.conversions(subject.backend, lambda pair: formats.is_known(pair.stored))
+    if not pairs:
+        pytest.skip("the kit does not know what is stored")
+    kinds = strategies.CODEC_KINDS
+    source = data.draw(strategies.sources(subject.backend, subject.variant, pairs, kinds))
+    unpacked = subject.pack(source).unpack()
+    formats.check_codec(source.stored, source.format, unpacked, source.values)
+
+
+def _as_given(pair: strategies.Conversion) -> bool:
+    return bool(pair.given == pair.stored)
 
 
 @given(data=st.data())
@@ -50,16 +51,12 @@ def test_weights_that_are_stored_as_given_keep_their_bits(
     subject: Subject, data: st.DataObject
 ) -> None:
     """Where a format is accepted and stored, packing is a bit-exact round trip."""
-    stored = subject.backend.formats
-    same = [fmt for fmt in subject.backend.accepts if fmt in stored and formats.is_known(fmt)]
-    if not same:
+    pairs = strategies.conversions(subject.backend, _as_given)
+    if not pairs:
         pytest.skip("no format is stored as it is given")
-    fmt = data.draw(st.sampled_from(same), label="format")
-    n = data.draw(strategies.sizes(subject.variant.n_step, 70), label="n")
-    k = data.draw(strategies.sizes(subject.variant.k_step, 150), label="k")
     kinds = strategies.CODEC_KINDS
-    source = data.draw(strategies.sources(subject.backend, (n, k), kinds, given=fmt))
-    unpacked = subject.pack(source, fmt).unpack()
+    source = data.draw(strategies.sources(subject.backend, subject.variant, pairs, kinds))
+    unpacked = subject.pack(source).unpack()
     assert unpacked.dtype == np.float32
     bounds.check(unpacked, source.values.astype(np.float32), 0.0, "unpacked weight")
 
@@ -290,6 +287,35 @@ def test_nan_is_not_lost(subject: Subject, data: st.DataObject) -> None:
     result = matrix.matmul(act)[row]
     # Zero times infinity is a NaN: no weight can hide it.
     assert not np.isfinite(result).any(), f"row {row} became finite: {result}"
+
+
+@given(data=st.data())
+def test_nan_weights_stay_in_their_columns(subject: Subject, data: st.DataObject) -> None:
+    """A weight or a scale that is NaN makes NaN of the columns it stands for, and of no other."""
+
+    def has_nan(pair: strategies.Conversion) -> bool:
+        return _as_given(pair) and bool(formats.nan_places(pair.given))
+
+    pairs = strategies.conversions(subject.backend, has_nan)
+    if not pairs:
+        pytest.skip("no format that is stored as it is given has a NaN")
+    problem = data.draw(
+        strategies.problems(subject.backend, subject.variant, ("normal", "sparse"), pairs)
+    )
+    source = problem.source
+    n, k = source.values.shape
+    place = data.draw(st.sampled_from(formats.nan_places(source.format)), label="place")
+    row, column = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, k - 1))
+    spoiled = formats.with_nan(source, place, row, column)
+    lost = np.isnan(spoiled.values)
+
+    sound, matrix = subject.pack(source), subject.pack(spoiled)
+    unpacked = np.where(lost, np.float32(np.nan), sound.unpack())
+    bounds.check_same_bits(matrix.unpack(), unpacked, f"unpacked weight with a NaN in its {place}")
+    expected = sound.matmul(problem.act)
+    expected[:, lost.any(axis=1)] = np.nan
+    what = f"product with a NaN in the {place} of column {row}"
+    bounds.check_same_bits(matrix.matmul(problem.act), expected, what)
 
 
 @given(data=st.data())

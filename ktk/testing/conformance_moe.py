@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ def _draw(
 ) -> tuple[Layer, Batch]:
     if not formats.is_known(subject.act):
         pytest.skip(f"the kit does not know {subject.act}")
-    layer = data.draw(strategies.layers(subject.variant), label="layer")
+    layer = data.draw(strategies.layers(subject.backend, subject.variant), label="layer")
     return layer, data.draw(strategies.batches(layer.config, min_tokens, outside), label="batch")
 
 
@@ -45,7 +44,9 @@ def test_layer_is_within_the_propagated_bound(
     """The layer differs from float64 by no more than its codecs and roundings explain."""
     if not formats.is_known(subject.act):
         pytest.skip(f"the kit does not know {subject.act}")
-    layer = data.draw(strategies.layers(subject.variant, activation), label="layer")
+    layer = data.draw(
+        strategies.layers(subject.backend, subject.variant, activation), label="layer"
+    )
     batch = data.draw(strategies.batches(layer.config), label="batch")
     moe = subject.moe(layer)
     expected = subject.expected(moe, layer, batch)
@@ -66,9 +67,7 @@ def test_any_number_of_threads_gives_the_same_bits(subject: Subject, data: st.Da
 def test_shards_agree(subject: Subject, data: st.DataObject) -> None:
     """Cutting the intermediate dimension only changes the order of a sum."""
     layer, batch = _draw(subject, data)
-    unit = math.lcm(subject.variant.n_step, subject.variant.k_step)
-    most = -(-layer.config["intermediate_size"] // unit)
-    for shards in range(1, min(3, most) + 1):
+    for shards in range(1, min(3, layer.most_shards(subject.variant)) + 1):
         moe = subject.moe(layer, shards=shards)
         expected = subject.expected(moe, layer, batch, shards=shards)
         bounds.check(_call(moe, batch), expected.value, expected.error, f"{shards} shards")

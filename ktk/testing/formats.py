@@ -40,6 +40,8 @@ class Float:
     mantissa: int
     min_exponent: int
     largest: float
+    has_infinity: bool = True
+    has_nan: bool = True
 
     @property
     def unit(self) -> float:
@@ -78,19 +80,30 @@ ELEMENTS: dict[str, Float | Integer] = {
     "f32": Float(32, 23, -126, bounds.LARGEST),
     "f16": Float(16, 10, -14, 65504.0),
     "bf16": Float(16, 7, -126, (2 - 2**-7) * 2.0**127),
-    "e4m3": Float(8, 3, -6, 448.0),
+    "e4m3": Float(8, 3, -6, 448.0, has_infinity=False),
     "e5m2": Float(8, 2, -14, 57344.0),
-    "e2m1": Float(4, 1, 0, 6.0),
+    "e2m1": Float(4, 1, 0, 6.0, has_infinity=False, has_nan=False),
     "i8": Integer(8, -128, 127),
     "u8": Integer(8, 0, 255),
     "i4": Integer(4, -8, 7),
     "u4": Integer(4, 0, 15, offset=8),
 }
 
+#: Code of UE8M0 that is no power of two: NaN (OCP MX 1.0, 5.4.1).
+UE8M0_NAN = 255
+#: Elements with few levels: what chooses a scale for them may trade single values for their group.
+COARSE_BITS = 4
+
 
 def is_known(fmt: Format) -> bool:
     """Whether the kit can decode the format; ggml's block types it cannot."""
-    return fmt.element in ELEMENTS and fmt.scale in {"none", "ue8m0", *ELEMENTS}
+    integers = {name for name, element in ELEMENTS.items() if isinstance(element, Integer)}
+    floats = set(ELEMENTS) - integers
+    return (
+        fmt.element in ELEMENTS
+        and fmt.scale in {"none", "ue8m0", *floats}
+        and (fmt.zero == "none" or (fmt.zero in integers and fmt.element in integers))
+    )
 
 
 # --- resolution ---------------------------------------------------------------------------------
@@ -143,15 +156,60 @@ def codec_bound(fmt: Format, size: Array, up_to: bool = False) -> Array:
         scale_unit, scale_tiny, growth = scale_type.unit, scale_type.tiny, 1.0
     slack = scale_unit + 4 * bounds.UNIT
     if isinstance(element, Integer):
-        # With zero points the range is at most twice the largest magnitude, in all the codes.
-        levels = (element.highest - element.lowest) / 2 if fmt.zero != "none" else element.levels
+        # With zero points the range is at most twice the largest magnitude, in all the codes. What
+        # a rounded scale shifts adds up from one end of the codes in use to the other.
+        span = element.highest - element.lowest
+        levels, reach = float(element.levels), element.levels
+        if fmt.zero != "none":
+            levels, reach = span / 2, span
         step = top / levels
-        error = step * (growth / 2 + levels * slack)
-        return np.asarray(error + levels * scale_tiny)
+        error = step * (growth / 2 + reach * slack)
+        return np.asarray(error + reach * scale_tiny)
     # Floating point: the error grows with the value, down to half of the subnormal step.
     scale = growth * top / element.largest
     error = np.maximum(size * element.unit * growth, scale * element.tiny * element.unit)
     return np.asarray(error + size * slack + element.largest * scale_tiny)
+
+
+def check_codec(stored: Format, given: Format, unpacked: npt.ArrayLike, values: Array) -> None:
+    """Fail where storing weights lost more than the stored format explains.
+
+    Half a step for each value, if the backend takes the scale from the largest magnitude. With four
+    bits it does better to search the scale of the least squared error: that scale may cut off the
+    largest value to make the steps finer for all others, so no bound on a single value remains. One
+    for the group does: the scale of the largest magnitude is one that the search may choose, so the
+    squared error of its best is at most
+
+        sum over the group of (half a step of the largest magnitude) ** 2.
+
+    Rounding to that scale keeps this bound too, value by value, so it holds either way; and a scale
+    that belongs to another extent than the declared group breaks it.
+
+    Parameters
+    ----------
+    stored, given : Format
+        What the backend stores, and what it was given. Where they are the same there is nothing to
+        choose.
+    unpacked, values : array of shape (n, k)
+        What came back, and the numbers that were given.
+    """
+    bound = codec_bound(stored, np.abs(values))
+    chosen = stored != given and stored.scale != "none"
+    if not chosen or ELEMENTS[stored.element].bits > COARSE_BITS:
+        bounds.check(unpacked, values, bound, "unpacked weight")
+        return
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = group_norm(stored, np.asarray(unpacked, np.float64) - values)
+        allowed = group_norm(stored, bound)
+    bounds.check(error, 0.0, allowed, "norm of a group's error")
+
+
+def group_norm(fmt: Format, values: Array) -> Array:
+    """L2 norm of each group, spread over the group; of any size that float64 holds."""
+    top = per_group(fmt, np.abs(values), np.maximum)
+    size = np.where((top > 0) & np.isfinite(top), top, 1.0)
+    norm = size * np.sqrt(per_group(fmt, (values / size) ** 2, np.add))
+    return np.where(np.isfinite(top), norm, top)
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -167,9 +225,13 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class Source(Summary):
-    """A weight matrix as a checkpoint may give it, and the numbers it means."""
+    """A weight matrix as a checkpoint may give it, and the numbers it means.
+
+    ``stored`` is what the backend shall store it as.
+    """
 
     format: Any
+    stored: Any
     data: Any = dataclasses.field(repr=False)
     scale: Any = dataclasses.field(repr=False)
     zero: Any = dataclasses.field(repr=False)
@@ -198,7 +260,8 @@ def _small_float_table(element: Float, exponent_bits: int) -> Array:
         fraction * element.tiny,
         (1 + fraction) * 2.0 ** (exponent - 1) * element.tiny,
     )
-    return np.asarray(np.where(size > element.largest, np.nan, sign * size))
+    beyond = np.where((fraction == 0) & element.has_infinity, np.inf, np.nan)
+    return np.asarray(sign * np.where(size > element.largest, beyond, size))
 
 
 def element_table(name: str) -> Array:
@@ -210,11 +273,27 @@ def element_table(name: str) -> Array:
     return np.where(codes > element.highest, codes - (1 << element.bits), codes).astype(np.float64)
 
 
-def make_source(fmt: Any, values: npt.NDArray[np.float32], rng: np.random.Generator) -> Source:
-    """Make a matrix in format ``fmt``.
+def _decode(fmt: Format, codes: Array) -> Array:
+    """Shift elements of an integer type without zero points to where its zero is."""
+    element = ELEMENTS[fmt.element]
+    if isinstance(element, Integer) and fmt.zero == "none":
+        return codes - element.offset
+    return codes
+
+
+def _pack_nibbles(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Two elements to a byte, the even column in the low half."""
+    padded = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+    return (padded[:, ::2] | padded[:, 1::2] << 4).astype(np.uint8)
+
+
+def make_source(
+    fmt: Any, values: npt.NDArray[np.float32], rng: np.random.Generator, stored: Any = None
+) -> Source:
+    """Make a matrix in format ``fmt``, to be stored as ``stored`` (default: the same).
 
     Formats without scale store ``values``, rounded. Formats with one store random codes; their
-    scales follow the sizes of ``values``.
+    scales follow the sizes of ``values``. Codes and scales that are NaN are left to `with_nan`.
     """
     element = ELEMENTS[fmt.element]
     n, k = values.shape
@@ -229,25 +308,37 @@ def make_source(fmt: Any, values: npt.NDArray[np.float32], rng: np.random.Genera
         table = element_table(fmt.element)
         codes = rng.choice(np.flatnonzero(np.isfinite(table)), size=(n, k)).astype(np.uint8)
         decoded = table[codes]
+        data = codes.view(np.int8) if fmt.element == "i8" else codes
         if element.bits == 4:
-            padded = np.pad(codes, ((0, 0), (0, k % 2)))
-            data = padded[:, ::2] | padded[:, 1::2] << 4
-        else:
-            data = codes.view(np.int8) if fmt.element == "i8" else codes
-    if isinstance(element, Integer) and fmt.zero == "none":
-        decoded = decoded - element.offset
+            data = _pack_nibbles(codes)
+    decoded = _decode(fmt, decoded)
     scale, zero = None, None
     if fmt.scale != "none":
-        groups = (-(-n // _group(fmt.group_n, n)), -(-k // _group(fmt.group_k, k)))
+        groups = group_counts(fmt, n, k)
         if fmt.zero != "none":
-            assert isinstance(element, Integer)
-            zero = rng.integers(element.lowest, element.highest + 1, groups).astype(
-                np.int8 if fmt.zero in ("i8", "i4") else np.uint8
-            )
+            zero = _make_zero(fmt, groups, rng)
             decoded = decoded - _spread(fmt, zero.astype(np.float64), n, k)
         scale, exact_scale = _make_scale(fmt, values, groups, rng)
         decoded = decoded * _spread(fmt, exact_scale, n, k)
-    return Source(fmt, data, scale, zero, decoded)
+    return Source(fmt, fmt if stored is None else stored, data, scale, zero, decoded)
+
+
+def group_counts(fmt: Format, n: int, k: int) -> tuple[int, int]:
+    """Groups of a matrix: the shape of its scales and zero points."""
+    return -(-n // _group(fmt.group_n, n)), -(-k // _group(fmt.group_k, k))
+
+
+def _make_zero(fmt: Format, groups: tuple[int, int], rng: np.random.Generator) -> Any:
+    """Zero points among the codes and, where their type holds it, one above.
+
+    GPTQ's first version keeps zero points minus one, so that its 15 means 16.
+    """
+    element, kind = ELEMENTS[fmt.element], ELEMENTS[fmt.zero]
+    assert isinstance(element, Integer)
+    assert isinstance(kind, Integer)
+    highest = min(element.highest + 1, kind.highest)
+    zero = rng.integers(element.lowest, highest + 1, groups)
+    return zero.astype(np.int8 if kind.lowest < 0 else np.uint8)
 
 
 def _spread(fmt: Format, per_group_values: Array, n: int, k: int) -> Array:
@@ -258,11 +349,13 @@ def _spread(fmt: Format, per_group_values: Array, n: int, k: int) -> Array:
 def _make_scale(
     fmt: Format, values: npt.NDArray[np.float32], groups: tuple[int, int], rng: np.random.Generator
 ) -> tuple[Any, Array]:
-    """Positive scales about as large as the values, in the type of the format."""
+    """Positive scales that make the weights about as large as the values, in the format's type."""
+    element = ELEMENTS[fmt.element]
+    largest = element.largest if isinstance(element, Float) else element.levels
     typical = float(np.clip(np.abs(values).max(initial=0), 2.0**-100, 2.0**100))
-    wanted = (typical * rng.uniform(0.5, 2, groups) / 128).astype(np.float32)
+    wanted = (typical * rng.uniform(0.5, 2, groups) / largest).astype(np.float32)
     if fmt.scale == "ue8m0":
-        exponent = np.clip(np.rint(np.log2(wanted)), -100, 100)
+        exponent = np.clip(np.rint(np.log2(wanted)), -110, 110)
         return (exponent + 127).astype(np.uint8), 2.0**exponent
     if fmt.scale == "bf16":
         scale: Any = _to_bf16(wanted)
@@ -271,3 +364,39 @@ def _make_scale(
     else:
         scale = wanted
     return scale, as_float64(scale)
+
+
+# --- NaN ----------------------------------------------------------------------------------------
+
+
+def nan_places(fmt: Format) -> tuple[str, ...]:
+    """Where the format has a NaN: in ``data``, in ``scale``, in both or nowhere."""
+    element = ELEMENTS[fmt.element]
+    places = ("data",) if isinstance(element, Float) and element.has_nan else ()
+    return places if fmt.scale == "none" else (*places, "scale")
+
+
+def with_nan(source: Source, place: str, row: int, column: int) -> Source:
+    """Return the matrix with a NaN for one weight, or in the scale of its group."""
+    fmt, (n, k) = source.format, source.values.shape
+    array = getattr(source, place)
+    array = array.clone() if isinstance(array, torch.Tensor) else array.copy()
+    hit = np.zeros(source.values.shape, bool)
+    if place == "data":
+        hit[row, column] = True
+        at = row, column
+        kind = fmt.element
+    else:
+        at = row // _group(fmt.group_n, n), column // _group(fmt.group_k, k)
+        one = np.zeros(group_counts(fmt, n, k))
+        one[at] = 1
+        hit = _spread(fmt, one, n, k) > 0
+        kind = fmt.scale
+    if kind == "ue8m0":
+        array[at] = UE8M0_NAN
+    elif ELEMENTS[kind].bits == 8:
+        array[at] = np.flatnonzero(np.isnan(element_table(kind)))[0]
+    else:
+        array[at] = np.nan
+    changed: dict[str, Any] = {place: array, "values": np.where(hit, np.nan, source.values)}
+    return dataclasses.replace(source, **changed)

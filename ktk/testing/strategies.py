@@ -7,6 +7,8 @@ examples stay quick to make, and shrink to a small shape of a simple kind.
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -64,10 +66,12 @@ def seeds() -> st.SearchStrategy[int]:
     return st.integers(0, 2**16)
 
 
-def sizes(step: int, limit: int) -> st.SearchStrategy[int]:
-    """Extents from 1 to ``limit``, with a liking for the neighbours of multiples of ``step``."""
+def sizes(*steps: int, least: int = 70) -> st.SearchStrategy[int]:
+    """Extents from 1 to twice the largest step, with a liking for the neighbours of multiples."""
+    limit = max(least, 2 * max(steps) + 3)
     edges = {
         edge + d
+        for step in steps
         for edge in (1, *range(step, limit + 1, step))
         for d in (-1, 0, 1)
         if 1 <= edge + d <= limit
@@ -75,15 +79,43 @@ def sizes(step: int, limit: int) -> st.SearchStrategy[int]:
     return st.sampled_from(sorted(edges)) | st.integers(1, limit)
 
 
-def _limit(step: int, least: int) -> int:
-    return max(least, 2 * step + 3)
-
-
 def rows(variant: Any) -> st.SearchStrategy[int]:
     """Numbers of rows around the row step and the reach of each micro-kernel."""
     limit = 37
     reach = {m for _, m_max in variant.ukernels for m in (m_max, m_max + 1) if m <= limit}
-    return st.sampled_from(sorted({1, 2, 3, *reach})) | sizes(variant.m_step, limit)
+    near = range(variant.m_step, limit + 1, variant.m_step)
+    return st.sampled_from(sorted({1, 2, 3, *reach, *near})) | st.integers(1, limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion(formats.Summary):
+    """A format that a backend accepts, and one that it then stores."""
+
+    given: Any
+    stored: Any
+
+    @property
+    def n_steps(self) -> tuple[int, ...]:
+        """Rows that groups span."""
+        return tuple({fmt.group_n for fmt in (self.given, self.stored)} - {0})
+
+    @property
+    def k_steps(self) -> tuple[int, ...]:
+        """Columns that groups span."""
+        return tuple({fmt.group_k for fmt in (self.given, self.stored)} - {0})
+
+    def fill_bytes(self, extent: int) -> int:
+        """Round an extent up to whole bytes."""
+        per_byte = max(8 // formats.ELEMENTS[self.given.element].bits, 1)
+        return -(-extent // per_byte) * per_byte
+
+
+def conversions(
+    backend: Any, wanted: Callable[[Conversion], bool] = lambda _: True
+) -> list[Conversion]:
+    """All pairs of a format that the backend accepts and one that it stores it as."""
+    pairs = [Conversion(given, backend.formats[at]) for given, at in backend.core.accepts]
+    return [pair for pair in pairs if formats.is_known(pair.given) and wanted(pair)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,30 +137,29 @@ def matrices(
 
 @st.composite
 def sources(
-    draw: st.DrawFn,
-    backend: Any,
-    shape: tuple[int, int],
-    kinds: tuple[str, ...] = KINDS,
-    given: Any = None,
+    draw: st.DrawFn, backend: Any, variant: Any, pairs: Any = None, kinds: tuple[str, ...] = KINDS
 ) -> formats.Source:
-    """Matrices in one of the formats that the backend accepts."""
-    known = [fmt for fmt in backend.accepts if formats.is_known(fmt)]
-    fmt = given or draw(st.sampled_from(known), label="given format")
-    values = draw(matrices(shape, kinds, "weight"))
+    """Matrices in one of the formats that the backend accepts, for any that it stores it as.
+
+    Their sizes are next to the tile edges of the variant and the edges of groups. ``pairs`` are the
+    conversions to choose from, by default all of them.
+    """
+    pair = draw(st.sampled_from(pairs or conversions(backend)), label="conversion")
+    n = draw(sizes(variant.n_step, *pair.n_steps), label="n")
+    k = pair.fill_bytes(draw(sizes(variant.k_step, *pair.k_steps), label="k"))
+    values = draw(matrices((n, k), kinds, "weight"))
     rng = np.random.default_rng(draw(seeds(), label="seed of codes"))
-    return formats.make_source(fmt, values, rng)
+    return formats.make_source(pair.given, values, rng, pair.stored)
 
 
 @st.composite
 def problems(
-    draw: st.DrawFn, backend: Any, variant: Any, kinds: tuple[str, ...] = KINDS
+    draw: st.DrawFn, backend: Any, variant: Any, kinds: tuple[str, ...] = KINDS, pairs: Any = None
 ) -> Problem:
-    """Problems with sizes next to the tile edges of the variant."""
+    """Weights, and activations with numbers of rows around the reach of each micro-kernel."""
+    source = draw(sources(backend, variant, pairs, kinds))
     m = draw(rows(variant), label="m")
-    n = draw(sizes(variant.n_step, _limit(variant.n_step, 70)), label="n")
-    k = draw(sizes(variant.k_step, _limit(variant.k_step, 70)), label="k")
-    act = draw(matrices((m, k), kinds, "act"))
-    return Problem(act, draw(sources(backend, (n, k), kinds)))
+    return Problem(draw(matrices((m, source.values.shape[1]), kinds, "act")), source)
 
 
 def cuts(extent: int, step: int) -> st.SearchStrategy[list[int]]:
@@ -159,12 +190,13 @@ ACTIVATIONS: tuple[dict[str, Any], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Layer(formats.Summary):
-    """The configuration and the weights of a layer. Biases are None or arrays."""
+    """The configuration and the weights of a layer: one source per expert. Biases may be None."""
 
     config: dict[str, Any]
-    gate: F32 = dataclasses.field(repr=False)
-    up: F32 = dataclasses.field(repr=False)
-    down: F32 = dataclasses.field(repr=False)
+    conversion: Conversion
+    gate: list[formats.Source] = dataclasses.field(repr=False)
+    up: list[formats.Source] = dataclasses.field(repr=False)
+    down: list[formats.Source] = dataclasses.field(repr=False)
     gate_bias: F32 | None = dataclasses.field(default=None, repr=False)
     up_bias: F32 | None = dataclasses.field(default=None, repr=False)
     down_bias: F32 | None = dataclasses.field(default=None, repr=False)
@@ -174,6 +206,24 @@ class Layer(formats.Summary):
         """As keywords of ``MoE.load``."""
         names = ("gate_bias", "up_bias", "down_bias")
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """All of it, as keywords of ``MoE.load``."""
+        found: dict[str, Any] = {"given": self.conversion.given, **self.biases}
+        for name in ("gate", "up", "down"):
+            sources = getattr(self, name)
+            found[name] = [source.data for source in sources]
+            for suffix in ("scale", "zero"):
+                arrays = [getattr(source, suffix) for source in sources]
+                found[f"{name}_{suffix}"] = arrays if arrays[0] is not None else None
+        return found
+
+    def most_shards(self, variant: Any) -> int:
+        """Parts that the intermediate size can be cut into: whole steps and whole groups."""
+        groups = (*self.conversion.n_steps, *self.conversion.k_steps)
+        step = math.lcm(variant.n_step, variant.k_step, *groups)
+        return int(-(-self.config["intermediate_size"] // step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,13 +236,17 @@ class Batch(formats.Summary):
 
 
 @st.composite
-def layers(draw: st.DrawFn, variant: Any, activation: dict[str, Any] | None = None) -> Layer:
+def layers(
+    draw: st.DrawFn, backend: Any, variant: Any, activation: dict[str, Any] | None = None
+) -> Layer:
     """Layers of a few small experts; the intermediate size has a chance to be cut into shards."""
     experts = draw(st.integers(1, 5), label="experts")
     top_k = draw(st.integers(1, min(experts, 4)), label="top_k")
-    step = max(variant.k_step, variant.n_step)
-    hidden = draw(sizes(step, _limit(step, 70)), label="hidden_size")
-    intermediate = draw(sizes(step, _limit(step, 70)), label="intermediate_size")
+    pair = draw(st.sampled_from(conversions(backend)), label="conversion")
+    # Either size is the rows of one matrix and the depth of another.
+    steps = (max(variant.k_step, variant.n_step), *pair.n_steps, *pair.k_steps)
+    hidden = pair.fill_bytes(draw(sizes(*steps), label="hidden_size"))
+    intermediate = pair.fill_bytes(draw(sizes(*steps), label="intermediate_size"))
     kind = draw(st.sampled_from(LAYER_KINDS), label="kind of weights")
     rng = np.random.default_rng(draw(seeds(), label="seed of weights"))
     scale = np.float32(hidden**-0.5)
@@ -203,12 +257,19 @@ def layers(draw: st.DrawFn, variant: Any, activation: dict[str, Any] | None = No
         "intermediate_size": intermediate,
         **(activation or draw(st.sampled_from(ACTIVATIONS), label="activation")),
     }
-    shapes = {"gate": (experts, intermediate, hidden), "up": (experts, intermediate, hidden)}
-    shapes["down"] = (experts, hidden, intermediate)
-    arrays = {name: fill(kind, shape, rng) * scale for name, shape in shapes.items()}
+    shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden)}
+    shapes["down"] = (hidden, intermediate)
+    arrays: dict[str, Any] = {
+        name: [
+            formats.make_source(pair.given, fill(kind, shape, rng) * scale, rng, pair.stored)
+            for _ in range(experts)
+        ]
+        for name, shape in shapes.items()
+    }
     if draw(st.booleans(), label="biases"):
-        arrays |= {f"{name}_bias": fill("normal", shapes[name][:2], rng) for name in shapes}
-    return Layer(config, **arrays)
+        for name, shape in shapes.items():
+            arrays[f"{name}_bias"] = fill("normal", (experts, shape[0]), rng)
+    return Layer(config, pair, **arrays)
 
 
 @st.composite

@@ -38,8 +38,8 @@ class Subject(formats.Summary):
         """How activations are stored."""
         return self.variant.act
 
-    def pack(self, source: Source, stored: _core.Format | None = None) -> _core.PackedMatrix:
-        """Pack a weight matrix."""
+    def pack(self, source: Source) -> _core.PackedMatrix:
+        """Pack a weight matrix as what it shall be stored as."""
         return _core.PackedMatrix(
             self.backend.core,
             self.variant.name,
@@ -47,7 +47,7 @@ class Subject(formats.Summary):
             scale=source.scale,
             zero=source.zero,
             given=source.format,
-            stored=stored,
+            stored=source.stored,
         )
 
     def repack(self, matrix: _core.PackedMatrix, source: Source, begin: int, end: int) -> None:
@@ -82,9 +82,13 @@ class Subject(formats.Summary):
     ) -> ktk.MoE:
         """Make a layer and load its weights."""
         moe = self.backend.moe(
-            **layer.config, variant=self.variant.name, pool=pool(threads), shards=shards
+            **layer.config,
+            variant=self.variant.name,
+            pool=pool(threads),
+            shards=shards,
+            weight_format=layer.conversion.stored,
         )
-        moe.load(layer.gate, layer.up, layer.down, **layer.biases)
+        moe.load(**layer.arrays)
         return moe
 
     def expected(

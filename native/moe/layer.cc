@@ -58,7 +58,7 @@ void Layer::load(size_t expert, const ExpertSource& source) {
   table_->stored(source.up.format, &gate, i, h);  // up is stored as gate is, or refused
   const ktk_format& down = table_->stored(source.down.format, wanted, h, i);
   if (!weights_) {
-    weights_ = std::make_unique<Weights>(config_, variant_, gate, down, nodes_);
+    weights_ = std::make_unique<Weights>(config_, variant_, gate, down, source, nodes_);
   } else {
     table_->stored(source.gate.format, &weights_->shards()[0].gate.format, i, h);
     table_->stored(source.down.format, &weights_->shards()[0].down.format, h, i);

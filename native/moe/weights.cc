@@ -30,20 +30,31 @@ ktk_source view(const ktk_source& source, size_t row, size_t col) {
 }
 
 // What the intermediate size may be cut at: whole packed columns of gate and up, whole depth steps
-// and groups of down.
-size_t cut_step(const ktk_tile& tile, const ktk_format& gate, const ktk_format& down) {
+// of down, and whole groups, of what is stored and of what is given.
+size_t cut_step(const ktk_tile& tile, const ktk_format& gate, const ktk_format& down,
+                const ExpertSource& given) {
   size_t step = std::lcm<size_t>(tile.n_step, tile.k_step);
-  if (gate.group_n) step = std::lcm<size_t>(step, gate.group_n);
-  if (down.group_k) step = std::lcm<size_t>(step, down.group_k);
+  for (const uint32_t group : {gate.group_n, given.gate.format.group_n, given.up.format.group_n,
+                               down.group_k, given.down.format.group_k}) {
+    if (group) step = std::lcm<size_t>(step, group);
+  }
   return step;
+}
+
+void check_cut(const char* name, uint32_t group, size_t cut) {
+  if (group == 0 || cut % group == 0) return;
+  throw std::invalid_argument(std::string(name) + " has groups of " + std::to_string(group) +
+                              ", but the layer is split into shards at " + std::to_string(cut) +
+                              ": load an expert with these groups first, or use fewer shards");
 }
 
 }  // namespace
 
 Weights::Weights(const Config& config, const Variant& variant, const ktk_format& gate_format,
-                 const ktk_format& down_format, const std::vector<int>& nodes)
+                 const ktk_format& down_format, const ExpertSource& first,
+                 const std::vector<int>& nodes)
     : config_(config), variant_(variant), states_(config.num_experts, State::kMissing) {
-  const size_t step = cut_step(variant.tile, gate_format, down_format);
+  const size_t step = cut_step(variant.tile, gate_format, down_format, first);
   const size_t steps = round_up(config.intermediate, step) / step;
   const size_t parts = nodes.size();
   if (parts > steps) {
@@ -78,6 +89,11 @@ void Weights::set_bias(std::vector<float>& all, const float* bias, size_t expert
 }
 
 void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) {
+  for (const Shard& shard : shards_) {
+    check_cut("gate", source.gate.format.group_n, shard.begin);
+    check_cut("up", source.up.format.group_n, shard.begin);
+    check_cut("down", source.down.format.group_k, shard.begin);
+  }
   struct Job {
     const ktk_matrix* matrix;
     ktk_source source;

@@ -41,13 +41,15 @@ class Weights {
  public:
   enum class State : uint8_t { kMissing, kLoaded, kLeftOut };
 
-  // Splits the intermediate size into `shards` parts of whole packing steps; shard s lives on
-  // nodes[s]. Throws std::invalid_argument when there are more shards than steps.
+  // Splits the intermediate size into parts of whole packing steps and whole groups, those of the
+  // first expert's source included; shard s lives on nodes[s]. Throws std::invalid_argument when
+  // there are more shards than such steps.
   Weights(const Config& config, const Variant& variant, const ktk_format& gate_format,
-          const ktk_format& down_format, const std::vector<int>& nodes);
+          const ktk_format& down_format, const ExpertSource& first, const std::vector<int>& nodes);
 
   // Packs one expert with all workers of the pool; the sources may go afterwards. The formats have
-  // been matched with the backend's by the caller.
+  // been matched with the backend's by the caller. Throws std::invalid_argument where a group of
+  // the source reaches over the cut between two shards.
   void load(size_t expert, const ExpertSource& source, WorkerPool& pool);
   // Forgets an expert and gives its memory back; rows routed to it contribute nothing.
   void leave_out(size_t expert);

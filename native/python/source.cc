@@ -35,6 +35,11 @@ Groups groups_from(const std::string& name, const AnyArray& array, size_t n, siz
   groups.data = array.data();
   groups.element = given ? given_element : element_of(name.c_str(), array.dtype());
   const size_t bytes = array.itemsize();
+  if (element_bits(groups.element) != 8 * bytes) {
+    throw nb::type_error((name + " is " + describe_array(array) + ", which does not hold " +
+                          element_name(groups.element))
+                             .c_str());
+  }
   const size_t columns = array.ndim() == 2 ? array.shape(1) : 1;
   groups.stride = bytes * static_cast<size_t>(array.shape(0) > 1 ? array.stride(0) : columns);
   if (given) {
@@ -80,10 +85,15 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
   source.data = data.data();
   source.data_stride = row_stride(data) * data.itemsize();
   const size_t rows = data.shape(0), depth = data.shape(1) * static_cast<size_t>(per_item);
-  if (given && (given->scale != KTK_NONE) != scale.has_value()) {
-    throw nb::value_error((std::string(name) + ": " + describe(*given) +
-                           (scale ? " takes no scale" : " needs a scale"))
-                              .c_str());
+  const auto check_given = [&](ktk_element element, bool has, const char* what) {
+    if ((element != KTK_NONE) == has) return;
+    throw nb::value_error(
+        (std::string(name) + ": " + describe(*given) + (has ? " takes no " : " needs a ") + what)
+            .c_str());
+  };
+  if (given) {
+    check_given(given->scale, scale.has_value(), "scale");
+    check_given(given->zero, zero.has_value(), "zero point");
   }
   if (scale) {
     const Groups g = groups_from(std::string(name) + "_scale", *scale, rows, depth, given,

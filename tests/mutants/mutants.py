@@ -1,4 +1,4 @@
-"""Python's view of mutants.c: one object per mutant, for ``python -m ktk.testing mutants:NAME``.
+"""The backends of the C files here, one object each: ``python -m ktk.testing mutants:NAME``.
 
 Nothing is installed. The capsules are made with ctypes from the shared library that
 KTK_MUTANTS names.

@@ -58,6 +58,16 @@ def test_backends_as_json_says_what_runs_here() -> None:
     assert set(document["allowed_isa"]) <= set(document["detected_isa"])
 
 
+def test_backends_lists_what_other_names_mean() -> None:
+    known = registry.aliases()
+    assert known["MOE_INT8"] in registry.backends()
+    text = invoke("backends")
+    for name, backend in known.items():
+        assert f"{name} means {backend}: " in text
+    document = json.loads(invoke("backends", "--json"))
+    assert {entry["name"]: entry["backend"] for entry in document["aliases"]} == known
+
+
 def run_ktk(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "ktk", *arguments],

@@ -13,6 +13,7 @@ import pytest
 
 import ktk
 from ktk import registry
+from ktk.aliases import ALIASES
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -285,3 +286,54 @@ def test_errors_are_one_tree() -> None:
     )
     assert all(issubclass(kind, BackendError) for kind in kinds)
     assert issubclass(BackendError, RuntimeError)
+
+
+def test_an_alias_is_the_backend_it_stands_for(plugins: Plugins, core: None) -> None:
+    plugins.add("FP8", __ktk_backend__=table())
+    backend = registry.load_backend("MXFP8")
+    assert backend is registry.load_backend("FP8")
+    assert registry.aliases() == {"FP8_PERCHANNEL": "FP8", "MXFP8": "FP8", "AMXFP8": "FP8"}
+    assert "MXFP8" not in registry.backends(), "an alias is no backend"
+
+
+def test_the_first_installed_backend_of_an_alias_counts(plugins: Plugins, core: None) -> None:
+    plugins.add("AMXINT8", __ktk_backend__=table())
+    assert registry.load_backend("MOE_INT8").info.name == "AMXINT8"
+    plugins.add("BLIS", __ktk_backend__=table())
+    assert registry.load_backend("MOE_INT8").info.name == "BLIS"
+
+
+def test_a_backend_outside_this_build_is_no_target_of_an_alias(
+    plugins: Plugins, core: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_built", lambda: frozenset({"amxint8"}))
+    plugins.announce("BLIS", "ktk.backends.blis", "ktk")
+    plugins.add("AMXINT8", __ktk_backend__=table())
+    assert registry.load_backend("MOE_INT8").info.name == "AMXINT8"
+
+
+def test_a_registered_backend_wins_over_an_alias(plugins: Plugins, core: None) -> None:
+    plugins.add("FP8", __ktk_backend__=table())
+    plugins.add("MXFP8", "acme-mx", __ktk_backend__=table())
+    assert registry.load_backend("MXFP8").info.distribution == "acme-mx"
+    assert "MXFP8" not in registry.aliases()
+
+
+def test_an_alias_without_its_backend_says_what_is_missing(plugins: Plugins) -> None:
+    plugins.announce("BF16", "two")
+    with pytest.raises(BackendNotFound) as caught:
+        registry.load_backend("MXFP8")
+    expected = "no backend 'MXFP8', which is an alias of FP8; installed: BF16"
+    assert str(caught.value) == expected
+
+
+def test_a_wrong_name_may_be_close_to_an_alias(plugins: Plugins) -> None:
+    plugins.announce("FP8", "one")
+    with pytest.raises(BackendNotFound, match=r"Did you mean 'FP8_PERCHANNEL' \(an alias of FP8"):
+        registry.load_backend("fp8_per_channel")
+
+
+def test_aliases_name_no_backend_of_ktk() -> None:
+    """A name in both lists would be an alias that nothing can reach."""
+    own = {name for name, info in ktk.backends().items() if info.distribution == "ktk"}
+    assert not own & ALIASES.keys()

@@ -1,0 +1,83 @@
+"""Names that users of other programs type, and what they mean here: one table.
+
+An alias is no backend. `ktk.load_backend` returns the backend it stands for, the first of its list
+that is installed; where a package registers a backend under the same name, that one is taken. What
+a layer is stored as follows from the weights that are loaded into it, so `format` matters only
+where there are none yet: it says which weights `ktk bench` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ktk._core import Format
+
+__all__ = ["ALIASES", "Alias", "find_alias"]
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another name of a backend.
+
+    Attributes
+    ----------
+    name
+        What the user types.
+    backends
+        What it stands for; the first one that is installed counts.
+    meaning
+        The weights that the name promises to take.
+    format
+        What they are stored as; None for the backend's default.
+    """
+
+    name: str
+    backends: tuple[str, ...]
+    meaning: str
+    format: Format | None = None
+
+    def target(self, installed: Collection[str]) -> str | None:
+        """Return the backend it stands for; None where none of them is installed."""
+        return next((name for name in self.backends if name in installed), None)
+
+
+# The method names of kt-kernel that are not the names of backends here.
+_TABLE = (
+    Alias(
+        "FP8_PERCHANNEL",
+        ("FP8",),
+        "E4M3 with a scale per output row",
+        Format("e4m3", "f32", "none", 1, 0),
+    ),
+    Alias(
+        "MXFP8",
+        ("FP8",),
+        "E4M3 with power-of-two scales per 32 (MiniMax-M3)",
+        Format("e4m3", "ue8m0", "none", 1, 32),
+    ),
+    Alias(
+        "GPTQ_INT4",
+        ("AMXINT4",),
+        "GPTQ checkpoints of 4 bits",
+        Format("u4", "f16", "u8", 1, 128),
+    ),
+    Alias(
+        "AWQ_INT4",
+        ("AMXINT4",),
+        "AWQ checkpoints of 4 bits",
+        Format("u4", "f16", "u8", 1, 128),
+    ),
+    Alias("MOE_INT8", ("BLIS", "KML", "AMXINT8"), "int8 by the platform's own library"),
+    Alias("MOE_INT4", ("AMXINT4",), "4 bits, quantised while loading"),
+    Alias("INT8", ("AMXINT8",), "int8 with a scale per output row"),
+    Alias("AMXBF16", ("BF16",), "bf16"),
+    Alias("AMXFP8", ("FP8",), "E4M3 with scales per 128 x 128"),
+)
+
+ALIASES = {alias.name: alias for alias in _TABLE}
+
+
+def find_alias(name: str, installed: Collection[str]) -> Alias | None:
+    """Return what a name is an alias of; None for the name of an installed backend."""
+    return None if name in installed else ALIASES.get(name)

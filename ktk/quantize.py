@@ -1,0 +1,274 @@
+"""Quantises a matrix of floats into any format of ``ktk/abi.h``, by the formula of its standard.
+
+This is the plain form that checkpoints are made with: one pass, a scale from the largest magnitude,
+rounding to nearest even. Backends that quantise while they load may do better; conversion, the
+benchmark and tests use it to make what a checkpoint would hold. The formulas, ``a`` being the
+largest magnitude of a group and ``x`` its values:
+
+integers without zero points (i8; u4 and i4)
+    ``scale = a / 127`` or ``a / 7``, ``code = round(x / scale)``: symmetric quantisation as in
+    Jacob et al., "Quantization and Training of Neural Networks", 2018, section 2.1.
+integers with zero points
+    ``scale = (max - min) / 15`` with 0 inside [min, max], ``zero = round(-min / scale)``,
+    ``code = round(x / scale) + zero``: the same section, as GPTQ and AWQ store it.
+e4m3, e5m2 with floating-point scales
+    ``scale = a / 448`` or ``a / 57344``, ``code = x / scale`` rounded: DeepSeek-V3 technical
+    report, section 3.3, per block of 128 x 128; per row as compressed-tensors does. `scale`
+    multiplies: it is what checkpoints call ``weight_scale_inv`` or ``weight_scale``.
+ue8m0 scales (MXFP8, MXFP4)
+    ``scale = 2 ** (floor(log2 a) - e)``, where ``2 ** e`` is the largest power of two of the
+    element (e = 8 for e4m3, 15 for e5m2, 2 for e2m1); what is beyond becomes the largest element.
+    OCP Microscaling Formats 1.0, section 6.3.
+
+Codes are made with the scale as it is stored, after its own rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ktk._core import Format
+
+__all__ = ["Quantized", "quantize"]
+
+_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_SMALL_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+# Lowest and highest code, and the code of zero.
+_INTEGERS = {"i8": (-128, 127, 0), "i4": (-8, 7, 0), "u4": (0, 15, 8), "u8": (0, 255, 0)}
+_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+_LARGEST_EXPONENT = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_HALF_BYTE = ("u4", "i4", "e2m1")
+_UE8M0_BIAS = 127
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A matrix [n, k] in a format, in the arrays that ``MoE.load_expert`` takes.
+
+    Attributes
+    ----------
+    format : Format
+    data : Tensor
+        [n, k] of the float type, or uint8 (int8 for i8); [n, k / 2] where two 4-bit elements share
+        a byte, the even column in the low half.
+    scale, zero : Tensor or None
+        [groups of n, groups of k].
+    """
+
+    format: Format
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return the values [n, k]; float64 holds each of them exactly."""
+        values = _decode(self.data, self.format.element).to(dtype)
+        if self.scale is None:
+            return values
+        n, k = values.shape
+        if self.zero is not None:
+            values = values - _spread(self.format, self.zero.to(dtype), n, k)
+        elif self.format.element in _INTEGERS:
+            values = values - _INTEGERS[self.format.element][2]
+        scale = self.scale
+        if self.format.scale == "ue8m0":
+            exponent = scale.to(torch.float64) - _UE8M0_BIAS
+            scale = torch.where(scale == 255, torch.nan, torch.exp2(exponent))
+        return values * _spread(self.format, scale.to(dtype), n, k)
+
+
+def quantize(weight: torch.Tensor, format: Format, *, search: bool = False) -> Quantized:
+    """Quantise a matrix.
+
+    Parameters
+    ----------
+    weight : Tensor [n, k]
+        Of any floating type. Sizes need not be multiples of the groups.
+    format : Format
+        What to make of it.
+    search : bool
+        For integers: try many scales and zero points for each group, and keep those of the least
+        squared error. Takes some hundred times as long.
+
+    Raises
+    ------
+    ValueError
+        The weight is no finite matrix, its depth does not fill whole bytes, or the format is none
+        that this module knows.
+    """
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise ValueError(f"weight must be a matrix [n, k], got shape {list(weight.shape)}")
+    if not torch.isfinite(weight).all():
+        raise ValueError("weight holds values that are not finite")
+    if format.element in _HALF_BYTE and weight.shape[1] % 2:
+        raise ValueError(f"depth {weight.shape[1]} does not fill whole bytes of {format.element}")
+    if format.scale == "none" and format.zero == "none" and format.element in _FLOATS:
+        return Quantized(format, weight.to(_FLOATS[format.element]).contiguous())
+    x = weight.float()
+    if format.scale == "ue8m0" and format.zero == "none" and format.element in _LARGEST_EXPONENT:
+        return _with_exponents(x, format)
+    if format.scale in _FLOATS and format.element in _LARGEST and format.zero == "none":
+        scale = _stored_scale(_largest(format, x) / _LARGEST[format.element], format)
+        codes = _round_to(x / _divisor(format, scale, x), format.element)
+        return Quantized(format, codes, scale)
+    zeros = format.zero in ("none", "u8", "i8")
+    if format.scale in _FLOATS and format.element in _INTEGERS and zeros:
+        return _integers(x, format, search)
+    raise ValueError(f"cannot quantise to {format}")
+
+
+# What the search multiplies the scale of the extremes with, and adds to their zero point. Below
+# zero: without zero points there is one more code on the negative side, and a negative scale turns
+# it to the side where the largest value is.
+_FACTORS = tuple(sign * (1 - 0.02 * i) for sign in (1, -1) for i in range(26))
+_SHIFTS = (0, -2, -1, 1, 2)
+
+
+def _integers(x: torch.Tensor, fmt: Format, search: bool) -> Quantized:
+    scale, zero = _of_extremes(x, fmt)
+    if search:
+        scale, zero = _of_least_error(x, fmt, scale, zero)
+    codes = _codes(x, fmt, scale, zero)
+    if fmt.zero == "none":
+        return Quantized(fmt, _pack(codes, fmt.element), scale)
+    kind = torch.uint8 if fmt.zero == "u8" else torch.int8
+    return Quantized(fmt, _pack(codes, fmt.element), scale, zero.to(kind))
+
+
+def _of_extremes(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale and the zero point, as a float, that reach the extremes of each group."""
+    lowest, highest, offset = _INTEGERS[fmt.element]
+    if fmt.zero == "none":
+        levels = min(highest - offset, offset - lowest)
+        scale = _stored_scale(_largest(fmt, x) / levels, fmt)
+        return scale, torch.full(scale.shape, float(offset))
+    top, bottom = _largest(fmt, x.clamp(min=0)), _largest(fmt, x.clamp(max=0))
+    scale = _stored_scale((top + bottom) / (highest - lowest), fmt)
+    wide = scale.float()
+    zero = lowest + torch.round(bottom / torch.where(wide > 0, wide, 1.0))
+    return scale, zero.clamp_(lowest, highest)
+
+
+def _of_least_error(
+    x: torch.Tensor, fmt: Format, scale: torch.Tensor, zero: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best scale and zero point among those around the given ones."""
+    lowest, highest, _ = _INTEGERS[fmt.element]
+    shifts = (0,) if fmt.zero == "none" else _SHIFTS
+    best_scale, best_zero = scale, zero
+    best = _squared_error(x, fmt, scale, zero)
+    for shift in shifts:
+        tried_zero = (zero + shift).clamp_(lowest, highest)
+        for factor in _FACTORS:
+            if factor < 0 and fmt.zero != "none":
+                continue
+            tried = _stored_scale(scale.float() * factor, fmt)
+            error = _squared_error(x, fmt, tried, tried_zero)
+            better = error < best
+            best = torch.where(better, error, best)
+            best_scale = torch.where(better, tried, best_scale)
+            best_zero = torch.where(better, tried_zero, best_zero)
+    return best_scale, best_zero
+
+
+def _squared_error(
+    x: torch.Tensor, fmt: Format, scale: torch.Tensor, zero: torch.Tensor
+) -> torch.Tensor:
+    levels = _codes(x, fmt, scale, zero) - _spread(fmt, zero, *x.shape)
+    error = levels * _spread(fmt, scale.float(), *x.shape) - x
+    return _blocks(fmt, error).double().square().sum(dim=(1, 3))
+
+
+def _codes(x: torch.Tensor, fmt: Format, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    lowest, highest, _ = _INTEGERS[fmt.element]
+    codes = torch.round(x / _divisor(fmt, scale, x)) + _spread(fmt, zero, *x.shape)
+    return codes.clamp_(lowest, highest)
+
+
+def _with_exponents(x: torch.Tensor, fmt: Format) -> Quantized:
+    # frexp is exact where a logarithm may round up to the next integer.
+    exponent = torch.frexp(_largest(fmt, x)).exponent - 1 - _LARGEST_EXPONENT[fmt.element]
+    zero = _largest(fmt, x) == 0
+    exponent = torch.where(zero, -_UE8M0_BIAS, exponent).clamp_(-_UE8M0_BIAS, 127)
+    scale = torch.exp2(_spread(fmt, exponent, *x.shape).double())
+    codes = _round_to((x.double() / scale).float(), fmt.element)
+    return Quantized(fmt, codes, (exponent + _UE8M0_BIAS).to(torch.uint8))
+
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+def _extents(fmt: Format, n: int, k: int) -> tuple[int, int]:
+    """Rows and columns that a group spans."""
+    return min(fmt.group_n or n, n), min(fmt.group_k or k, k)
+
+
+def _largest(fmt: Format, x: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each group, [groups of n, groups of k]."""
+    return _blocks(fmt, x).abs().amax(dim=(1, 3))
+
+
+def _blocks(fmt: Format, x: torch.Tensor) -> torch.Tensor:
+    """View a matrix as groups, [groups of n, rows, groups of k, columns], padded with zeros."""
+    n, k = x.shape
+    rows, columns = _extents(fmt, n, k)
+    padded = torch.nn.functional.pad(x, (0, -k % columns, 0, -n % rows))
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
+
+
+def _spread(fmt: Format, groups: torch.Tensor, n: int, k: int) -> torch.Tensor:
+    """Repeat what each group has for all its elements, [n, k]."""
+    rows, columns = _extents(fmt, n, k)
+    spread = groups.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)
+    return spread[:, :k]
+
+
+def _stored_scale(scale: torch.Tensor, fmt: Format) -> torch.Tensor:
+    kind = _FLOATS[fmt.scale]
+    most = torch.finfo(kind).max
+    return scale.clamp(-most, most).to(kind)
+
+
+def _divisor(fmt: Format, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each element, 1 where it is zero and all codes will be."""
+    wide = scale.float()
+    return _spread(fmt, torch.where(wide != 0, wide, torch.inf), *x.shape)
+
+
+# --- elements -----------------------------------------------------------------------------------
+
+
+def _round_to(x: torch.Tensor, element: str) -> torch.Tensor:
+    """Round to the nearest element, ties to even, and return its codes as bytes."""
+    x = x.clamp(-_LARGEST[element], _LARGEST[element])
+    if element in _SMALL_FLOATS:
+        return x.to(_SMALL_FLOATS[element]).view(torch.uint8).contiguous()
+    # Steps of 0.5 up to 2, of 1 up to 4, of 2 beyond: one bit of mantissa.
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    codes = torch.bucketize(torch.round(size / step) * step, _E2M1)
+    return _pack(codes + 8 * torch.signbit(x), element)
+
+
+def _pack(codes: torch.Tensor, element: str) -> torch.Tensor:
+    if element == "i8":
+        return codes.to(torch.int8)
+    if element not in _HALF_BYTE:
+        return codes.to(torch.uint8)
+    nibbles = codes.to(torch.int32) & 15
+    return (nibbles[:, 0::2] | nibbles[:, 1::2] << 4).to(torch.uint8)
+
+
+def _decode(data: torch.Tensor, element: str) -> torch.Tensor:
+    """Return the elements as floats; integers before their zero is subtracted."""
+    if element in _SMALL_FLOATS:
+        return data.view(_SMALL_FLOATS[element]).float()
+    if element not in _HALF_BYTE:
+        return data
+    codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(-2).long()
+    if element == "e2m1":
+        return torch.cat([_E2M1, -_E2M1])[codes]
+    return (codes ^ 8) - 8 if element == "i4" else codes
