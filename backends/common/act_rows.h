@@ -1,8 +1,8 @@
 // Activation rows without scales: bf16 for the dot product instructions, f32 for FMA.
 //
-// A row is padded with zeros to whole steps of kDepth, and then to an odd number of cache lines: the
-// kernels read several rows at the same k, which would meet in one set of L1 if rows were a multiple
-// of 4 KiB apart.
+// A row is padded with zeros to whole steps of kDepth, and then to an odd number of cache lines:
+// the kernels read several rows at the same k, which would meet in one set of L1 if rows were a
+// multiple of 4 KiB apart.
 #pragma once
 
 #include <immintrin.h>

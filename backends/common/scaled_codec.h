@@ -123,8 +123,9 @@ struct ScaledCodec {
     const uint8_t* rows = static_cast<const uint8_t*>(source->data) + n * source->data_stride;
     float* start = reinterpret_cast<float*>(block);
     for (size_t col = 0; col < kBlockCols; ++col) {
-      const bool nan = col < columns && (Codes::is_nan(rows + col * source->data_stride, matrix->k) ||
-                                         ScaleCodec::has_nan(matrix, source, n + col));
+      const bool nan =
+          col < columns && (Codes::is_nan(rows + col * source->data_stride, matrix->k) ||
+                            ScaleCodec::has_nan(matrix, source, n + col));
       start[col] = nan ? __builtin_nanf("") : 0;
     }
     ScaleCodec::pack(matrix, source, n, columns, block, Layout::kStepBytes);
@@ -132,8 +133,7 @@ struct ScaledCodec {
     for (size_t k = 0; k < padded_k; k += Codes::kLineDepth) {
       const size_t depth = k < matrix->k ? smaller(matrix->k - k, Codes::kLineDepth) : 0;
       for (size_t half = 0; half < 2; ++half) {
-        uint8_t* line =
-            reinterpret_cast<uint8_t*>(block) + Layout::line_offset(matrix, half, k);
+        uint8_t* line = reinterpret_cast<uint8_t*>(block) + Layout::line_offset(matrix, half, k);
         for (size_t i = 0; i < kHalfCols; ++i) {
           const size_t col = half * kHalfCols + i;
           Codes::copy(rows + col * source->data_stride, k, col < columns ? depth : 0, line, i);
@@ -146,8 +146,7 @@ struct ScaledCodec {
                      float* out, size_t out_stride) {
     for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
       const size_t col = n % kBlockCols;
-      const char* block =
-          static_cast<const char*>(packed) + Layout::offset(matrix, n - col);
+      const char* block = static_cast<const char*>(packed) + Layout::offset(matrix, n - col);
       for (size_t k = 0; k < matrix->k; ++k) {
         const uint8_t* line = reinterpret_cast<const uint8_t*>(block) +
                               Layout::line_offset(matrix, col / kHalfCols, k);

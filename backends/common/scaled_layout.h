@@ -10,8 +10,8 @@
 // block take turns, so that a product with few rows works on 32 columns, two chains of additions
 // per row, and still reads memory in order. n is padded to 32 and k to 64, with zeros.
 //
-// Sums start at `start`. So no kernel needs to know which codes or scales mean NaN: it may take them
-// for any number, the result is NaN. A NaN weight makes all of its column NaN in any case.
+// Sums start at `start`. So no kernel needs to know which codes or scales mean NaN: it may take
+// them for any number, the result is NaN. A NaN weight makes all of its column NaN in any case.
 #pragma once
 
 #include <stddef.h>

@@ -21,9 +21,7 @@
 namespace ktk {
 namespace {
 
-inline void prefetch_line(const char* line) {
-  asm volatile("prefetcht1 %0" : : "m"(*line));
-}
+inline void prefetch_line(const char* line) { asm volatile("prefetcht1 %0" : : "m"(*line)); }
 
 // --- products: sum += weights times an act value that is broadcast from memory -------------------
 // asm because gcc 12 would load and broadcast early, and run out of registers.
@@ -164,8 +162,8 @@ void multiply_tile(const ZmmTile& tile) {
 #pragma GCC unroll 2
         for (size_t half = 0; half < 2; ++half) {
           float* to = dst + half * kHalfCols;
-          _mm512_storeu_ps(to, _mm512_fmadd_ps(decoder.value(sum[i][half]), scale[half],
-                                               _mm512_loadu_ps(to)));
+          _mm512_storeu_ps(
+              to, _mm512_fmadd_ps(decoder.value(sum[i][half]), scale[half], _mm512_loadu_ps(to)));
         }
       }
     }
@@ -196,61 +194,86 @@ constexpr size_t kLoneDistance = 8192;
 constexpr size_t kRunBytes = 16384;
 constexpr size_t kRunDistance = 16384;
 
+// The blocks of one product, and what follows them in memory.
+template <class Layout>
+struct WeightRange {
+  size_t m, block_bytes, header, distance;
+  const char *begin, *end, *next;
+  size_t dst_stride;
+
+  // Fetches `ahead_by` bytes ahead.
+  WeightRange(const ktk_matmul* mm, size_t ahead_by)
+      : m(mm->m),
+        block_bytes(Layout::block_bytes(mm->matrix)),
+        header(Layout::header_bytes(mm->matrix)),
+        distance(ahead_by),
+        begin(static_cast<const char*>(mm->weight) + Layout::offset(mm->matrix, mm->n_begin)),
+        end(begin + (mm->n_end - mm->n_begin + kBlockCols - 1) / kBlockCols * block_bytes),
+        next(static_cast<const char*>(mm->next)),
+        dst_stride(mm->dst_stride) {}
+
+  // What to fetch when `weight` is used.
+  const char* ahead(const char* weight) const {
+    const char* at = weight + distance;
+    return at < end || !next ? at : next + (at - end);
+  }
+
+  // Where the scales are that a block has ahead of its codes, from a step on.
+  const char* scales(const char* block, size_t step) const {
+    const size_t group = step * kStepDepth / Layout::Scales::kGroupDepth;
+    return block + kStartBytes + (Layout::Scales::kPerGroup ? group * sizeof(float) : 0);
+  }
+
+  // Sums of all rows start at `start`.
+  void start_block(const char* block, float* dst) const {
+    const char* header_ahead = ahead(block);
+    for (size_t i = 0; i < header; i += kLine) prefetch_line(header_ahead + i);
+    const float* start = reinterpret_cast<const float*>(block);
+    const __m512 low = _mm512_loadu_ps(start), high = _mm512_loadu_ps(start + kHalfCols);
+    for (size_t i = 0; i < m; ++i, dst += dst_stride) {
+      _mm512_storeu_ps(dst, low);
+      _mm512_storeu_ps(dst + kHalfCols, high);
+    }
+  }
+};
+
 template <class Decoder, class Layout>
 void multiply_zmm(const ktk_matmul* mm) {
-  using Scales = typename Layout::Scales;
   static constexpr ZmmTiles<Decoder, Layout> kTiles;
   constexpr size_t kStepActBytes = kStepDepth / Layout::kLineDepth * Decoder::kVectors * kActBytes;
-  // Whole groups.
-  constexpr size_t kRunSteps = round_up(kRunBytes / Layout::kStepBytes, 2);
-  const ktk_matrix* matrix = mm->matrix;
-  const size_t block_bytes = Layout::block_bytes(matrix), header = Layout::header_bytes(matrix);
-  const size_t steps = Layout::num_steps(matrix);
+  constexpr size_t kRunSteps = round_up(kRunBytes / Layout::kStepBytes, 2);  // whole groups
+  const size_t steps = Layout::num_steps(mm->matrix);
   const size_t tiles = (mm->m + kMaxRows - 1) / kMaxRows;
   const size_t run_steps = tiles == 1 ? steps : kRunSteps;
-  const size_t distance = tiles > 1           ? kRunDistance
-                          : mm->m > kThinRows ? kLoneDistance
-                                              : kThinDistance;
-  const char* begin = static_cast<const char*>(mm->weight) + Layout::offset(matrix, mm->n_begin);
-  const char* end = begin + (mm->n_end - mm->n_begin + kBlockCols - 1) / kBlockCols * block_bytes;
-  // `end` continues at mm->next.
-  const auto ahead = [&](const char* weight) {
-    const char* at = weight + distance;
-    return at < end || !mm->next ? at : static_cast<const char*>(mm->next) + (at - end);
-  };
+  const WeightRange<Layout> weights(mm, tiles > 1           ? kRunDistance
+                                        : mm->m > kThinRows ? kLoneDistance
+                                                            : kThinDistance);
   ZmmTile tile;
   tile.act_stride = mm->act_stride;
   tile.dst_stride = mm->dst_stride;
+  // The tiles of a run together fetch as much as they read.
   tile.prefetch_step = kLine / tiles;
   float* dst = mm->dst;
-  for (const char* block = begin; block != end; block += block_bytes, dst += kBlockCols) {
-    for (size_t i = 0; i < header; i += kLine) prefetch_line(ahead(block) + i);
-    const __m512 start_low = _mm512_loadu_ps(block);
-    const __m512 start_high = _mm512_loadu_ps(block + kLine);
-    for (size_t i = 0; i < mm->m; ++i) {
-      _mm512_storeu_ps(dst + i * mm->dst_stride, start_low);
-      _mm512_storeu_ps(dst + i * mm->dst_stride + kHalfCols, start_high);
-    }
+  for (const char* block = weights.begin; block != weights.end; block += weights.block_bytes) {
+    weights.start_block(block, dst);
     size_t count;
     for (size_t step = 0; step < steps; step += count) {
       count = smaller(steps - step, run_steps);
-      tile.weight = block + header + step * Layout::kStepBytes;
+      tile.weight = block + weights.header + step * Layout::kStepBytes;
       tile.weight_end = tile.weight + count * Layout::kStepBytes;
-      tile.scales = block + kStartBytes;
-      if constexpr (Scales::kPerGroup) {
-        tile.scales += step * kStepDepth / Scales::kGroupDepth * sizeof(float);
-      }
+      tile.scales = weights.scales(block, step);
       const size_t share = count * Layout::kStepBytes / tiles;
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       for (size_t i = 0, row = 0; i < tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / tiles;
         tile.act = static_cast<const char*>(mm->act) + row * mm->act_stride + step * kStepActBytes;
         tile.dst = dst + row * mm->dst_stride;
-        tile.prefetch = ahead(tile.weight + i * share);
+        tile.prefetch = weights.ahead(tile.weight + i * share);
         kTiles.of_rows[row_end - row](tile);
         row = row_end;
       }
     }
+    dst += kBlockCols;
   }
 }
 

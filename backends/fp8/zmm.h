@@ -2,8 +2,8 @@
 #pragma once
 
 #include "common/scaled_zmm.h"
-#include "fp8/tables.h"
 #include "fp8/layout.h"
+#include "fp8/tables.h"
 
 namespace ktk::fp8 {
 namespace {
@@ -49,8 +49,8 @@ struct DecodeF32 {
   // Words with a code in both bytes, pairs of columns 0..3 in the first quarter and so on.
   static __m512i split(__m512i words) {
     // sign, two of its copies to remove, then the other seven bits
-    const __m512i bits =
-        _mm512_and_si512((__m512i)((__v32hi)words >> 1), _mm512_set1_epi16(static_cast<short>(0xbf80)));
+    const __m512i bits = _mm512_and_si512((__m512i)((__v32hi)words >> 1),
+                                          _mm512_set1_epi16(static_cast<short>(0xbf80)));
     // k0 of all columns to the lower half, k1 to the upper one.
     alignas(64) static constexpr uint16_t kOrder[32] = {
         0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
