@@ -2,7 +2,7 @@
 // would saturate. The specification of the layout for everybody else.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "amxint8/ymm.h"
+#include "common/ymm.h"
 
 namespace ktk::amxint8 {
 namespace {

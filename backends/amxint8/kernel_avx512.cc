@@ -2,7 +2,7 @@
 // where vpmaddubsw would saturate.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "amxint8/zmm.h"
+#include "common/zmm.h"
 
 namespace ktk::amxint8 {
 namespace {

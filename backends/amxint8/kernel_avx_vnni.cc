@@ -1,7 +1,7 @@
 // AVX-VNNI, vpdpbusd on 256 bits: client CPUs without AVX-512.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "amxint8/ymm.h"
+#include "common/ymm.h"
 
 namespace ktk::amxint8 {
 namespace {
