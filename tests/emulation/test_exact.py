@@ -12,6 +12,7 @@ import torch
 
 import ktk
 from ktk import _core
+from ktk.testing import formats
 
 pytestmark = pytest.mark.skipif(
     not amx_tools.trapped and "amx_tile" not in amx_tools.cpu_flags(),
@@ -103,6 +104,39 @@ def test_bf16_products_have_the_bits_of_the_model(shape: tuple[int, int, int]) -
         rows = min(m, m_max)
         result = matrix.matmul(act[:rows], ukernel=number)
         np.testing.assert_array_equal(result.view(np.uint32), (expected[:rows] + 0).view(np.uint32))
+
+
+def integer_codes(element: str, values: np.ndarray) -> np.ndarray:
+    """The codes of small integers in a floating-point type of at most eight bits."""
+    table = formats.element_table(element)
+    codes = {value: code for code, value in reversed(list(enumerate(table.tolist())))}
+    found = np.vectorize(codes.__getitem__, otypes=[np.uint8])(values)
+    return found if element == "e4m3" else found[:, ::2] | found[:, 1::2] << 4
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "number"), [("FP8", 0), ("FP8", 1), ("FP8", 2), ("MXFP4", 0)])
+def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int, int]) -> None:
+    """Powers of two times small integers: every sum is a number that float32 holds."""
+    m, n, k = shape
+    backend, variant = find(name, "amx_bf16")
+    fmt = backend.formats[number]
+    rng = np.random.default_rng(9)
+    integers = rng.choice([-6.0, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6], (n, k))
+    groups = (-(-n // (fmt.group_n or n)), -(-k // (fmt.group_k or k)))
+    exponents = rng.integers(-3, 4, groups)
+    is_power = fmt.scale == "ue8m0"
+    scale = (exponents + 127).astype(np.uint8) if is_power else np.exp2(exponents, dtype=np.float32)
+    data = integer_codes(fmt.element, integers)
+    matrix = _core.PackedMatrix(backend.core, "amx_bf16", data, scale=scale, given=fmt, stored=fmt)
+    spread = np.exp2(exponents.astype(np.float64)).repeat(fmt.group_n or n, axis=0)[:n]
+    weight = integers * spread.repeat(fmt.group_k or k, axis=1)[:, :k]
+    np.testing.assert_array_equal(matrix.unpack(), weight)
+    act = rng.integers(-8, 9, (m, k)).astype(np.float32)
+    for ukernel, (_, m_max) in enumerate(variant.ukernels):
+        rows = min(m, m_max)
+        expected = act[:rows].astype(np.float64) @ weight.T
+        np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=ukernel), expected)
 
 
 @pytest.mark.parametrize(

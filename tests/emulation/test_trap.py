@@ -44,7 +44,13 @@ def test_machine_code_runs_on_software_tiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "op"), [("int8", "tdpbsud"), ("int4", "tdpbsud"), ("bf16", "tdpbf16ps")]
+    ("word", "op"),
+    [
+        ("int8", "tdpbsud"),
+        ("int4", "tdpbsud"),
+        ("bf16", "tdpbf16ps"),
+        ("scaled", "tdpbf16ps"),
+    ],
 )
 def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path) -> None:
     options = ("--import-mode=importlib", "-k", word)
@@ -58,6 +64,8 @@ def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path
     ("name", "variant", "op"),
     [
         ("BF16", "amx_bf16", "tdpbf16ps"),
+        ("FP8", "amx_bf16", "tdpbf16ps"),
+        ("MXFP4", "amx_bf16", "tdpbf16ps"),
         ("AMXINT8", "amx_int8", "tdpbsud"),
         ("AMXINT4", "amx_int8", "tdpbsud"),
         ("RAWINT4", "amx_int8", "tdpbsud"),
