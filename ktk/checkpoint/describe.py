@@ -1,4 +1,4 @@
-"""Says what a checkpoint holds, reading only its headers."""
+"""Says what a checkpoint holds, reading its headers and no more than one matrix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Description:
     family
         The naming scheme of the first of them.
     dtype
-        The element type of their weights, as safetensors spells it.
+        The element type of their weights, as safetensors spells it; of quantised ones the format.
     """
 
     path: Path
@@ -56,11 +56,12 @@ def describe(path: str | Path) -> Description:
         if not layers:
             raise CheckpointError(f"{checkpoint.folder} has no experts that ktk knows by name")
         layer = checkpoint.layer(layers[0])
+        given = checkpoint.given(layer)
         first = layer.name(next(iter(layer.family.parts)), 0)
         return Description(
             path=checkpoint.folder,
             config=checkpoint.config,
             layers=tuple(layers),
             family=layer.family.name,
-            dtype=checkpoint.index.dtype(first),
+            dtype=checkpoint.index.dtype(first) if given.scale == "none" else str(given),
         )

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.checkpoint.experts import Checkpoint
+from ktk.checkpoint.experts import Checkpoint, Layer
+from ktk.errors import CheckpointFormatError
 from ktk.registry import load_backend
 
 if TYPE_CHECKING:
+    from ktk._core import Format
     from ktk.backend import Backend
     from ktk.moe import MoE
 
@@ -45,20 +47,35 @@ def load_moe(
     Raises
     ------
     CheckpointError
-        Something is missing, damaged or not what config.json says; the message names it.
+        Something is missing, damaged or not what config.json says; the message names it. A
+        `CheckpointFormatError` where all is well, but the backend does not take such weights.
     """
     chosen = load_backend(backend) if isinstance(backend, str) else backend
     with Checkpoint(path) as checkpoint:
         found = checkpoint.layer(operator.index(layer))
         slots = _slots(checkpoint.config.num_experts, experts, physical_to_logical_map)
+        given = checkpoint.given(found)
+        _check_accepted(checkpoint, found, given, chosen)
         moe = chosen.moe(**checkpoint.config.arguments(**options))
         for slot in range(checkpoint.config.num_experts):
             if slot in slots:
                 arrays: dict[str, Any] = dict(checkpoint.expert(found, slots[slot]))
-                moe.load_expert(slot, **arrays)
+                moe.load_expert(slot, **arrays, given=given)
             else:
                 moe.leave_out(slot)
     return moe
+
+
+def _check_accepted(checkpoint: Checkpoint, layer: Layer, given: Format, backend: Backend) -> None:
+    hidden, inner = checkpoint.config.hidden_size, checkpoint.config.intermediate_size
+    try:
+        for n, k in ((inner, hidden), (hidden, inner)):
+            backend.core.stored_as(given, n, k)
+    except ValueError as error:
+        name = layer.name(next(iter(layer.family.parts)), 0)
+        raise CheckpointFormatError(
+            f"tensor {name} in {checkpoint.index.file(name)}: {error}"
+        ) from None
 
 
 def _slots(

@@ -25,9 +25,9 @@ def reference(
     result = torch.zeros_like(x)
     for expert in sorted(set(ids.flatten().tolist())):
         token, place = (ids == expert).nonzero(as_tuple=True)
-        tensors = {
-            part: tensor.double() for part, tensor in checkpoint.expert(layer, expert).items()
-        }
+        tensors = {name: bias.double() for name, bias in checkpoint.biases(layer, expert).items()}
+        for name, matrix in checkpoint.matrices(layer, expert).items():
+            tensors[name] = matrix.dequantize(torch.float64)
         output = _expert(x[token], tensors, arguments)
         result.index_add_(0, token, output * weights[token, place, None].double())
     return result

@@ -47,6 +47,37 @@ def test_int8_products_are_exact(shape: tuple[int, int, int]) -> None:
         np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=number), expected[:rows])
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("name", "zeros"), [("RAWINT4", False), ("AMXINT4", False), ("AMXINT4", True)]
+)
+def test_int4_products_are_exact(
+    name: str, zeros: bool, group: int, shape: tuple[int, int, int]
+) -> None:
+    """With scales of one, every sum is an integer that float32 holds."""
+    m, n, k = shape
+    backend, variant = find(name, "amx_int8")
+    rng = np.random.default_rng(10)
+    codes = rng.integers(0, 16, (n, k))
+    groups = -(-k // group)
+    zero = rng.integers(0, 17, (n, groups)).astype(np.uint8) if zeros else None
+    given = _core.Format("u4", "bf16", "u8" if zeros else "none", 1, group)
+    act = rng.integers(-126, 127, (m, k)).astype(np.float32)
+    act[:, :: variant.act.group_k] = 127  # each group's scale becomes one
+    data = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    scale = torch.ones(n, groups, dtype=torch.bfloat16)
+    matrix = _core.PackedMatrix(
+        backend.core, "amx_int8", data, scale=scale, zero=zero, given=given, stored=given
+    )
+    np.testing.assert_array_equal(matrix.act_round_trip(act), act)
+    offset = 8 if zero is None else zero.astype(np.int64).repeat(group, axis=1)[:, :k]
+    expected = act.astype(np.int64) @ (codes - offset).T
+    for number, (_, m_max) in enumerate(variant.ukernels):
+        rows = min(m, m_max)
+        np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=number), expected[:rows])
+
+
 def to_bf16(x: np.ndarray) -> np.ndarray:
     return torch.from_numpy(x).to(torch.bfloat16).float().numpy()
 
@@ -108,7 +139,9 @@ def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int
         np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=ukernel), expected)
 
 
-@pytest.mark.parametrize(("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8")])
+@pytest.mark.parametrize(
+    ("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8"), ("AMXINT4", "amx_int8")]
+)
 def test_a_layer_equals_the_other_variants(name: str, variant: str) -> None:
     """A layer on two threads; AMX and AVX-512 read the same weights."""
     backend, _ = find(name, variant)
@@ -132,5 +165,5 @@ def test_a_layer_equals_the_other_variants(name: str, variant: str) -> None:
         assert moe.variant == other
         results[other] = moe(hidden, ids, weights)
     error = np.abs(results[variant] - results["avx512"]).max()
-    # BF16 rounds activations where avx512 keeps them in f32; int8 products are equal.
+    # BF16 rounds activations where avx512 keeps them in f32; integer sums are equal.
     assert error < 0.02 * np.abs(results["avx512"]).max()

@@ -44,7 +44,13 @@ def test_machine_code_runs_on_software_tiles(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "op"), [("int8", "tdpbsud"), ("bf16", "tdpbf16ps"), ("scaled", "tdpbf16ps")]
+    ("word", "op"),
+    [
+        ("int8", "tdpbsud"),
+        ("int4", "tdpbsud"),
+        ("bf16", "tdpbf16ps"),
+        ("scaled", "tdpbf16ps"),
+    ],
 )
 def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path) -> None:
     options = ("--import-mode=importlib", "-k", word)
@@ -61,6 +67,8 @@ def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path
         ("FP8", "amx_bf16", "tdpbf16ps"),
         ("MXFP4", "amx_bf16", "tdpbf16ps"),
         ("AMXINT8", "amx_int8", "tdpbsud"),
+        ("AMXINT4", "amx_int8", "tdpbsud"),
+        ("RAWINT4", "amx_int8", "tdpbsud"),
     ],
 )
 @pytest.mark.parametrize(("module", "examples"), [("conformance", 15), ("conformance_moe", 4)])

@@ -50,7 +50,8 @@ struct TileArgs {
   float* dst;
   size_t dst_stride;
   // What the tile fetches: in every turn the lines at prefetch and prefetch_half behind it, which
-  // then move by prefetch_step.
+  // then move by prefetch_step. A lone tile fetches parameters when it comes to some.
+  bool is_lone;
   const uint8_t* prefetch;
   size_t prefetch_half, prefetch_step;
 };
@@ -107,6 +108,21 @@ struct Params {
     if constexpr (kZeros) zero = Dot::load_bf16(params + kColumns);
   }
 };
+
+// dst += what one unit gives to a vector of columns. `sum` may have started at the correction.
+template <class Dot, bool kZeros, bool kStartedCorrected>
+inline void add_unit(float* dst, typename Dot::Int sum, const uint8_t* factor,
+                     typename Dot::Float act_scale, const Params<Dot, kZeros>& params) {
+  if constexpr (!kZeros && !kStartedCorrected) {
+    sum = Dot::add(sum, Dot::broadcast(factor + kCorrection));
+  }
+  auto value = Dot::convert(sum);
+  if constexpr (kZeros) {
+    const float act_sum = *reinterpret_cast<const float*>(factor + kCorrection);
+    value = Dot::fma(params.zero, Dot::set1(act_sum), value);
+  }
+  Dot::store(dst, Dot::fma(Dot::mul(value, act_scale), params.scale, Dot::load(dst)));
+}
 
 template <class Dot, bool kZeros, int kRows, int kVecs>
 void multiply_tile(const TileArgs& args) {
@@ -169,16 +185,8 @@ void multiply_tile(const TileArgs& args) {
         if constexpr (kRows == 1) kept[v].load(params + v * Dot::kLanes, t.f16_scales);
         auto sum = acc[r][v];
         if constexpr (Dot::kSumsWords) sum = Dot::finish(sum);
-        if constexpr (!kZeros && !kStartsCorrected) {
-          sum = Dot::add(sum, Dot::broadcast(factor + kCorrection));
-        }
-        auto value = Dot::convert(sum);
-        if constexpr (kZeros) {
-          const float act_sum = *reinterpret_cast<const float*>(factor + kCorrection);
-          value = Dot::fma(kept[v].zero, Dot::set1(act_sum), value);
-        }
-        float* to = dst + v * Dot::kLanes;
-        Dot::store(to, Dot::fma(Dot::mul(value, act_scale), kept[v].scale, Dot::load(to)));
+        add_unit<Dot, kZeros, kStartsCorrected>(dst + v * Dot::kLanes, sum, factor, act_scale,
+                                                kept[v]);
       }
     }
     unit_factors += sizeof(Factor);
@@ -186,7 +194,9 @@ void multiply_tile(const TileArgs& args) {
       in_group = 0;
       group = weight - 4 * t.column;
       weight += t.header_bytes;
-      prefetch_l2(prefetch);
+      if (t.is_lone) {
+        for (size_t i = 0; i < t.header_bytes; i += kLine, prefetch += kLine) prefetch_l2(prefetch);
+      }
     }
   }
 }
@@ -222,6 +232,16 @@ inline const MultiplyTile* tiles_for(const ktk_matrix* matrix) {
   return kPlain.of_rows;
 }
 
+// Columns [n_begin, n_end) of the packed matrix, which are contiguous.
+inline WeightStream weight_stream(const ktk_matmul* mm) {
+  const size_t columns = round_up(mm->n_end - mm->n_begin, kColumns);
+  return {
+      .begin = static_cast<const char*>(mm->weight) + block_offset(mm->matrix, mm->n_begin),
+      .lines = block_offset(mm->matrix, columns) / kLine,
+      .next = static_cast<const char*>(mm->next),
+  };
+}
+
 // The product in tiles of up to kMaxRows x kVecs.
 template <class Dot, class Act, int kMaxRows, int kVecs>
 void multiply(const ktk_matmul* mm) {
@@ -231,11 +251,7 @@ void multiply(const ktk_matmul* mm) {
   const size_t units = Act::num_units(matrix);
   const size_t row_tiles = (mm->m + kMaxRows - 1) / kMaxRows;
   const size_t tiles = row_tiles * (kColumns / kTileColumns);
-  const WeightStream stream = {
-      .begin = static_cast<const char*>(mm->weight) + block_offset(matrix, mm->n_begin),
-      .lines = block_offset(matrix, round_up(mm->n_end - mm->n_begin, kColumns)) / kLine,
-      .next = static_cast<const char*>(mm->next),
-  };
+  const WeightStream stream = weight_stream(mm);
   TileArgs t;
   t.header_bytes = header_bytes(matrix);
   t.act_stride = mm->act_stride;
@@ -244,6 +260,7 @@ void multiply(const ktk_matmul* mm) {
   t.units_in_group = group_depth(matrix) / t.unit_depth;
   t.f16_scales = matrix->format.scale == KTK_F16;
   t.dst_stride = mm->dst_stride;
+  t.is_lone = tiles == 1;
   const size_t unit_bytes = t.unit_depth / kTurn * kTurnBytes;
   const size_t run = tiles == 1 ? units : smaller(kRunBytes / unit_bytes, units);
   const size_t ahead = tiles > 1 ? kSharedLines : mm->m > kNearRows ? kLoneLines : kNearLines;
@@ -257,19 +274,20 @@ void multiply(const ktk_matmul* mm) {
       t.group = block + unit / t.units_in_group * group_bytes(matrix);
       // The tiles of a run together fetch as much as they read.
       const size_t turns = (t.unit_end - unit) * t.unit_depth / kTurn;
-      const size_t first = (t.group + unit % t.units_in_group * unit_bytes -
-                            reinterpret_cast<const uint8_t*>(stream.begin)) /
-                               kLine +
-                           ahead;
-      t.prefetch_step = (kTurnBytes + tiles - 1) / tiles;
-      t.prefetch_half = tiles == 1 ? kLine : t.prefetch_step / 2 * turns;
+      const size_t offset = t.group + unit % t.units_in_group * unit_bytes -
+                            reinterpret_cast<const uint8_t*>(stream.begin);
+      const size_t first = offset / kLine + ahead;
+      const size_t turn_bytes = (group_bytes(matrix) * kTurn - 1) / group_depth(matrix) + 1;
+      const size_t share = (turn_bytes - 1) / tiles + 1;  // of a turn
+      t.prefetch_step = tiles == 1 ? kTurnBytes : (share + 1) / 2;
+      t.prefetch_half = tiles == 1 ? kLine : t.prefetch_step * turns;
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       size_t tile = 0;
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;
         t.act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
         for (t.column = 0; t.column < kColumns; t.column += kTileColumns, ++tile) {
-          const size_t line = first + tile * turns * kTurnBytes / tiles / kLine;
+          const size_t line = first + tile * turns * share / kLine;
           t.prefetch = reinterpret_cast<const uint8_t*>(stream.at(line));
           t.dst = dst + row * mm->dst_stride + t.column;
           of_rows[row_end - row](t);
