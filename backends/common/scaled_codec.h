@@ -41,9 +41,9 @@ inline float source_scale_f32(const ktk_source* source, size_t row, size_t group
   return value;
 }
 
-// The scales of one block. pack() is called for the `columns` columns from n on; `block` is zero
-// where nothing was written. has_nan(): whether a column has a NaN among its scales which a kernel
-// would not make one by itself.
+// The scales of one block: pack() takes those of the `columns` columns from n on, value() returns
+// the one of a column and k. has_nan() says whether kernels take a scale of a column for a number
+// that is none; f32 scales take care of themselves.
 
 struct MxScaleCodec : MxScales {
   using Scales = MxScales;

@@ -1,12 +1,9 @@
 // "e2m1-n32k64-mx": MXFP4 in memory. common/scaled_layout.h has the order of lines and scales.
 //
-//   line, 64 bytes: 16 columns, 8 deep
+//   line, 64 bytes: 16 columns, 8 deep; a dword for each column
 //
-//   column 0                          column 1      column 15
-//   k1 k3 k5 k7 ... see below    |  a dword  | ... |  a dword
-//
-//   dword    bits 31..28  27..24  23..20  19..16  15..12  11..8  7..4  3..0
-//            k7           k5      k3      k1      k6      k4     k2    k0
+//   bits    31..28  27..24  23..20  19..16  15..12  11..8   7..4    3..0
+//           k7      k5      k3      k1      k6      k4      k2      k0
 //
 // vpermw looks up the low five bits of each word. With a table of the sixteen values, twice, one
 // instruction makes the bf16 pair (k0, k1) of sixteen columns, and after a shift by four bits the
