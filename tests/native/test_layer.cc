@@ -69,7 +69,7 @@ float to_f32(uint16_t bf16) { return std::bit_cast<float>(static_cast<uint32_t>(
 // A weight matrix of any format in arrays of exactly the size it needs.
 struct Weight {
   std::vector<uint16_t> bf16;
-  std::vector<uint8_t> codes, exponents;
+  std::vector<uint8_t> codes, exponents, zeros;
   std::vector<float> scales;
   ktk_source source{};
 
@@ -82,7 +82,7 @@ struct Weight {
       return;
     }
     std::mt19937 random(seed);
-    source.data_stride = format.element == KTK_E2M1 ? k / 2 : k;
+    source.data_stride = format.element == KTK_E2M1 || format.element == KTK_U4 ? k / 2 : k;
     codes.resize(n * source.data_stride);
     for (uint8_t& code : codes) {
       do code = static_cast<uint8_t>(random());
@@ -99,9 +99,27 @@ struct Weight {
       exponents.push_back(static_cast<uint8_t>(127 + e));
       scales.push_back(1.25f * std::ldexp(1.0f, e));
     }
-    const bool is_f32 = format.scale == KTK_F32;
-    source.scale = is_f32 ? static_cast<const void*>(scales.data()) : exponents.data();
-    source.scale_stride = columns * (is_f32 ? sizeof(float) : 1);
+    if (format.zero == KTK_U8) {
+      for (size_t i = 0; i < count; ++i) zeros.push_back(static_cast<uint8_t>(random() % 17));
+      source.zero = zeros.data();
+      source.zero_stride = columns;
+    }
+    const auto take = [&](const auto& all) {
+      source.scale = all.data();
+      source.scale_stride = columns * sizeof all[0];
+    };
+    if (format.scale == KTK_F32) {
+      take(scales);
+    } else if (format.scale == KTK_UE8M0) {
+      take(exponents);
+    } else {
+      // 1.25 times a power of two.
+      const bool is_bf16 = format.scale == KTK_BF16;
+      for (const uint8_t e : exponents) {
+        bf16.push_back(static_cast<uint16_t>(is_bf16 ? e << 7 | 0x20 : (e - 112) << 10 | 0x100));
+      }
+      take(bf16);
+    }
   }
 };
 
