@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.detect import is_gguf
 from ktk.checkpoint.experts import Checkpoint, spans
 from ktk.errors import CheckpointError
 
@@ -17,15 +18,15 @@ class Description:
     Attributes
     ----------
     path
-        The folder.
+        The folder, or the GGUF file.
     config
-        Sizes and activation function, from config.json.
+        Sizes and activation function, from config.json or the metadata.
     layers
         The layers that have experts.
     family
         The naming scheme of the first of them.
     dtype
-        The element type of their weights, as safetensors spells it.
+        The element type of their weights, as safetensors or ggml spells it.
     """
 
     path: Path
@@ -51,6 +52,10 @@ def describe(path: str | Path) -> Description:
     CheckpointError
         There are none, or the first layer that has any is incomplete or damaged.
     """
+    if is_gguf(path):
+        from ktk.checkpoint.gguf.load import describe_gguf
+
+        return describe_gguf(path)
     with Checkpoint(path) as checkpoint:
         layers = checkpoint.layers()
         if not layers:

@@ -57,6 +57,10 @@ class Checkpoint:
         found = (pattern.fullmatch(name) for name in self.index.names())
         return sorted({int(_group(match)) for match in found if match})
 
+    def config_of(self, layer: Layer) -> ExpertConfig:
+        """Return sizes and activation function of a layer: the same for all."""
+        return self.config
+
     def layer(self, number: int) -> Layer:
         """Find out how the experts of a layer are stored, and check that all of them are there."""
         found = self._find(number)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktk.checkpoint.detect import is_gguf
 from ktk.checkpoint.experts import Checkpoint
 from ktk.registry import load_backend
 
@@ -29,7 +30,8 @@ def load_moe(
     Parameters
     ----------
     path
-        Folder with config.json and safetensors files, as published.
+        Folder with config.json and safetensors files, as published; or a GGUF file, any file of a
+        split one, or a folder that holds one model in GGUF files.
     layer
         Number of the layer in the model.
     backend
@@ -39,8 +41,8 @@ def load_moe(
     physical_to_logical_map
         Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p.
     **options
-        For `Backend.moe`: variant, pool, shards, ... The sizes come from config.json; so does the
-        activation function unless it is given here.
+        For `Backend.moe`: variant, pool, shards, ... The sizes come from config.json or the
+        metadata of the GGUF file; so does the activation function unless it is given here.
 
     Raises
     ------
@@ -48,9 +50,20 @@ def load_moe(
         Something is missing, damaged or not what config.json says; the message names it.
     """
     chosen = load_backend(backend) if isinstance(backend, str) else backend
+    if is_gguf(path):
+        from ktk.checkpoint.gguf.load import load_gguf
+
+        return load_gguf(
+            path,
+            layer,
+            chosen,
+            experts=experts,
+            physical_to_logical_map=physical_to_logical_map,
+            **options,
+        )
     with Checkpoint(path) as checkpoint:
         found = checkpoint.layer(operator.index(layer))
-        slots = _slots(checkpoint.config.num_experts, experts, physical_to_logical_map)
+        slots = choose_slots(checkpoint.config.num_experts, experts, physical_to_logical_map)
         moe = chosen.moe(**checkpoint.config.arguments(**options))
         for slot in range(checkpoint.config.num_experts):
             if slot in slots:
@@ -61,7 +74,7 @@ def load_moe(
     return moe
 
 
-def _slots(
+def choose_slots(
     count: int, experts: Sequence[int] | None, logical: Sequence[int] | None
 ) -> dict[int, int]:
     """Return which expert of the checkpoint goes to which slot."""

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from ktk.checkpoint.experts import Checkpoint, Layer
+from ktk.checkpoint.open import OpenCheckpoint
 
 _Tensors = Mapping[str, torch.Tensor]
 
 
 def reference(
-    checkpoint: Checkpoint,
-    layer: Layer,
+    checkpoint: OpenCheckpoint,
+    layer: Any,
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """Return what the routed experts give for each token, [T, H] in float64."""
-    arguments = checkpoint.config.arguments()
+    arguments = checkpoint.config_of(layer).arguments()
     x = hidden.double()
     result = torch.zeros_like(x)
     for expert in sorted(set(ids.flatten().tolist())):

@@ -1,0 +1,51 @@
+"""Opens a checkpoint of either kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.detect import is_gguf
+from ktk.checkpoint.experts import Checkpoint
+
+
+class OpenCheckpoint(Protocol):
+    """What safetensors folders and GGUF files have in common."""
+
+    def __enter__(self) -> OpenCheckpoint: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def layers(self) -> list[int]:
+        """Return the layers that have experts."""
+        ...
+
+    def layer(self, number: int) -> Any:
+        """Find out how the experts of a layer are stored, and check that all of them are there."""
+        ...
+
+    def config_of(self, layer: Any) -> ExpertConfig:
+        """Return sizes and activation function of a layer."""
+        ...
+
+    def expert(self, layer: Any, number: int) -> dict[str, torch.Tensor]:
+        """Read one expert."""
+        ...
+
+
+def open_checkpoint(path: str | Path) -> OpenCheckpoint:
+    """Open a folder of safetensors files, a GGUF file or a folder of them."""
+    if is_gguf(path):
+        from ktk.checkpoint.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    return Checkpoint(path)
