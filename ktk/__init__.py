@@ -25,6 +25,7 @@ from ktk.errors import (
     BackendNotFound,
     BackendUnsupported,
     CheckpointError,
+    CheckpointFormatError,
 )
 from ktk.moe import MoE, Ticket
 from ktk.pool import default_pool
@@ -40,6 +41,7 @@ __all__ = [
     "BackendNotFound",
     "BackendUnsupported",
     "CheckpointError",
+    "CheckpointFormatError",
     "Format",
     "MoE",
     "MoEConfig",

@@ -156,6 +156,11 @@ class Backend:
     def variants(self) -> list[VariantInfo]:
         """Variants, best first."""
 
+    def stored_as(self, given: Format, n: int, k: int) -> Format:
+        """
+        What an n x k weight is stored as by default; ValueError if it is not taken.
+        """
+
     def default_variant(self) -> str:
         """
         Name of the best variant that runs here; RuntimeError with the reasons if none does.

@@ -10,6 +10,7 @@ __all__ = [
     "BackendNotFound",
     "BackendUnsupported",
     "CheckpointError",
+    "CheckpointFormatError",
 ]
 
 
@@ -39,3 +40,7 @@ class BackendUnsupported(BackendError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint is missing something, damaged, or not what its configuration says."""
+
+
+class CheckpointFormatError(CheckpointError):
+    """The checkpoint is fine, but the backend does not take weights in its format."""

@@ -7,8 +7,7 @@ largest magnitude of a group and ``x`` its values:
 
 integers without zero points (i8; u4 and i4)
     ``scale = a / 127`` or ``a / 7``, ``code = round(x / scale)``: symmetric quantisation as in
-    Jacob et al., "Quantization and Training of Neural Networks", 2018, section 2.1. The lowest
-    code, which has no positive match, is not used.
+    Jacob et al., "Quantization and Training of Neural Networks", 2018, section 2.1.
 integers with zero points
     ``scale = (max - min) / 15`` with 0 inside [min, max], ``zero = round(-min / scale)``,
     ``code = round(x / scale) + zero``: the same section, as GPTQ and AWQ store it.
@@ -81,7 +80,7 @@ class Quantized:
         return values * _spread(self.format, scale.to(dtype), n, k)
 
 
-def quantize(weight: torch.Tensor, format: Format) -> Quantized:
+def quantize(weight: torch.Tensor, format: Format, *, search: bool = False) -> Quantized:
     """Quantise a matrix.
 
     Parameters
@@ -90,6 +89,9 @@ def quantize(weight: torch.Tensor, format: Format) -> Quantized:
         Of any floating type. Sizes need not be multiples of the groups.
     format : Format
         What to make of it.
+    search : bool
+        For integers: try many scales and zero points for each group, and keep those of the least
+        squared error. Takes some hundred times as long.
 
     Raises
     ------
@@ -112,33 +114,78 @@ def quantize(weight: torch.Tensor, format: Format) -> Quantized:
         scale = _stored_scale(_largest(format, x) / _LARGEST[format.element], format)
         codes = _round_to(x / _divisor(format, scale, x), format.element)
         return Quantized(format, codes, scale)
-    if format.scale in _FLOATS and format.element in _INTEGERS:
-        if format.zero == "none":
-            return _symmetric(x, format)
-        if format.zero in ("u8", "i8"):
-            return _with_zeros(x, format)
+    zeros = format.zero in ("none", "u8", "i8")
+    if format.scale in _FLOATS and format.element in _INTEGERS and zeros:
+        return _integers(x, format, search)
     raise ValueError(f"cannot quantise to {format}")
 
 
-def _symmetric(x: torch.Tensor, fmt: Format) -> Quantized:
+# What the search multiplies the scale of the extremes with, and adds to their zero point. Below
+# zero: without zero points there is one more code on the negative side, and a negative scale turns
+# it to the side where the largest value is.
+_FACTORS = tuple(sign * (1 - 0.02 * i) for sign in (1, -1) for i in range(26))
+_SHIFTS = (0, -2, -1, 1, 2)
+
+
+def _integers(x: torch.Tensor, fmt: Format, search: bool) -> Quantized:
+    scale, zero = _of_extremes(x, fmt)
+    if search:
+        scale, zero = _of_least_error(x, fmt, scale, zero)
+    codes = _codes(x, fmt, scale, zero)
+    if fmt.zero == "none":
+        return Quantized(fmt, _pack(codes, fmt.element), scale)
+    kind = torch.uint8 if fmt.zero == "u8" else torch.int8
+    return Quantized(fmt, _pack(codes, fmt.element), scale, zero.to(kind))
+
+
+def _of_extremes(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scale and the zero point, as a float, that reach the extremes of each group."""
     lowest, highest, offset = _INTEGERS[fmt.element]
-    levels = min(highest - offset, offset - lowest)
-    scale = _stored_scale(_largest(fmt, x) / levels, fmt)
-    codes = torch.round(x / _divisor(fmt, scale, x)).clamp_(-levels, levels) + offset
-    return Quantized(fmt, _pack(codes, fmt.element), scale)
-
-
-def _with_zeros(x: torch.Tensor, fmt: Format) -> Quantized:
-    lowest, highest, _ = _INTEGERS[fmt.element]
+    if fmt.zero == "none":
+        levels = min(highest - offset, offset - lowest)
+        scale = _stored_scale(_largest(fmt, x) / levels, fmt)
+        return scale, torch.full(scale.shape, float(offset))
     top, bottom = _largest(fmt, x.clamp(min=0)), _largest(fmt, x.clamp(max=0))
     scale = _stored_scale((top + bottom) / (highest - lowest), fmt)
     wide = scale.float()
     zero = lowest + torch.round(bottom / torch.where(wide > 0, wide, 1.0))
-    zero = zero.clamp_(lowest, highest)
+    return scale, zero.clamp_(lowest, highest)
+
+
+def _of_least_error(
+    x: torch.Tensor, fmt: Format, scale: torch.Tensor, zero: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the best scale and zero point among those around the given ones."""
+    lowest, highest, _ = _INTEGERS[fmt.element]
+    shifts = (0,) if fmt.zero == "none" else _SHIFTS
+    best_scale, best_zero = scale, zero
+    best = _squared_error(x, fmt, scale, zero)
+    for shift in shifts:
+        tried_zero = (zero + shift).clamp_(lowest, highest)
+        for factor in _FACTORS:
+            if factor < 0 and fmt.zero != "none":
+                continue
+            tried = _stored_scale(scale.float() * factor, fmt)
+            error = _squared_error(x, fmt, tried, tried_zero)
+            better = error < best
+            best = torch.where(better, error, best)
+            best_scale = torch.where(better, tried, best_scale)
+            best_zero = torch.where(better, tried_zero, best_zero)
+    return best_scale, best_zero
+
+
+def _squared_error(
+    x: torch.Tensor, fmt: Format, scale: torch.Tensor, zero: torch.Tensor
+) -> torch.Tensor:
+    levels = _codes(x, fmt, scale, zero) - _spread(fmt, zero, *x.shape)
+    error = levels * _spread(fmt, scale.float(), *x.shape) - x
+    return _blocks(fmt, error).double().square().sum(dim=(1, 3))
+
+
+def _codes(x: torch.Tensor, fmt: Format, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    lowest, highest, _ = _INTEGERS[fmt.element]
     codes = torch.round(x / _divisor(fmt, scale, x)) + _spread(fmt, zero, *x.shape)
-    codes = codes.clamp_(lowest, highest)
-    kind = torch.uint8 if fmt.zero == "u8" else torch.int8
-    return Quantized(fmt, _pack(codes, fmt.element), scale, zero.to(kind))
+    return codes.clamp_(lowest, highest)
 
 
 def _with_exponents(x: torch.Tensor, fmt: Format) -> Quantized:
@@ -161,11 +208,15 @@ def _extents(fmt: Format, n: int, k: int) -> tuple[int, int]:
 
 def _largest(fmt: Format, x: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude of each group, [groups of n, groups of k]."""
+    return _blocks(fmt, x).abs().amax(dim=(1, 3))
+
+
+def _blocks(fmt: Format, x: torch.Tensor) -> torch.Tensor:
+    """View a matrix as groups, [groups of n, rows, groups of k, columns], padded with zeros."""
     n, k = x.shape
     rows, columns = _extents(fmt, n, k)
     padded = torch.nn.functional.pad(x, (0, -k % columns, 0, -n % rows))
-    blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
-    return blocks.abs().amax(dim=(1, 3))
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 
 def _spread(fmt: Format, groups: torch.Tensor, n: int, k: int) -> torch.Tensor:
@@ -177,13 +228,14 @@ def _spread(fmt: Format, groups: torch.Tensor, n: int, k: int) -> torch.Tensor:
 
 def _stored_scale(scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     kind = _FLOATS[fmt.scale]
-    return scale.clamp(max=torch.finfo(kind).max).to(kind)
+    most = torch.finfo(kind).max
+    return scale.clamp(-most, most).to(kind)
 
 
 def _divisor(fmt: Format, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the scale of each element, 1 where it is zero and all codes will be."""
     wide = scale.float()
-    return _spread(fmt, torch.where(wide > 0, wide, torch.inf), *x.shape)
+    return _spread(fmt, torch.where(wide != 0, wide, torch.inf), *x.shape)
 
 
 # --- elements -----------------------------------------------------------------------------------

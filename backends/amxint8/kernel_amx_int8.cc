@@ -189,7 +189,7 @@ void multiply_amx(const ktk_matmul* mm) {
 // For one or two rows the vector kernel reads memory a little faster. Group sums are exact in both
 // and meet the same two roundings, so the bits are the same.
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("vnni", 2, multiply<Vnni512, TargetAct, 2, 2, 8>),
+    make_ukernel("vnni", 2, multiply_thin<Vnni512, TargetAct, 2>),
     make_ukernel("amx", SIZE_MAX, multiply_amx, scratch_size),
 };
 

@@ -2,7 +2,7 @@
 // would saturate. The specification of the layout for everybody else.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "amxint8/ymm.h"
+#include "common/ymm.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -32,7 +32,7 @@ using TargetAct = Act<WordCodes, 128>;
 
 // Registers: 8 accumulators, 4 halves of weights, 2 broadcasts, products.
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 2, multiply<Dot, TargetAct, 2, 4, 4>),
+    make_ukernel("gemv", 2, multiply_thin<Dot, TargetAct, 2>),
     make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 4, 2, 8>),
 };
 

@@ -2,7 +2,7 @@
 // where vpmaddubsw would saturate.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "amxint8/zmm.h"
+#include "common/zmm.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -31,7 +31,7 @@ using TargetAct = Act<WordCodes, 128>;
 
 // Registers: 20 accumulators, 4 halves of weights, 2 broadcasts, products.
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 4, multiply<Dot, TargetAct, 4, 2, 4>),
+    make_ukernel("gemv", 8, multiply_thin<Dot, TargetAct, 8>),
     make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 10, 2, 8>),
 };
 

@@ -10,7 +10,7 @@ using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 24 accumulators, 2 weights, broadcasts.
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 4, multiply<Vnni512, TargetAct, 4, 2, 4>),
+    make_ukernel("gemv", 12, multiply_thin<Vnni512, TargetAct, 12>),
     make_ukernel("gemm", SIZE_MAX, multiply<Vnni512, TargetAct, 12, 2, 8>),
 };
 

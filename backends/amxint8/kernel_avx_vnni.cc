@@ -1,7 +1,7 @@
 // AVX-VNNI, vpdpbusd on 256 bits: client CPUs without AVX-512.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "amxint8/ymm.h"
+#include "common/ymm.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -23,7 +23,7 @@ using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 12 accumulators, 2 weights, a broadcast.
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 3, multiply<Dot, TargetAct, 3, 4, 4>),
+    make_ukernel("gemv", 3, multiply_thin<Dot, TargetAct, 3>),
     make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 6, 2, 8>),
 };
 

@@ -20,6 +20,7 @@
 #include "amxint8/act.h"
 #include "amxint8/layout.h"
 #include "amxint8/stream.h"
+#include "common/weight_stream.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -133,6 +134,64 @@ void multiply_tile(const TileArgs& args) {
   }
 }
 
+// Both tiles of a block of 32 columns for up to 12 rows, one group after the other. In a step, all
+// of the first tile comes before the second: weights are used in the order of memory, which the
+// prefetchers of the CPU follow. `ahead` is what to fetch in the first step, in order, too.
+template <class Dot, class Act, int kRows>
+void thin_block(const uint8_t* weight, const TileArgs& t, const Stream& stream, size_t ahead) {
+  using Int = typename Dot::Int;
+  constexpr int kVecs = 16 / Dot::kLanes;  // of a tile
+  constexpr int kPointers = (kRows + 2) / 3;
+  const uint8_t* act[kPointers];
+#pragma GCC unroll 4
+  for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
+  for (size_t begin = 0; begin < t.step_end; begin += Act::kGroupSteps) {
+    const size_t end = smaller(begin + Act::kGroupSteps, t.step_end);
+    const size_t group = begin / Act::kGroupSteps;
+    const uint8_t* comp = t.act + t.comp_offset + 4 * group;
+    Int acc[2][1][kRows][kVecs];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < 2 * kVecs; ++v) {
+        acc[v / kVecs][0][r][v % kVecs] = Dot::broadcast(comp + r * t.act_stride);
+      }
+    }
+    for (size_t step = begin; step < end; ++step, ahead += kStepBytes) {
+      const uint8_t* prefetch = stream.at(ahead);
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 1
+        for (const uint8_t* last = weight + kTileBytes; weight != last; weight += 64) {
+          prefetch_l2(prefetch);
+          prefetch += 64;
+          multiply_turn<Dot>(acc[half], 0, weight, act, 0, t.act_stride);
+#pragma GCC unroll 4
+          for (int i = 0; i < kPointers; ++i) {
+            act[i] += 4 * Act::kCodeBytes;
+            asm("" : "+r"(act[i]));  // as below
+          }
+        }
+        if (half == 0) {
+#pragma GCC unroll 4
+          for (int i = 0; i < kPointers; ++i) act[i] -= kDepth * Act::kCodeBytes;
+        }
+      }
+    }
+    const uint8_t* scale = t.act + t.scale_offset + 4 * group;
+    float* dst = t.dst;
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r, scale += t.act_stride, dst += t.dst_stride) {
+      const auto s = Dot::set1(*reinterpret_cast<const float*>(scale));
+#pragma GCC unroll 4
+      for (int v = 0; v < 2 * kVecs; ++v) {
+        float* to = dst + v * Dot::kLanes;
+        Dot::store(to, Dot::fma(Dot::convert(acc[v / kVecs][0][r][v % kVecs]), s, Dot::load(to)));
+      }
+    }
+  }
+}
+
 template <class Dot>
 inline void clear_dst(float* dst, size_t dst_stride, size_t m) {
   for (size_t r = 0; r < m; ++r, dst += dst_stride) {
@@ -170,6 +229,42 @@ struct Tiles {
   constexpr Tiles() : of_rows{} { fill(); }
 };
 
+template <class Dot, class Act, int kMaxRows>
+struct ThinBlocks {
+  void (*of_rows[kMaxRows + 1])(const uint8_t*, const TileArgs&, const Stream&, size_t);
+
+  template <int kRows = 1>
+  constexpr void fill() {
+    of_rows[kRows] = thin_block<Dot, Act, kRows>;
+    if constexpr (kRows < kMaxRows) fill<kRows + 1>();
+  }
+  constexpr ThinBlocks() : of_rows{} { fill(); }
+};
+
+// The product for up to kMaxRows rows, which wait for memory.
+template <class Dot, class Act, int kMaxRows>
+void multiply_thin(const ktk_matmul* mm) {
+  static constexpr ThinBlocks<Dot, Act, kMaxRows> kBlocks;
+  const ktk_matrix* matrix = mm->matrix;
+  const Stream stream = weight_stream(mm);
+  TileArgs t{};
+  t.act = static_cast<const uint8_t*>(mm->act);
+  t.act_stride = mm->act_stride;
+  t.scale_offset = Act::scale_offset(matrix);
+  t.comp_offset = Act::comp_offset(matrix);
+  t.step_end = num_steps(matrix);
+  t.dst = mm->dst;
+  t.dst_stride = mm->dst_stride;
+  const uint8_t* weight = stream.begin;
+  const float* scale = weight_scale(matrix, mm->weight);
+  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns, t.dst += kColumns) {
+    clear_dst<Dot>(t.dst, t.dst_stride, mm->m);
+    kBlocks.of_rows[mm->m](weight, t, stream, weight - stream.begin + bytes_ahead(mm->m));
+    weight += t.step_end * kStepBytes;
+    scale_dst<Dot>(t.dst, t.dst_stride, mm->m, scale + n);
+  }
+}
+
 // The product in tiles of up to kMaxRows x kVecs; weights stay in L1 for kBlockSteps steps of
 // depth, while the tiles of that block prefetch the next one, so that memory never waits for
 // arithmetic.
@@ -197,9 +292,9 @@ void multiply(const ktk_matmul* mm) {
       t.step_begin = step;
       t.step_end = smaller(step + kBlockSteps, steps);
       // The tiles of a block together fetch as much as they read.
-      size_t ahead = weight - stream.begin + (tiles == 1 ? kNearDistance : kPrefetchDistance);
-      t.prefetch_step = tiles == 1 ? 128 : 64 / tiles;
-      t.prefetch_half = tiles == 1 ? 64 : t.prefetch_step * (kDepth / 4) * (t.step_end - step);
+      size_t ahead = weight - stream.begin + kPrefetchDistance;
+      t.prefetch_step = 64 / tiles;
+      t.prefetch_half = t.prefetch_step * (kDepth / 4) * (t.step_end - step);
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;

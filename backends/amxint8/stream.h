@@ -8,8 +8,6 @@ namespace {
 
 // How far ahead of the arithmetic memory is read: 1 us at 16 GB/s, a third of an L1.
 constexpr size_t kPrefetchDistance = 16384;
-// The same where every line is used once, by a single tile: there the prefetcher of L2 can be led.
-constexpr size_t kNearDistance = 1024;
 
 // Columns [n_begin, n_end) of the packed matrix, which are contiguous, then mm->next.
 struct Stream {

@@ -2,7 +2,7 @@
 // amx_int8.
 #pragma once
 
-#include "amxint8/zmm.h"
+#include "common/zmm.h"
 
 namespace ktk::amxint8 {
 namespace {

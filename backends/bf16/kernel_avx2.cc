@@ -71,7 +71,6 @@ inline void add_line(__m256 (&acc)[kM][2 * kTiles], size_t tile, const char* wei
 template <size_t kM, size_t kTiles, class Share>
 inline void tiles(const TileWork<Share>& work, size_t first_tile) {
   constexpr bool kLone = __is_same(Share, LoneShare);
-  constexpr size_t kAhead = kTiles == 2 ? 8 : 128;  // lines
   __m256 acc[kM][2 * kTiles];
   float* dst = work.dst + first_tile * kTileCols;
 #pragma GCC unroll 6
@@ -88,9 +87,9 @@ inline void tiles(const TileWork<Share>& work, size_t first_tile) {
     const char* ahead = nullptr;
     if constexpr (kLone) {
       // Each of two passes fetches half of the steps that come after this run.
-      ahead = kTiles == 2 ? work.stream.at(step, kAhead)
+      ahead = kTiles == 2 ? work.stream.at(step, bytes_ahead(kM))
                           : work.stream.at((first_tile * work.steps + step) / 2,
-                                           kAhead + step % 2 * kStepLines / 2);
+                                           bytes_ahead(kM) + step % 2 * kStepBytes / 2);
     } else if (first_tile == 0) {
       prefetch_step(work, step, weight);
     }

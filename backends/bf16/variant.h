@@ -1,7 +1,7 @@
 // The table of a variant: the shared codecs around the micro-kernel of one instruction set.
 #pragma once
 
-#include "act_codec.h"
+#include "common/act_rows.h"
 #include "ktk/target.h"
 #include "loops.h"
 #include "weight_codec.h"
@@ -9,18 +9,8 @@
 namespace {
 
 // How a variant keeps activations.
-struct ActBf16 {
-  static constexpr ktk_element kElement = KTK_BF16;
-  static constexpr auto size = act_size<2>;
-  static constexpr auto pack = pack_act_bf16;
-  static constexpr auto unpack = unpack_act_bf16;
-};
-struct ActF32 {
-  static constexpr ktk_element kElement = KTK_F32;
-  static constexpr auto size = act_size<sizeof(float)>;
-  static constexpr auto pack = pack_act_f32;
-  static constexpr auto unpack = unpack_act_f32;
-};
+using ActBf16 = ActRowsBf16<kStepDepth>;
+using ActF32 = ActRowsF32<kStepDepth>;
 
 // One micro-kernel serves any number of rows: it has code for every height of its tile, down to a
 // single row, which already reads weights at the rate of memory.

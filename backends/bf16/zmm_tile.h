@@ -22,9 +22,6 @@
 
 namespace {
 
-// Lines between the one that is used and the one that is prefetched, where there is one tile only.
-constexpr size_t kThinAhead = 8, kWideAhead = 128;
-
 template <class Dot, size_t kM, class Share>
 inline void thin_steps(const TileWork<Share>& work, __m512 (&acc)[kM][2]) {
   constexpr bool kLone = __is_same(Share, LoneShare);
@@ -34,7 +31,7 @@ inline void thin_steps(const TileWork<Share>& work, __m512 (&acc)[kM][2]) {
   for (size_t step = 0; step < work.steps; ++step) {
     const char* ahead = nullptr;
     if constexpr (kLone) {
-      ahead = work.stream.at(step, kThinAhead);
+      ahead = work.stream.at(step, bytes_ahead(kM));
     } else {
       prefetch_step(work, step, weight);
     }

@@ -8,16 +8,18 @@
 namespace ktk {
 namespace {
 
-// All tiles are 64 bytes wide. A and C, tiles 0 to 5, have as many rows as are multiplied; B, tiles
-// 6 and 7, has 16.
+// A and C, tiles 0 to 5, have as many rows as are multiplied, C and B are 64 bytes wide. `depth`
+// bytes of a row of A meet depth / 4 rows of B, tiles 6 and 7.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
   uint8_t reserved[14] = {};
-  uint16_t column_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+  uint16_t column_bytes[16];
   uint8_t rows[16];
 
-  explicit TileConfig(uint8_t m) : rows{m, m, m, m, m, m, 16, 16} {}
+  explicit TileConfig(uint8_t m, uint8_t depth = 64)
+      : column_bytes{64, 64, 64, 64, depth, depth, 64, 64},
+        rows{m, m, m, m, m, m, static_cast<uint8_t>(depth / 4), static_cast<uint8_t>(depth / 4)} {}
 };
 static_assert(sizeof(TileConfig) == 64);
 
@@ -34,20 +36,21 @@ inline void enter_amx() { load_tile_config(TileConfig(16)); }
 inline void leave_amx() { _tile_release(); }
 
 // Makes tiles as high as the rows of a call, for the time of that call, when they are fewer than
-// 16: rows that are only padding would be read from act again for every column.
+// 16: rows that are only padding would be read from act again for every column. And as deep as it
+// wants them.
 class TileRows {
  public:
-  explicit TileRows(size_t m) : fewer_(m < 16) {
-    if (fewer_) load_tile_config(TileConfig(static_cast<uint8_t>(m)));
+  explicit TileRows(size_t m, uint8_t depth = 64) : changed_(m < 16 || depth != 64) {
+    if (changed_) load_tile_config(TileConfig(static_cast<uint8_t>(m < 16 ? m : 16), depth));
   }
   ~TileRows() {
-    if (fewer_) enter_amx();
+    if (changed_) enter_amx();
   }
   TileRows(const TileRows&) = delete;
   TileRows& operator=(const TileRows&) = delete;
 
  private:
-  bool fewer_;
+  bool changed_;
 };
 
 }  // namespace

@@ -13,14 +13,16 @@
 //         tiles of rows pass over, where the next chunk has all that time to arrive. In order, the
 //         same distance ahead, it gives 60 % of that.
 //
-// AMD Zen 4 (share of the rate of plain loads, 2 threads, bf16 weights):
+// AMD Zen 4 (share of the rate of plain loads, 2 threads, bf16 and int8 weights):
 //
-//   lone    one prefetch per line, in the order of memory: 0.97-1.00 when the lines are used in
-//           that order, too, and 512 B or 1 KiB ahead. Two tiles that alternate line by line: 0.60
-//           with any prefetch up to 4 KiB ahead, 0.9 at 8 KiB. A burst of 32 lines every 2 KiB:
-//           0.65.
+//   lone    one prefetch per line, in the order of memory: up to 4 rows 0.97-1.00 when lines are
+//           used in that order, too, and 512 B ahead. Two tiles that alternate line by line: 0.60
+//           with any prefetch up to 4 KiB ahead, 0.9 at 8 KiB. Bursts of 32 lines: 0.65. 8 rows
+//           keep the core busy for longer than the prefetcher looks ahead: 0.83 at 8 KiB, 0.69 at
+//           512 B, 0.46 at 2 KiB.
 //   linear  several tiles of rows share fetching the next 16 KiB, in order: 411 GFLOP/s at 24 rows
-//           (of 469), where `far` gives 320.
+//           (of 469), where `far` gives 320. From 4 tiles on there is time to fetch into L1: 429
+//           instead of 416 at 64 rows.
 #pragma once
 
 #include <stddef.h>
@@ -29,6 +31,9 @@ namespace {
 
 // Not _mm_prefetch: gcc 12 takes a function that only prefetches for one without effect and drops
 // calls of it.
+inline void prefetch_l1(const void* line) {
+  asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(line)));
+}
 inline void prefetch_l2(const void* line) {
   asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(line)));
 }
@@ -121,6 +126,11 @@ struct FarShare {
   }
 };
 
+// How far ahead of its use the only tile of rows should fetch a line: where lines are used in
+// order, and where two tiles of columns alternate.
+constexpr size_t kWideAhead = 8192;
+constexpr size_t bytes_ahead(size_t rows) { return rows <= 4 ? 512 : kWideAhead; }
+
 // What the only tile of rows fetches: every line, in order. The tile does it line by line.
 struct LoneShare {
   static constexpr bool kFollowsNext = true;
@@ -130,9 +140,9 @@ struct LoneShare {
   LoneShare(const WeightStream& from, size_t, size_t, size_t first_line, size_t, size_t per_step)
       : stream(&from), line(first_line), step_lines(per_step) {}
 
-  // What is `ahead` lines behind the first line of a step.
-  const char* at(size_t step, size_t ahead) const {
-    return stream->at(line + step * step_lines + ahead);
+  // What to fetch first in a step.
+  const char* at(size_t step, size_t bytes_ahead) const {
+    return stream->at(line + step * step_lines + bytes_ahead / WeightStream::kLine);
   }
 };
 
@@ -154,7 +164,11 @@ struct LinearShare {
   template <size_t kStepLines>
   void prefetch(size_t step, const void*) const {
     const char* from = stream->at(line + step * lines_per_step);
-    for (size_t i = 0; i < lines_per_step; ++i) prefetch_l2(from + i * WeightStream::kLine);
+    if (lines_per_step * 4 > kStepLines) {
+      for (size_t i = 0; i < lines_per_step; ++i) prefetch_l2(from + i * WeightStream::kLine);
+    } else {
+      for (size_t i = 0; i < lines_per_step; ++i) prefetch_l1(from + i * WeightStream::kLine);
+    }
   }
 };
 

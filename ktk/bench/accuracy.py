@@ -9,9 +9,16 @@ from typing import Any
 import torch
 
 import ktk
-from ktk.bench.inputs import Call, ExpertWeights, random_experts, routed_calls
-from ktk.bench.runner import Subject, make_layer
+from ktk.bench.inputs import (
+    DISTRIBUTIONS,
+    Call,
+    ExpertWeights,
+    random_experts,
+    routed_calls,
+)
+from ktk.bench.runner import Subject, load_subject, make_layer
 from ktk.bench.shapes import Shape
+from ktk.bench.weights import label, prepare
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,8 @@ class Accuracy:
 
     `kernel` is against float64 arithmetic on the weights as stored, `quantization` what storing
     them costs by itself, `total` against float64 arithmetic on the original bf16 weights. Rounding
-    the output to bf16 alone makes 0.0017.
+    the output to bf16 alone makes 0.0017. `weights` names the distribution of the weights, see
+    `ktk.bench.inputs`, and `format` what they are stored as.
     """
 
     backend: str
@@ -30,6 +38,8 @@ class Accuracy:
     kernel: float
     quantization: float
     total: float
+    weights: str
+    format: str
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -39,32 +49,40 @@ class Accuracy:
 def measure_accuracy(
     subjects: Sequence[Subject], shape: Shape, *, tokens: int = 32, threads: int = 0
 ) -> list[Accuracy]:
-    """Compare one call of every subject with float64.
+    """Compare one call of every subject with float64, for each distribution of weights.
 
     Every expert is different here. Of large layers only 16 experts are made: the error of an
     output depends on the extents and on the number of experts summed, not on how many there are.
     """
     small = replace(shape, num_experts=min(shape.num_experts, max(16, shape.num_experts_per_tok)))
-    experts = random_experts(small, small.num_experts, seed=1)
     call = routed_calls(small, tokens, seed=1)[0]
-    exact = reference(small, call, lambda e: experts[e])
     pool = ktk.WorkerPool(threads)
     results = []
-    for subject in subjects:
-        moe = make_layer(subject, small, experts, pool)
-        got = torch.as_tensor(moe(call.hidden, call.ids, call.weights)).double()
-        stored = reference(small, call, lambda e, moe=moe: _stored(moe, experts[e], e))  # type: ignore[misc]
-        results.append(
-            Accuracy(
-                backend=subject.backend,
-                variant=moe.variant,
-                shape=shape.name,
-                tokens=tokens,
-                kernel=relative_error(got, stored),
-                quantization=relative_error(stored, exact),
-                total=relative_error(got, exact),
+    for distribution in DISTRIBUTIONS:
+        experts = random_experts(small, small.num_experts, seed=1, distribution=distribution)
+        exact = reference(small, call, lambda e, experts=experts: experts[e])  # type: ignore[misc]
+        for subject in subjects:
+            _, chosen = load_subject(subject)
+            moe = make_layer(subject, small, prepare(chosen, experts), pool)
+            got = torch.as_tensor(moe(call.hidden, call.ids, call.weights)).double()
+            stored = reference(
+                small,
+                call,
+                lambda e, moe=moe, experts=experts: _stored(moe, experts[e], e),  # type: ignore[misc]
             )
-        )
+            results.append(
+                Accuracy(
+                    backend=moe.backend.name,
+                    variant=moe.variant,
+                    shape=shape.name,
+                    tokens=tokens,
+                    kernel=relative_error(got, stored),
+                    quantization=relative_error(stored, exact),
+                    total=relative_error(got, exact),
+                    weights=distribution,
+                    format=label(chosen.stored),
+                )
+            )
     return results
 
 

@@ -14,6 +14,7 @@ from rich.markup import escape
 from ktk.bench.shapes import SHAPES, Shape, find_shape
 
 if TYPE_CHECKING:
+    from ktk.backend import Backend
     from ktk.bench.runner import Result, Subject
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -40,6 +41,13 @@ def bench(
         typer.Option(
             help="Variant (instruction set) of the backends; may be given several times, 'all' for "
             "every one that runs here. Default: what each backend chooses."
+        ),
+    ] = None,
+    format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What the backends store, such as g32, row or g128-zero; may be given several "
+            "times, 'all' for every one. Default: what each backend stores by default."
         ),
     ] = None,
     experts: Annotated[
@@ -79,7 +87,7 @@ def bench(
             require_matplotlib()
         counts = _token_counts(tokens)
         shapes = [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
-        subjects = _subjects(backend, variant)
+        subjects = _subjects(backend, variant, format)
         settings = Settings(
             threads=threads,
             rounds=rounds,
@@ -103,26 +111,47 @@ def bench(
         raise typer.Exit(1) from None
 
 
-def _subjects(backends: list[str] | None, variants: list[str] | None) -> list[Subject]:
+def _subjects(
+    backends: list[str] | None, variants: list[str] | None, formats: list[str] | None
+) -> list[Subject]:
     import ktk
     from ktk.bench.runner import Subject
 
-    subjects = []
-    for name in backends or sorted(ktk.backends()):
-        runnable = [v.name for v in ktk.load_backend(name).variants if v.runnable]
-        if not variants:
-            subjects.append(Subject(name))
-            continue
-        wanted = runnable if "all" in variants else [v for v in variants if v in runnable]
-        if not wanted:
-            raise ValueError(
-                f"{name} has no variant {', '.join(variants)} that runs here; "
-                f"those that do: {', '.join(runnable) or 'none'}"
-            )
-        subjects += [Subject(name, v) for v in wanted]
+    subjects = [
+        Subject(name, variant, fmt)
+        for name in backends or sorted(ktk.backends())
+        for backend in [ktk.load_backend(name)]
+        for fmt in _formats(backend, name, formats)
+        for variant in _variants(backend, variants)
+    ]
     if not subjects:
         raise ValueError("no backend is installed")
     return subjects
+
+
+def _variants(backend: Backend, wanted: list[str] | None) -> list[str | None]:
+    if not wanted:
+        return [None]
+    runnable = [variant.name for variant in backend.variants if variant.runnable]
+    chosen = [name for name in runnable if "all" in wanted or name in wanted]
+    if not chosen:
+        raise ValueError(
+            f"{backend.name} has no variant {', '.join(wanted)} that runs here; "
+            f"those that do: {', '.join(runnable) or 'none'}"
+        )
+    return list(chosen)
+
+
+def _formats(backend: Backend, name: str, wanted: list[str] | None) -> list[str | None]:
+    from ktk.bench.weights import choose_format, label
+
+    if not wanted:
+        return [None]
+    if "all" in wanted:
+        return [label(fmt) for fmt in backend.formats]
+    for text in wanted:
+        choose_format(backend, name, text)
+    return list(wanted)
 
 
 def _token_counts(text: str) -> list[int]:

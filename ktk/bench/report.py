@@ -15,6 +15,7 @@ from ktk.bench.runner import Result
 def results_table(results: Sequence[Result]) -> RenderableType:
     """Show one row per backend and number of tokens, and the limits they are measured against."""
     first = results[0]
+    names = _names(results)
     table = Table(
         title=f"{first.shape}, {first.threads} threads",
         title_justify="left",
@@ -32,7 +33,7 @@ def results_table(results: Sequence[Result]) -> RenderableType:
             table.add_section()
         tokens = r.tokens
         table.add_row(
-            r.backend,
+            names[r],
             r.variant,
             str(r.tokens),
             milliseconds(r.seconds),
@@ -71,15 +72,29 @@ def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("backend")
-    table.add_column("variant")
+    for name in ("backend", "format", "variant", "weights"):
+        table.add_column(name, no_wrap=True)
     for name in ("kernel", "quantization", "total"):
         table.add_column(name, justify="right")
     for r in results:
         table.add_row(
-            r.backend, r.variant, f"{r.kernel:.4f}", f"{r.quantization:.4f}", f"{r.total:.4f}"
+            r.backend,
+            r.format,
+            r.variant,
+            r.weights,
+            f"{r.kernel:.4f}",
+            f"{r.quantization:.4f}",
+            f"{r.total:.4f}",
         )
     return table
+
+
+def _names(results: Sequence[Result]) -> dict[Result, str]:
+    """Name the format beside a backend that comes in several."""
+    formats: dict[str, set[str]] = {}
+    for r in results:
+        formats.setdefault(r.backend, set()).add(r.format)
+    return {r: r.backend + (f" {r.format}" if len(formats[r.backend]) > 1 else "") for r in results}
 
 
 def milliseconds(seconds: float) -> str:

@@ -11,18 +11,24 @@ from typing import Any
 
 import ktk
 from ktk import _probe
-from ktk.bench.inputs import Call, ExpertWeights, random_experts, routed_calls
+from ktk.bench.inputs import Call, random_experts, routed_calls
 from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
 from ktk.bench.machine import available_bytes, last_level_cache_bytes, undisturbed
 from ktk.bench.shapes import Shape
+from ktk.bench.weights import Recipe, choose_format, label, prepare, recipe
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What to time: a backend, and which of its variants (None: the one it would choose)."""
+    """What to time: a backend, which of its variants and which of its formats.
+
+    None: the variant that it would choose, the format that its name means. `format` is written as
+    `ktk.bench.weights.choose_format` takes it.
+    """
 
     backend: str
     variant: str | None = None
+    format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class Result:
     experts_hit: float
     layers: int
     rotated_gb: float
+    format: str
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name."""
@@ -101,6 +108,7 @@ class _Candidate:
 
     subject: Subject
     variant: str
+    format: str
     layers: list[ktk.MoE]
     units: tuple[str, ...]
     calls: list[Call] = field(default_factory=list)
@@ -212,7 +220,7 @@ def _result(
     limit = roofline(limits, nbytes=nbytes, flops=flops, units=[unit])
     extremes = [turn.seconds for turn in turns]
     return Result(
-        backend=candidate.subject.backend,
+        backend=candidate.layers[0].backend.name,
         variant=candidate.variant,
         shape=shape.name,
         tokens=tokens,
@@ -231,6 +239,7 @@ def _result(
         experts_hit=hit,
         layers=len(candidate.layers),
         rotated_gb=sum(layer.nbytes for layer in candidate.layers) / 1e9,
+        format=candidate.format,
     )
 
 
@@ -282,26 +291,33 @@ def _load(
     for index, subject in enumerate(subjects):
         progress(f"loading {subject.backend} {subject.variant or ''}")
         share = int(0.6 * available_bytes()) // (len(subjects) - index)
-        layers = [make_layer(subject, shape, experts, pool)]
+        backend, chosen = load_subject(subject)
+        prepared = prepare(chosen, experts)
+        layers = [make_layer(subject, shape, prepared, pool)]
         nbytes = layers[0].nbytes
         for _ in range(1, max(1, min(-(-wanted // nbytes), share // nbytes))):
-            layers.append(make_layer(subject, shape, experts, pool))  # noqa: PERF401 (slow)
-        variants = {v.name: v for v in ktk.load_backend(subject.backend).variants}
-        chosen = layers[0].variant
-        candidates.append(_Candidate(subject, chosen, layers, variant_units(variants[chosen])))
+            layers.append(make_layer(subject, shape, prepared, pool))  # noqa: PERF401 (slow)
+        [variant] = (v for v in backend.variants if v.name == layers[0].variant)
+        candidates.append(
+            _Candidate(subject, variant.name, label(chosen.stored), layers, variant_units(variant))
+        )
     return candidates
 
 
-def make_layer(
-    subject: Subject, shape: Shape, experts: Sequence[ExpertWeights], pool: ktk.WorkerPool
-) -> ktk.MoE:
-    """Load a layer whose experts repeat the given ones, each in memory of its own."""
+def load_subject(subject: Subject) -> tuple[ktk.Backend, Recipe]:
+    """Return the backend, and how weights get into the format that is meant."""
     backend = ktk.load_backend(subject.backend)
-    moe = backend.moe(**shape.moe_arguments(), variant=subject.variant, pool=pool)
-    source = [experts[e % len(experts)] for e in range(shape.num_experts)]
-    biases: dict[str, Any] = {}
-    if shape.biases:
-        for name in ("gate_bias", "up_bias", "down_bias"):
-            biases[name] = [getattr(expert, name) for expert in source]
-    moe.load([w.gate for w in source], [w.up for w in source], [w.down for w in source], **biases)
+    return backend, recipe(backend, choose_format(backend, subject.backend, subject.format))
+
+
+def make_layer(
+    subject: Subject, shape: Shape, prepared: Sequence[dict[str, Any]], pool: ktk.WorkerPool
+) -> ktk.MoE:
+    """Load a layer whose experts repeat those of `prepare`, each in memory of its own."""
+    backend, chosen = load_subject(subject)
+    moe = backend.moe(
+        **shape.moe_arguments(), variant=subject.variant, pool=pool, weight_format=chosen.stored
+    )
+    for expert in range(shape.num_experts):
+        moe.load_expert(expert, **prepared[expert % len(prepared)])
     return moe

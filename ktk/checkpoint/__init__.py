@@ -1,8 +1,9 @@
 """Reads the routed experts of a model from the files its authors published.
 
-`families` is the table of naming schemes; a new family is a row there. `config` reads sizes and
-activation function from config.json, `index` finds and maps tensors, `experts` joins the three.
-`gguf` does the same for GGUF files.
+`families` is the table of naming schemes and `storage` the one of how a matrix is stored under any
+of them; a new family or scheme is a row there. `config` reads sizes, activation function and
+quantisation from config.json, `index` finds and maps tensors, `experts` joins them.
+`gguf` does the same for GGUF files, and `open` chooses between the two.
 """
 
 from ktk.checkpoint.describe import Description, describe

@@ -1,12 +1,13 @@
-"""What config.json says about the routed experts: sizes and activation function."""
+"""What config.json says about the routed experts: sizes, activation function, quantisation."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ktk.checkpoint.quantization import Quantization, read_quantization
 from ktk.errors import CheckpointError
 
 # The first name that is present counts. `intermediate_size` is the dense layers' size in models
@@ -46,6 +47,7 @@ class ExpertConfig:
     activation: str = "silu"
     activation_limit: float | None = None
     activation_alpha: float = _OAI_ALPHA
+    quantization: Quantization = field(default_factory=Quantization)
 
     def arguments(self, **overrides: Any) -> dict[str, Any]:
         """Return keyword arguments for `Backend.moe`; `overrides` win over the activation's."""
@@ -82,7 +84,12 @@ def read_config(folder: Path) -> ExpertConfig:
     entries = {**document, **text} if isinstance(text, dict) else document
     sizes: dict[str, Any] = {field: _size(path, entries, field) for field in _NAMES}
     model_type = str(entries.get("model_type", "unknown"))
-    return ExpertConfig(model_type=model_type, **sizes, **_activation(entries))
+    return ExpertConfig(
+        model_type=model_type,
+        **sizes,
+        **_activation(entries),
+        quantization=read_quantization(entries),
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

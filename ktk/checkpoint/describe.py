@@ -1,4 +1,4 @@
-"""Says what a checkpoint holds, reading only its headers."""
+"""Says what a checkpoint holds, reading its headers and no more than one matrix."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.detect import is_gguf
-from ktk.checkpoint.experts import Checkpoint, spans
+from ktk.checkpoint.experts import spans
+from ktk.checkpoint.open import open_checkpoint
 from ktk.errors import CheckpointError
 
 
@@ -26,7 +26,8 @@ class Description:
     family
         The naming scheme of the first of them.
     dtype
-        The element type of their weights, as safetensors or ggml spells it.
+        The element type of their weights, as safetensors or ggml spells it; of quantised
+        safetensors the format.
     """
 
     path: Path
@@ -52,20 +53,16 @@ def describe(path: str | Path) -> Description:
     CheckpointError
         There are none, or the first layer that has any is incomplete or damaged.
     """
-    if is_gguf(path):
-        from ktk.checkpoint.gguf.load import describe_gguf
-
-        return describe_gguf(path)
-    with Checkpoint(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         layers = checkpoint.layers()
         if not layers:
-            raise CheckpointError(f"{checkpoint.folder} has no experts that ktk knows by name")
+            raise CheckpointError(f"{path} has no experts that ktk knows by name")
         layer = checkpoint.layer(layers[0])
-        first = layer.name(next(iter(layer.family.parts)), 0)
+        family, dtype = checkpoint.storage(layer)
         return Description(
-            path=checkpoint.folder,
-            config=checkpoint.config,
+            path=Path(path),
+            config=checkpoint.config_of(layer),
             layers=tuple(layers),
-            family=layer.family.name,
-            dtype=checkpoint.index.dtype(first),
+            family=family,
+            dtype=dtype,
         )

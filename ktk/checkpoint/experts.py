@@ -1,34 +1,51 @@
-"""Finds a layer's experts by the table of families, and reads them one at a time."""
+"""Finds a layer's experts by the tables of families and storage, and reads them one at a time."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig, read_config
 from ktk.checkpoint.families import FAMILIES, PREFIXES, Family, Stored
 from ktk.checkpoint.index import TensorIndex
-from ktk.errors import CheckpointError
+from ktk.checkpoint.storage import PLAIN, SCHEMES, Layout, Part, Scheme, StorageError
+from ktk.errors import CheckpointError, CheckpointFormatError
+from ktk.quantize import Quantized
 
-# Elements that hold a value without a scale.
-_PLAIN = ("BF16", "F16", "F32")
+if TYPE_CHECKING:
+    from ktk.backend import Backend
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The experts of one layer: which names they have."""
+    """The experts of one layer: which names they have, and how their matrices are stored.
+
+    `group` is the number of columns that share a scale, where the scheme leaves it open; 0 for all.
+    """
 
     number: int
     prefix: str
     family: Family
+    scheme: Scheme
+    group: int = 0
 
-    def name(self, part: str, expert: int) -> str:
-        """Return the full name of a part of an expert."""
-        return self.prefix + self.family.parts[part].name.format(e=expert)
+    def name(self, part: str, expert: int, role: str = "data") -> str:
+        """Return the full name of a tensor of a part of an expert."""
+        stored = self.family.parts[part]
+        if part.endswith("_bias"):
+            return self.prefix + stored.name.format(e=expert)
+        stem = self.prefix + stored.stem.format(e=expert)
+        name = self.scheme.name_of(role, stem, stored.fused)
+        assert name is not None, "a scheme without shared tensors was not chosen for a fused family"
+        return name
 
 
 class Checkpoint:
@@ -52,9 +69,7 @@ class Checkpoint:
 
     def layers(self) -> list[int]:
         """Return the layers that have experts of a family ktk knows."""
-        names = [prefix + _first(family).name for prefix in PREFIXES for family in FAMILIES]
-        pattern = _pattern(names)
-        found = (pattern.fullmatch(name) for name in self.index.names())
+        found = (self._names.fullmatch(name) for name in self.index.names())
         return sorted({int(_group(match)) for match in found if match})
 
     def config_of(self, layer: Layer) -> ExpertConfig:
@@ -66,7 +81,7 @@ class Checkpoint:
         found = self._find(number)
         for part, stored in found.family.parts.items():
             for expert in range(1 if stored.fused else self.config.num_experts):
-                self._check(found.name(part, expert), stored)
+                self._check(found, part, expert)
         self._check_count(found)
         return found
 
@@ -76,52 +91,229 @@ class Checkpoint:
         Returns
         -------
         dict[str, Tensor]
-            gate and up [I, H], down [H, I], and gate_bias, up_bias [I], down_bias [H] where the
-            model has them: the arguments of `MoE.load_expert`. Views of the mapped file where the
-            layout allows, contiguous in any case.
+            gate and up [I, H], down [H, I], with _scale and _zero where they are quantised, and
+            gate_bias, up_bias [I], down_bias [H] where the model has them: the arguments of
+            `MoE.load_expert`, beside the format that `given` returns. Views of the mapped file
+            where the layout allows, contiguous in any case.
         """
+        tensors = self.biases(layer, number)
+        for name, matrix in self.matrices(layer, number).items():
+            tensors[name] = matrix.data
+            if matrix.scale is not None:
+                tensors[name + "_scale"] = matrix.scale
+            if matrix.zero is not None:
+                tensors[name + "_zero"] = matrix.zero
+        return tensors
+
+    def values(self, layer: Layer, number: int) -> dict[str, torch.Tensor]:
+        """Read what one expert means, in float64: weights and biases."""
+        tensors = {name: bias.double() for name, bias in self.biases(layer, number).items()}
+        for name, matrix in self.matrices(layer, number).items():
+            tensors[name] = matrix.dequantize(torch.float64)
+        return tensors
+
+    def has_floats(self, layer: Layer) -> bool:
+        """Whether the matrices are not quantised."""
+        return bool(self.given(layer).scale == "none")
+
+    def storage(self, layer: Layer) -> tuple[str, str]:
+        """Name the naming scheme and the element type, or the format, of the matrices."""
+        given = self.given(layer)
+        first = layer.name(next(iter(layer.family.parts)), 0)
+        dtype = self.index.dtype(first) if given.scale == "none" else str(given)
+        return layer.family.name, dtype
+
+    def reader(self, layer: Layer, backend: Backend) -> Callable[[int], dict[str, Any]]:
+        """Return what reads an expert for `MoE.load_expert`.
+
+        Raises
+        ------
+        CheckpointFormatError
+            The backend does not take what is stored.
+        """
+        given = self.given(layer)
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        try:
+            for n, k in ((inner, hidden), (hidden, inner)):
+                backend.core.stored_as(given, n, k)
+        except ValueError as error:
+            name = layer.name(next(iter(layer.family.parts)), 0)
+            raise CheckpointFormatError(
+                f"tensor {name} in {self.index.file(name)}: {error}"
+            ) from None
+        return lambda number: {**self.expert(layer, number), "given": given}
+
+    def given(self, layer: Layer) -> Format:
+        """Return the format of a layer's matrices; reads one of them."""
+        part = next(iter(layer.family.parts))
+        return next(iter(self._read(layer, part, 0).values())).format
+
+    def matrices(self, layer: Layer, number: int) -> dict[str, Quantized]:
+        """Read gate, up and down of one expert, in the format of the checkpoint."""
+        matrices: dict[str, Quantized] = {}
+        for part in _weights(layer.family):
+            matrices.update(self._read(layer, part, number))
+        first = next(iter(matrices.values())).format
+        for name, matrix in matrices.items():
+            if matrix.format != first:
+                raise CheckpointError(
+                    f"{self._where(layer.name('down', number))}: {name} is stored as "
+                    f"{matrix.format}, but gate as {first}"
+                )
+        return matrices
+
+    def biases(self, layer: Layer, number: int) -> dict[str, torch.Tensor]:
+        """Read the biases of one expert."""
         tensors: dict[str, torch.Tensor] = {}
         for part, stored in layer.family.parts.items():
-            axes = stored.axes.split()
-            tensor = self.index.tensor(layer.name(part, number), number if stored.fused else None)
-            tensors.update(_split(part, tensor, axes[1:] if stored.fused else axes))
+            if part.endswith("_bias"):
+                tensors.update(self._read_plain(layer, part, number, stored))
         return tensors
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def _read(self, layer: Layer, part: str, number: int) -> dict[str, Quantized]:
+        """Read one part: gate and up are two matrices of one."""
+        stored = layer.family.parts[part]
+        if layer.scheme is PLAIN:
+            tensors = self._read_plain(layer, part, number, stored)
+            layout = self._layout(layer, part)
+            return {name: PLAIN.decode({"data": t}, layout) for name, t in tensors.items()}
+        expert = number if stored.fused else None
+        arrays = {
+            role: self.index.tensor(name, expert)
+            for role, name in self._names_of(layer, part, number)
+        }
+        try:
+            matrix = layer.scheme.decode(arrays, self._layout(layer, part))
+            return _split_rows(part, matrix, stored)
+        except StorageError as error:
+            raise CheckpointError(f"{self._where(layer.name(part, number))} {error}") from None
+
+    def _read_plain(
+        self, layer: Layer, part: str, number: int, stored: Stored
+    ) -> dict[str, torch.Tensor]:
+        axes = stored.axes.split()
+        tensor = self.index.tensor(layer.name(part, number), number if stored.fused else None)
+        return _split(part, tensor, axes[1:] if stored.fused else axes)
+
+    def _names_of(self, layer: Layer, part: str, number: int) -> Iterator[tuple[str, str]]:
+        """Yield the tensors of a matrix that are there."""
+        for role, piece in layer.scheme.tensors.items():
+            name = layer.name(part, number, role)
+            if not piece.optional or name in self.index:
+                yield role, name
+
+    # --- finding --------------------------------------------------------------------------------
 
     def _find(self, number: int) -> Layer:
         named = [
-            Layer(number, start, family)
-            for prefix in PREFIXES
-            for start in [prefix.format(L=number)]
-            for family in FAMILIES
-            if not family.model_types or self.config.model_type in family.model_types
-            if start + _first(family).name.format(e=0) in self.index
+            layer
+            for layer in self._candidates(number)
+            if layer.name(_first(layer.family), 0) in self.index
         ]
         if not named:
             raise CheckpointError(self._no_experts(number))
         # A row made for this model is the only one: another might fit by accident of sizes.
         own = [layer for layer in named if layer.family.model_types]
         candidates = own or named
-        return next((layer for layer in candidates if self._fits(layer)), candidates[0])
+        typed = [layer for layer in candidates if self._has_types(layer)]
+        if not typed:
+            raise CheckpointError(self._no_scheme(candidates))
+        grouped = [replace(layer, group=self._group(layer)) for layer in typed]
+        return next((layer for layer in grouped if self._fits(layer)), grouped[0])
+
+    def _candidates(self, number: int) -> Iterator[Layer]:
+        for prefix in PREFIXES:
+            for family in FAMILIES:
+                if family.model_types and self.config.model_type not in family.model_types:
+                    continue
+                for scheme in SCHEMES:
+                    if all(_suits(scheme, family.parts[part]) for part in _weights(family)):
+                        yield Layer(number, prefix.format(L=number), family, scheme)
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Match the first tensor of an expert, in any layer and scheme."""
+        names = {
+            prefix + name
+            for prefix in PREFIXES
+            for family in FAMILIES
+            for scheme in SCHEMES
+            for stored in [family.parts[_first(family)]]
+            for name in [scheme.name_of("data", stored.stem, stored.fused)]
+            if name is not None
+        }
+        return _pattern(sorted(names))
+
+    def _has_types(self, layer: Layer) -> bool:
+        """Whether the first matrix has all tensors of the scheme, with elements of its types."""
+        part = _first(layer.family)
+        for role, piece in layer.scheme.tensors.items():
+            name = layer.name(part, 0, role)
+            if name not in self.index:
+                if not piece.optional:
+                    return False
+            elif self.index.dtype(name) not in piece.dtypes:
+                return False
+        return True
 
     def _fits(self, layer: Layer) -> bool:
         return all(
-            layer.name(part, 0) in self.index
-            and self.index.shape(layer.name(part, 0)) == self._expected(stored)
-            for part, stored in layer.family.parts.items()
+            name in self.index and self.index.shape(name) in self._shapes(layer, part, role)
+            for part in layer.family.parts
+            for role in (layer.scheme.tensors if not part.endswith("_bias") else ("data",))
+            for name in [layer.name(part, 0, role)]
+            if name in self.index or not self._optional(layer, part, role)
         )
 
-    def _check(self, name: str, stored: Stored) -> None:
-        shape, expected = self.index.shape(name), self._expected(stored)
-        where = f"tensor {name} in {self.index.file(name)}"
-        if shape != expected:
+    def _optional(self, layer: Layer, part: str, role: str) -> bool:
+        return not part.endswith("_bias") and layer.scheme.tensors[role].optional
+
+    def _group(self, layer: Layer) -> int:
+        """Columns of a group: as config.json says, or else as the first scales have it."""
+        said = self.config.quantization.group_size
+        if said is not None:
+            return said
+        scale = layer.scheme.tensors.get("scale")
+        if scale is None or "K/G" not in scale.shape:
+            return 0
+        part = _first(layer.family)
+        _, k = self._extents(layer, part)
+        shape = self.index.shape(layer.name(part, 0, "scale"))
+        groups = shape[-len(scale.shape.split()) :][scale.shape.split().index("K/G")]
+        return 0 if groups == 1 else -(-k // groups)
+
+    # --- checking -------------------------------------------------------------------------------
+
+    def _check(self, layer: Layer, part: str, expert: int) -> None:
+        """Compare the tensors of one part with what config.json and the tables mean."""
+        if part.endswith("_bias"):
+            self._check_tensor(layer, part, "data", layer.name(part, expert), PLAIN.tensors["data"])
+            return
+        for role, piece in layer.scheme.tensors.items():
+            name = layer.name(part, expert, role)
+            if name in self.index:
+                self._check_tensor(layer, part, role, name, piece)
+            elif not piece.optional:
+                data = layer.name(part, expert)
+                if role != "data" and data in self.index:
+                    raise CheckpointError(f"{self._where(data)} needs {name}, which is missing")
+                self.index.file(name)
+
+    def _check_tensor(self, layer: Layer, part: str, role: str, name: str, piece: Part) -> None:
+        shape, expected = self.index.shape(name), self._shapes(layer, part, role)
+        if shape not in expected:
+            stored = layer.family.parts[part]
+            axes = stored.axes if layer.scheme is PLAIN or part.endswith("_bias") else piece.shape
             raise CheckpointError(
-                f"{where} has shape {list(shape)}, but config.json means {list(expected)} "
-                f"({stored.axes})"
+                f"{self._where(name)} has shape {list(shape)}, but config.json means "
+                f"{' or '.join(str(list(one)) for one in expected)} ({axes})"
             )
-        if self.index.dtype(name) not in _PLAIN:
+        if self.index.dtype(name) not in piece.dtypes:
             raise CheckpointError(
-                f"{where} has elements of type {self.index.dtype(name)}; only "
-                f"{', '.join(_PLAIN)} are read from checkpoints"
+                f"{self._where(name)} has elements of type {self.index.dtype(name)}, expected "
+                f"{' or '.join(piece.dtypes)}"
             )
 
     def _check_count(self, layer: Layer) -> None:
@@ -134,7 +326,25 @@ class Checkpoint:
                     f"{self.config.num_experts} experts"
                 )
 
-    def _expected(self, stored: Stored) -> tuple[int, ...]:
+    def _shapes(self, layer: Layer, part: str, role: str) -> list[tuple[int, ...]]:
+        """Return what the shape of a tensor may be."""
+        stored = layer.family.parts[part]
+        if layer.scheme is PLAIN or part.endswith("_bias"):
+            return [tuple(self._size(axis) for axis in stored.axes.split())]
+        shapes = self._layout(layer, part).shapes(layer.scheme.tensors[role])
+        experts = (self.config.num_experts,) if stored.fused else ()
+        return [(*experts, *shape) for shape in shapes]
+
+    def _layout(self, layer: Layer, part: str) -> Layout:
+        return Layout(*self._extents(layer, part), layer.group, self.config.quantization)
+
+    def _extents(self, layer: Layer, part: str) -> tuple[int, int]:
+        """Rows and columns of a part as it is multiplied, whatever the order of its axes."""
+        depth = "I" if part == "down" else "H"
+        [rows] = set(layer.family.parts[part].axes.split()) - {"E", depth}
+        return self._size(rows), self._size(depth)
+
+    def _size(self, axis: str) -> int:
         config = self.config
         sizes = {
             "E": config.num_experts,
@@ -143,7 +353,27 @@ class Checkpoint:
             "2I": 2 * config.intermediate_size,
             "I2": 2 * config.intermediate_size,
         }
-        return tuple(sizes[axis] for axis in stored.axes.split())
+        return sizes[axis]
+
+    def _where(self, name: str) -> str:
+        return f"tensor {name} in {self.index.file(name)}"
+
+    def _no_scheme(self, candidates: list[Layer]) -> str:
+        """Say what is beside a tensor that no row of the table explains."""
+        layer = candidates[0]
+        first = layer.name(_first(layer.family), 0)
+        stem = layer.prefix + layer.family.parts[_first(layer.family)].stem.format(e=0)
+        beside = [
+            f"{name} ({self.index.dtype(name)})"
+            for name in sorted(self.index.names())
+            if name.startswith(stem) and name != first
+        ]
+        method = self.config.quantization.method
+        return (
+            f"{self._where(first)} has elements of type {self.index.dtype(first)}, and ktk knows "
+            f"no scheme that it is part of; beside it: {', '.join(beside) or 'nothing'}"
+            + (f"; config.json says {method}" if method else "")
+        )
 
     def _no_experts(self, number: int) -> str:
         message = f"{self.folder} has no experts that ktk knows by name in layer {number}"
@@ -196,8 +426,48 @@ def _oriented(part: str, tensor: torch.Tensor, axes: list[str]) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _first(family: Family) -> Stored:
-    return next(iter(family.parts.values()))
+def _first(family: Family) -> str:
+    return next(iter(family.parts))
+
+
+def _weights(family: Family) -> list[str]:
+    return [part for part in family.parts if not part.endswith("_bias")]
+
+
+def _suits(scheme: Scheme, stored: Stored) -> bool:
+    """Whether the scheme has names for tensors of this kind: shared by experts, or their own."""
+    return not stored.fused or all(part.fused is not None for part in scheme.tensors.values())
+
+
+def _split_rows(part: str, matrix: Quantized, stored: Stored) -> dict[str, Quantized]:
+    """Divide gate and up, which share a tensor, by rows."""
+    if not part.startswith("gate_up"):
+        return {part: _contiguous(matrix)}
+    alternating = "I2" in stored.axes.split()
+    rows, extent = matrix.data.shape[0] // 2, matrix.format.group_n
+    if extent != 1 and (alternating or extent == 0 or rows % extent):
+        raise StorageError(f"has scales per {extent or 2 * rows} rows, of gate and of up together")
+
+    def half(array: torch.Tensor | None, at: int) -> torch.Tensor | None:
+        if array is None:
+            return None
+        return array[at::2] if alternating else array.chunk(2)[at]
+
+    found = {}
+    for at, name in enumerate(("gate", "up")):
+        arrays: dict[str, Any] = {
+            what: half(getattr(matrix, what), at) for what in ("data", "scale", "zero")
+        }
+        found[name] = _contiguous(replace(matrix, **arrays))
+    return found
+
+
+def _contiguous(matrix: Quantized) -> Quantized:
+    arrays: dict[str, Any] = {name: getattr(matrix, name) for name in ("data", "scale", "zero")}
+    whole: dict[str, Any] = {
+        name: None if array is None else array.contiguous() for name, array in arrays.items()
+    }
+    return replace(matrix, **whole)
 
 
 def _pattern(names: list[str]) -> re.Pattern[str]:

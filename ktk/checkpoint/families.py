@@ -26,10 +26,19 @@ PREFIXES = (
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the checkpoint: its name under the layer, and its axes."""
+    """A tensor of the checkpoint: its name under the layer, and its axes.
+
+    They are those of weights that are stored as floats. Quantised ones are several tensors, whose
+    names begin with `stem` and whose shapes `storage` knows.
+    """
 
     name: str
     axes: str
+
+    @property
+    def stem(self) -> str:
+        """The name of the matrix."""
+        return self.name.removesuffix(".weight")
 
     @property
     def fused(self) -> bool:
@@ -68,6 +77,10 @@ FAMILIES = (
     _per_expert("per-expert", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj"),
     # Mixtral, MiniMax M2
     _per_expert("mixtral", "block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
+    # DeepSeek-V4
+    _per_expert("deepseek-v4", "ffn.experts.{e}", "w1", "w3", "w2"),
+    # Mistral's own names
+    _per_expert("mistral", "experts.{e}", "w1", "w3", "w2"),
     Family(
         "gpt-oss",
         {

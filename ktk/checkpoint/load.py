@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.checkpoint.detect import is_gguf
-from ktk.checkpoint.experts import Checkpoint
+from ktk.checkpoint.open import open_checkpoint
 from ktk.registry import load_backend
 
 if TYPE_CHECKING:
@@ -47,34 +46,25 @@ def load_moe(
     Raises
     ------
     CheckpointError
-        Something is missing, damaged or not what config.json says; the message names it.
+        Something is missing, damaged or not what config.json says; the message names it. A
+        `CheckpointFormatError` where all is well, but the backend does not take such weights.
     """
     chosen = load_backend(backend) if isinstance(backend, str) else backend
-    if is_gguf(path):
-        from ktk.checkpoint.gguf.load import load_gguf
-
-        return load_gguf(
-            path,
-            layer,
-            chosen,
-            experts=experts,
-            physical_to_logical_map=physical_to_logical_map,
-            **options,
-        )
-    with Checkpoint(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         found = checkpoint.layer(operator.index(layer))
-        slots = choose_slots(checkpoint.config.num_experts, experts, physical_to_logical_map)
-        moe = chosen.moe(**checkpoint.config.arguments(**options))
-        for slot in range(checkpoint.config.num_experts):
+        config = checkpoint.config_of(found)
+        slots = _slots(config.num_experts, experts, physical_to_logical_map)
+        read = checkpoint.reader(found, chosen)
+        moe = chosen.moe(**config.arguments(**options))
+        for slot in range(config.num_experts):
             if slot in slots:
-                arrays: dict[str, Any] = dict(checkpoint.expert(found, slots[slot]))
-                moe.load_expert(slot, **arrays)
+                moe.load_expert(slot, **read(slots[slot]))
             else:
                 moe.leave_out(slot)
     return moe
 
 
-def choose_slots(
+def _slots(
     count: int, experts: Sequence[int] | None, logical: Sequence[int] | None
 ) -> dict[int, int]:
     """Return which expert of the checkpoint goes to which slot."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.detect import is_gguf
 from ktk.checkpoint.experts import Checkpoint
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
 
 
 class OpenCheckpoint(Protocol):
@@ -38,7 +42,29 @@ class OpenCheckpoint(Protocol):
         ...
 
     def expert(self, layer: Any, number: int) -> dict[str, torch.Tensor]:
-        """Read one expert."""
+        """Read one expert as it is stored, or as floats."""
+        ...
+
+    def values(self, layer: Any, number: int) -> dict[str, torch.Tensor]:
+        """Read what one expert means, in float64: weights and biases."""
+        ...
+
+    def has_floats(self, layer: Any) -> bool:
+        """Whether the matrices are not quantised."""
+        ...
+
+    def storage(self, layer: Any) -> tuple[str, str]:
+        """Name the naming scheme and the element type of the matrices."""
+        ...
+
+    def reader(self, layer: Any, backend: Backend) -> Callable[[int], dict[str, Any]]:
+        """Return what reads an expert for `MoE.load_expert`.
+
+        Raises
+        ------
+        CheckpointFormatError
+            The backend does not take what is stored.
+        """
         ...
 
 

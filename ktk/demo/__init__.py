@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.errors import BackendError, CheckpointError
+from ktk.errors import BackendError, CheckpointFormatError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,10 +138,8 @@ def _measure_all(
                 machine.look(variant_units(variant))
                 try:
                     rows.append(measure(task, backend, variant, pool))
-                except CheckpointError:
-                    raise
-                except (BackendError, ValueError) as error:
-                    # For instance a third party's backend that takes no bfloat16.
+                except (BackendError, CheckpointFormatError, ValueError) as error:
+                    # For instance a backend that takes none of what the checkpoint holds.
                     notes.append(f"{what}: {error}")
     return rows
 

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ktk.bench.inputs import ExpertWeights
 from ktk.bench.limits import Limits, roofline, variant_units
+from ktk.bench.weights import recipe
 from ktk.checkpoint.load import load_moe
+from ktk.checkpoint.open import open_checkpoint
 from ktk.demo.routing import Batch
+from ktk.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -53,7 +57,11 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """What came out. `error` is relative to the norm of the result in float64."""
+    """What came out. `error` is relative to the norm of the result in float64.
+
+    `quantized` says that the checkpoint has floats, and that the backend got what `ktk.quantize`
+    made of them.
+    """
 
     backend: str
     variant: str
@@ -62,12 +70,13 @@ class Measured:
     error: float
     decode: Timing
     prefill: Timing
+    quantized: bool = False
 
 
 def measure(task: Task, backend: Backend, variant: Any, pool: Any) -> Measured:
     """Run the task with one variant of a backend."""
     began = time.perf_counter()
-    moe = load_moe(task.path, task.layer, backend, variant=variant.name, pool=pool)
+    moe, quantized = _load(task, backend, variant=variant.name, pool=pool)
     load_seconds = time.perf_counter() - began
     got = moe(task.check.hidden, task.check.ids, task.check.weights).double()
     units = variant_units(variant)
@@ -79,7 +88,26 @@ def measure(task: Task, backend: Backend, variant: Any, pool: Any) -> Measured:
         error=float((got - task.expected).norm() / task.expected.norm()),
         decode=_time(moe, task.decode, units),
         prefill=_time(moe, task.prefill, units),
+        quantized=quantized,
     )
+
+
+def _load(task: Task, backend: Backend, **options: Any) -> tuple[MoE, bool]:
+    """Load the layer; floats that the backend does not take are quantised for it."""
+    try:
+        return load_moe(task.path, task.layer, backend, **options), False
+    except CheckpointFormatError:
+        with open_checkpoint(task.path) as checkpoint:
+            layer = checkpoint.layer(task.layer)
+            if not checkpoint.has_floats(layer):
+                raise
+            chosen = recipe(backend, backend.formats[0])
+            config = checkpoint.config_of(layer)
+            moe = backend.moe(**config.arguments(**options))
+            for expert in range(config.num_experts):
+                weights = ExpertWeights(**checkpoint.expert(layer, expert))
+                moe.load_expert(expert, **chosen.arrays(weights))
+        return moe, True
 
 
 def _time(moe: MoE, calls: list[Batch], units: tuple[str, ...]) -> Timing:

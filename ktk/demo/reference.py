@@ -25,10 +25,7 @@ def reference(
     result = torch.zeros_like(x)
     for expert in sorted(set(ids.flatten().tolist())):
         token, place = (ids == expert).nonzero(as_tuple=True)
-        tensors = {
-            part: tensor.double() for part, tensor in checkpoint.expert(layer, expert).items()
-        }
-        output = _expert(x[token], tensors, arguments)
+        output = _expert(x[token], checkpoint.values(layer, expert), arguments)
         result.index_add_(0, token, output * weights[token, place, None].double())
     return result
 

@@ -24,6 +24,9 @@ def print_report(
         f"needs to read the experts' weights once ({read:.1f} GB/s, measured with {limits.threads} "
         "threads) or to multiply, whichever is longer, over the time taken."
     )
+    names = dict.fromkeys(row.backend for row in rows if row.quantized)
+    if names:
+        legend += f" {', '.join(names)}: the checkpoint's floats, quantised before loading."
     if any(row.decode.fraction(limits) > 1 for row in rows):
         legend += " Above 100%: weights came from a cache."
     console.print(legend, highlight=False, style="dim")

@@ -131,6 +131,13 @@ void bind_backend(nb::module_& m) {
           },
           "Variants, best first.")
       .def(
+          "stored_as",
+          [](const BackendTable& b, const ktk_format& given, size_t n, size_t k) {
+            return b.stored(given, nullptr, n, k);
+          },
+          "given"_a, "n"_a, "k"_a,
+          "What an n x k weight is stored as by default; ValueError if it is not taken.")
+      .def(
           "default_variant", [](const BackendTable& b) { return b.select("").name; },
           "Name of the best variant that runs here; RuntimeError with the reasons if none does.");
 }

@@ -50,7 +50,14 @@ def cpu_flags() -> set[str]:
 
 def why_not() -> str:
     """The reason for which no AMX code can run here, not even in software; empty if it can."""
-    missing = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16"} - cpu_flags()
+    missing = {
+        "avx512f",
+        "avx512bw",
+        "avx512vl",
+        "avx512_vnni",
+        "avx512_bf16",
+        "avx512vbmi",
+    } - cpu_flags()
     if missing:
         return f"the code around AMX needs {', '.join(sorted(missing))}"
     return "" if shutil.which("cc") else "needs a C compiler, cc"

@@ -12,6 +12,7 @@ import torch
 
 import ktk
 from ktk import _core
+from ktk.testing import formats
 
 pytestmark = pytest.mark.skipif(
     not amx_tools.trapped and "amx_tile" not in amx_tools.cpu_flags(),
@@ -46,6 +47,37 @@ def test_int8_products_are_exact(shape: tuple[int, int, int]) -> None:
         np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=number), expected[:rows])
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("name", "zeros"), [("RAWINT4", False), ("AMXINT4", False), ("AMXINT4", True)]
+)
+def test_int4_products_are_exact(
+    name: str, zeros: bool, group: int, shape: tuple[int, int, int]
+) -> None:
+    """With scales of one, every sum is an integer that float32 holds."""
+    m, n, k = shape
+    backend, variant = find(name, "amx_int8")
+    rng = np.random.default_rng(10)
+    codes = rng.integers(0, 16, (n, k))
+    groups = -(-k // group)
+    zero = rng.integers(0, 17, (n, groups)).astype(np.uint8) if zeros else None
+    given = _core.Format("u4", "bf16", "u8" if zeros else "none", 1, group)
+    act = rng.integers(-126, 127, (m, k)).astype(np.float32)
+    act[:, :: variant.act.group_k] = 127  # each group's scale becomes one
+    data = (codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8)
+    scale = torch.ones(n, groups, dtype=torch.bfloat16)
+    matrix = _core.PackedMatrix(
+        backend.core, "amx_int8", data, scale=scale, zero=zero, given=given, stored=given
+    )
+    np.testing.assert_array_equal(matrix.act_round_trip(act), act)
+    offset = 8 if zero is None else zero.astype(np.int64).repeat(group, axis=1)[:, :k]
+    expected = act.astype(np.int64) @ (codes - offset).T
+    for number, (_, m_max) in enumerate(variant.ukernels):
+        rows = min(m, m_max)
+        np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=number), expected[:rows])
+
+
 def to_bf16(x: np.ndarray) -> np.ndarray:
     return torch.from_numpy(x).to(torch.bfloat16).float().numpy()
 
@@ -74,7 +106,42 @@ def test_bf16_products_have_the_bits_of_the_model(shape: tuple[int, int, int]) -
         np.testing.assert_array_equal(result.view(np.uint32), (expected[:rows] + 0).view(np.uint32))
 
 
-@pytest.mark.parametrize(("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8")])
+def integer_codes(element: str, values: np.ndarray) -> np.ndarray:
+    """The codes of small integers in a floating-point type of at most eight bits."""
+    table = formats.element_table(element)
+    codes = {value: code for code, value in reversed(list(enumerate(table.tolist())))}
+    found = np.vectorize(codes.__getitem__, otypes=[np.uint8])(values)
+    return found if element == "e4m3" else found[:, ::2] | found[:, 1::2] << 4
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("name", "number"), [("FP8", 0), ("FP8", 1), ("FP8", 2), ("MXFP4", 0)])
+def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int, int]) -> None:
+    """Powers of two times small integers: every sum is a number that float32 holds."""
+    m, n, k = shape
+    backend, variant = find(name, "amx_bf16")
+    fmt = backend.formats[number]
+    rng = np.random.default_rng(9)
+    integers = rng.choice([-6.0, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6], (n, k))
+    groups = (-(-n // (fmt.group_n or n)), -(-k // (fmt.group_k or k)))
+    exponents = rng.integers(-3, 4, groups)
+    is_power = fmt.scale == "ue8m0"
+    scale = (exponents + 127).astype(np.uint8) if is_power else np.exp2(exponents, dtype=np.float32)
+    data = integer_codes(fmt.element, integers)
+    matrix = _core.PackedMatrix(backend.core, "amx_bf16", data, scale=scale, given=fmt, stored=fmt)
+    spread = np.exp2(exponents.astype(np.float64)).repeat(fmt.group_n or n, axis=0)[:n]
+    weight = integers * spread.repeat(fmt.group_k or k, axis=1)[:, :k]
+    np.testing.assert_array_equal(matrix.unpack(), weight)
+    act = rng.integers(-8, 9, (m, k)).astype(np.float32)
+    for ukernel, (_, m_max) in enumerate(variant.ukernels):
+        rows = min(m, m_max)
+        expected = act[:rows].astype(np.float64) @ weight.T
+        np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=ukernel), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8"), ("AMXINT4", "amx_int8")]
+)
 def test_a_layer_equals_the_other_variants(name: str, variant: str) -> None:
     """A layer on two threads; AMX and AVX-512 read the same weights."""
     backend, _ = find(name, variant)
@@ -98,5 +165,5 @@ def test_a_layer_equals_the_other_variants(name: str, variant: str) -> None:
         assert moe.variant == other
         results[other] = moe(hidden, ids, weights)
     error = np.abs(results[variant] - results["avx512"]).max()
-    # BF16 rounds activations where avx512 keeps them in f32; int8 products are equal.
+    # BF16 rounds activations where avx512 keeps them in f32; integer sums are equal.
     assert error < 0.02 * np.abs(results["avx512"]).max()

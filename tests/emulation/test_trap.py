@@ -43,7 +43,15 @@ def test_machine_code_runs_on_software_tiles(tmp_path: Path) -> None:
         assert counts[op] > 0, counts
 
 
-@pytest.mark.parametrize(("word", "op"), [("int8", "tdpbsud"), ("bf16", "tdpbf16ps")])
+@pytest.mark.parametrize(
+    ("word", "op"),
+    [
+        ("int8", "tdpbsud"),
+        ("int4", "tdpbsud"),
+        ("bf16", "tdpbf16ps"),
+        ("scaled", "tdpbf16ps"),
+    ],
+)
 def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path) -> None:
     options = ("--import-mode=importlib", "-k", word)
     output, counts = run_emulated(tmp_path, str(HERE / "test_exact.py"), *options)
@@ -54,7 +62,14 @@ def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "variant", "op"),
-    [("BF16", "amx_bf16", "tdpbf16ps"), ("AMXINT8", "amx_int8", "tdpbsud")],
+    [
+        ("BF16", "amx_bf16", "tdpbf16ps"),
+        ("FP8", "amx_bf16", "tdpbf16ps"),
+        ("MXFP4", "amx_bf16", "tdpbf16ps"),
+        ("AMXINT8", "amx_int8", "tdpbsud"),
+        ("AMXINT4", "amx_int8", "tdpbsud"),
+        ("RAWINT4", "amx_int8", "tdpbsud"),
+    ],
 )
 @pytest.mark.parametrize(("module", "examples"), [("conformance", 15), ("conformance_moe", 4)])
 def test_backends_pass_the_kit_on_software_tiles(

@@ -175,7 +175,7 @@ def test_a_layer_without_experts_says_which_have_some(tmp_path: Path) -> None:
 
 def test_a_model_without_experts_is_named(tmp_path: Path) -> None:
     path = files.write(tmp_path / "model.gguf", {})
-    with pytest.raises(CheckpointError, match=r"model\.gguf has no tensors of experts"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf has no experts"):
         describe(path)
 
 

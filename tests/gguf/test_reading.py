@@ -19,7 +19,7 @@ from ktk import Format
 from ktk.checkpoint import describe, load_moe
 from ktk.checkpoint.gguf import GgufCheckpoint
 from ktk.checkpoint.gguf.header import open_file
-from ktk.checkpoint.gguf.load import load_gguf
+from ktk.errors import CheckpointFormatError
 
 DECODED = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "NVFP4", "IQ1_S", "IQ1_M"),
@@ -152,7 +152,8 @@ class RecordingBackend:
     """Stands for a backend that takes certain formats, and keeps what it is given."""
 
     def __init__(self, *accepts: str) -> None:
-        self.accepts = [Format(element) for element in accepts]
+        self.accepts = accepts
+        self.core = SimpleNamespace(stored_as=self.stored_as)
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, dict[str, Any]] = {}
         self.left_out: list[int] = []
@@ -160,6 +161,12 @@ class RecordingBackend:
     def moe(self, **options: Any) -> Any:
         self.options = options
         return SimpleNamespace(load_expert=self.load_expert, leave_out=self.left_out.append)
+
+    def stored_as(self, given: Format, n: int, k: int) -> Format:
+        assert (n, k) in ((I, H), (H, I))
+        if given.element not in self.accepts:
+            raise ValueError(f"takes {', '.join(self.accepts)}")
+        return given
 
     def load_expert(self, slot: int, **arrays: Any) -> None:
         self.loaded[slot] = arrays
@@ -188,7 +195,7 @@ def test_formats_that_differ_within_a_layer_come_by_part(tmp_path: Path) -> None
 
 def test_one_part_that_a_backend_does_not_take_makes_all_of_them_floats(tmp_path: Path) -> None:
     parts = files.experts("Q4_K", down="Q6_K")
-    backend = RecordingBackend("bf16", "ggml:12")
+    backend = RecordingBackend("f32", "ggml:12")
     load_moe(files.write(tmp_path / "m.gguf", files.stacked(parts)), 0, backend)  # type: ignore[arg-type]
     assert "given" not in backend.loaded[0]
     assert {backend.loaded[0][part].dtype for part in files.PARTS} == {torch.float32}
@@ -212,14 +219,20 @@ def test_no_more_than_one_expert_is_held_as_floats(tmp_path: Path) -> None:
             pass
 
     backend = Forgetful("f32")
-    options = {"experts": None, "physical_to_logical_map": None}
-    load_gguf(path, 0, backend, **options)  # type: ignore[arg-type]
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
     tracemalloc.start()
-    load_gguf(path, 0, backend, **options)  # type: ignore[arg-type]
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     expert = 3 * H * I * 4
     assert expert < peak < 2 * expert
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_a_backend_that_takes_neither_blocks_nor_floats_is_told(tmp_path: Path, kind: str) -> None:
+    path = files.write(tmp_path / "m.gguf", files.stacked(files.experts(kind)))
+    with pytest.raises(CheckpointFormatError, match=rf"ffn_gate_exps.*m\.gguf.*{kind}: takes e4m3"):
+        load_moe(path, 0, RecordingBackend("e4m3"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 // races between workers, undefined arithmetic. The numbers are the conformance kit's business; here
 // an error of layout, which is of the order of the result itself, is all that shows.
 //
-// The build passes -DKTK_BACKEND and -DKTK_VARIANTS as to a backend's module.
+// The build passes -DKTK_BACKEND and -DKTK_VARIANTS as to a backend's module, and -DKTK_GIVEN, the
+// formats of weights to load.
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -26,18 +28,23 @@ namespace {
 using ktk::Layer;
 
 constexpr const ktk_variant* kVariants[] = {KTK_VARIANTS(KTK_ADDRESS_)};
-// Backends with one stored format do not look at it, so the one that is given will do.
-constexpr ktk_format kBf16 = {KTK_BF16, KTK_NONE, KTK_NONE, 0, 0};
-constexpr ktk_accept kAccept = {kBf16, 0};
+// What the backend is given, and stores in one of its formats: a backend with a single one does not
+// look at it, and takes bf16 for all that it stores.
+constexpr ktk_format kGiven[] = {KTK_GIVEN};
+constexpr auto kAccepts = [] {
+  std::array<ktk_accept, std::size(kGiven)> accepts{};
+  for (uint32_t i = 0; i < accepts.size(); ++i) accepts[i] = {kGiven[i], i};
+  return accepts;
+}();
 constexpr ktk_backend kBackend = {
     .struct_size = sizeof(ktk_backend),
     .abi_major = KTK_ABI_MAJOR,
     .abi_minor = KTK_ABI_MINOR,
     .name = KTK_STRING(KTK_BACKEND),
-    .formats = &kBf16,
-    .num_formats = 1,
-    .accepts = &kAccept,
-    .num_accepts = 1,
+    .formats = kGiven,
+    .num_formats = std::size(kGiven),
+    .accepts = kAccepts.data(),
+    .num_accepts = kAccepts.size(),
     .variants = kVariants,
     .num_variants = std::size(kVariants),
 };
@@ -59,23 +66,73 @@ std::vector<uint16_t> random_bf16(size_t count, float scale, unsigned seed) {
 
 float to_f32(uint16_t bf16) { return std::bit_cast<float>(static_cast<uint32_t>(bf16) << 16); }
 
-std::shared_ptr<Layer> make_layer(const std::string& variant, int threads, int shards) {
+// A weight matrix of any format in arrays of exactly the size it needs.
+struct Weight {
+  std::vector<uint16_t> bf16;
+  std::vector<uint8_t> codes, exponents, zeros;
+  std::vector<float> scales;
+  ktk_source source{};
+
+  Weight(const ktk_format& format, size_t n, size_t k, unsigned seed) {
+    source.format = format;
+    if (format.element == KTK_BF16) {
+      bf16 = random_bf16(n * k, 0.1f, seed);
+      source.data = bf16.data();
+      source.data_stride = k * sizeof(uint16_t);
+      return;
+    }
+    std::mt19937 random(seed);
+    source.data_stride = format.element == KTK_E2M1 || format.element == KTK_U4 ? k / 2 : k;
+    codes.resize(n * source.data_stride);
+    for (uint8_t& code : codes) {
+      do code = static_cast<uint8_t>(random());
+      while (format.element == KTK_E4M3 && (code & 0x7f) == 0x7f);  // NaN
+    }
+    source.data = codes.data();
+    const auto groups = [](size_t extent, uint32_t group) {
+      return group ? (extent + group - 1) / group : 1;
+    };
+    const size_t columns = groups(k, format.group_k), count = groups(n, format.group_n) * columns;
+    const int exponent = format.element == KTK_E4M3 ? -11 : -5;
+    for (size_t i = 0; i < count; ++i) {
+      const int e = exponent + static_cast<int>(random() % 3);
+      exponents.push_back(static_cast<uint8_t>(127 + e));
+      scales.push_back(1.25f * std::ldexp(1.0f, e));
+    }
+    if (format.zero == KTK_U8) {
+      for (size_t i = 0; i < count; ++i) zeros.push_back(static_cast<uint8_t>(random() % 17));
+      source.zero = zeros.data();
+      source.zero_stride = columns;
+    }
+    const auto take = [&](const auto& all) {
+      source.scale = all.data();
+      source.scale_stride = columns * sizeof all[0];
+    };
+    if (format.scale == KTK_F32) {
+      take(scales);
+    } else if (format.scale == KTK_UE8M0) {
+      take(exponents);
+    } else {
+      // 1.25 times a power of two.
+      const bool is_bf16 = format.scale == KTK_BF16;
+      for (const uint8_t e : exponents) {
+        bf16.push_back(static_cast<uint16_t>(is_bf16 ? e << 7 | 0x20 : (e - 112) << 10 | 0x100));
+      }
+      take(bf16);
+    }
+  }
+};
+
+std::shared_ptr<Layer> make_layer(const ktk_format& given, const std::string& variant, int threads,
+                                  int shards) {
   const auto engine = ktk::Engine::make({.threads = threads, .cpus = {}, .pin = false});
   auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), variant, false, config(),
                                        engine, shards, std::nullopt);
   for (unsigned e = 0; e < kExperts; ++e) {
-    const float scale = 0.1f;
-    const auto gate = random_bf16(kIntermediate * kHidden, scale, 3 * e);
-    const auto up = random_bf16(kIntermediate * kHidden, scale, 3 * e + 1);
-    const auto down = random_bf16(kHidden * kIntermediate, scale, 3 * e + 2);
-    const auto source = [](const std::vector<uint16_t>& values, size_t k) {
-      ktk_source source{};
-      source.format = kBf16;
-      source.data = values.data();
-      source.data_stride = k * sizeof(uint16_t);
-      return source;
-    };
-    layer->load(e, {source(gate, kHidden), source(up, kHidden), source(down, kIntermediate)});
+    const Weight gate(given, kIntermediate, kHidden, 3 * e);
+    const Weight up(given, kIntermediate, kHidden, 3 * e + 1);
+    const Weight down(given, kHidden, kIntermediate, 3 * e + 2);
+    layer->load(e, {gate.source, up.source, down.source});
   }
   return layer;
 }
@@ -136,36 +193,42 @@ std::vector<std::string> runnable() {
   return names;
 }
 
+void check_layer(const ktk_format& given, const std::string& variant, int shards) {
+  const auto layer = make_layer(given, variant, 3, shards);
+  for (const size_t tokens : {1, 3, 20, 200}) {
+    Call call(tokens);
+    layer->forward(call.request);
+    const std::vector<double> wanted = reference(*layer, call);
+    double error = 0, size = 0;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+      error += (call.out[i] - wanted[i]) * (call.out[i] - wanted[i]);
+      size += wanted[i] * wanted[i];
+    }
+    CHECK(error <= 0.01 * size);
+  }
+}
+
 TEST(layers_compute_what_they_hold) {
-  for (const std::string& variant : runnable()) {
-    for (const int shards : {1, 2}) {
-      const auto layer = make_layer(variant, 3, shards);
-      for (const size_t tokens : {1, 3, 20, 200}) {
-        Call call(tokens);
-        layer->forward(call.request);
-        const std::vector<double> wanted = reference(*layer, call);
-        double error = 0, size = 0;
-        for (size_t i = 0; i < wanted.size(); ++i) {
-          error += (call.out[i] - wanted[i]) * (call.out[i] - wanted[i]);
-          size += wanted[i] * wanted[i];
-        }
-        CHECK(error <= 0.01 * size);
-      }
+  for (const ktk_format& given : kGiven) {
+    for (const std::string& variant : runnable()) {
+      for (const int shards : {1, 2}) check_layer(given, variant, shards);
     }
   }
 }
 
 TEST(bits_do_not_depend_on_the_number_of_workers) {
-  for (const std::string& variant : runnable()) {
-    Call alone(50), together(50);
-    make_layer(variant, 1, 1)->forward(alone.request);
-    make_layer(variant, 4, 1)->forward(together.request);
-    CHECK(!std::memcmp(alone.out.data(), together.out.data(), alone.out.size() * sizeof(float)));
+  for (const ktk_format& given : kGiven) {
+    for (const std::string& variant : runnable()) {
+      Call alone(50), together(50);
+      make_layer(given, variant, 1, 1)->forward(alone.request);
+      make_layer(given, variant, 4, 1)->forward(together.request);
+      CHECK(!std::memcmp(alone.out.data(), together.out.data(), alone.out.size() * sizeof(float)));
+    }
   }
 }
 
 TEST(tickets_run_in_the_background) {
-  const auto layer = make_layer(runnable().front(), 2, 1);
+  const auto layer = make_layer(kGiven[0], runnable().front(), 2, 1);
   Call direct(9);
   layer->forward(direct.request);
   std::vector<std::unique_ptr<Call>> calls;

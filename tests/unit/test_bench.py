@@ -6,21 +6,26 @@ import json
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import ktk
+from ktk import Format
 from ktk.bench import machine
 from ktk.bench.accuracy import reference
 from ktk.bench.cli import app
-from ktk.bench.inputs import random_experts, routed_calls
+from ktk.bench.inputs import DISTRIBUTIONS, ExpertWeights, random_experts, routed_calls
 from ktk.bench.limits import Limits, measure_limits, roofline, variant_units
 from ktk.bench.shapes import SHAPES, find_shape
+from ktk.bench.weights import choose_format, label, recipe
+from ktk.quantize import quantize
 
 KEYS = {
     "backend", "variant", "shape", "tokens", "threads", "seconds", "gb_per_s", "gflop_per_s",
@@ -199,9 +204,78 @@ def test_accuracy_of_a_biased_layer_is_near_its_format() -> None:
         for line in run_cli("--backend", "BF16", "--tokens", "1", "--accuracy")
         if "total" in line
     ]
-    assert len(errors) == 1
-    assert errors[0]["quantization"] == 0.0
-    assert 0 < errors[0]["total"] < 0.01
+    assert [line["weights"] for line in errors] == ["gaussian", "heavy-tailed"]
+    for line in errors:
+        assert line["quantization"] == 0.0
+        assert 0 < line["total"] < 0.01
+
+
+def test_heavy_tails_have_the_variance_of_the_gaussian() -> None:
+    shape = find_shape("tiny")
+    gaussian, heavy = (
+        random_experts(shape, 1, distribution=name)[0].gate.double() * shape.hidden_size**0.5
+        for name in DISTRIBUTIONS
+    )
+    for weights in (gaussian, heavy):
+        assert weights.std() == pytest.approx(1, abs=0.03)
+    assert gaussian.abs().max() < 6 < heavy.abs().max()
+
+
+FORMATS = [
+    Format("u4", "bf16", "none", 1, 128),
+    Format("u4", "f16", "u8", 1, 32),
+    Format("u4", "bf16", "none", 1, 32),
+    Format("e4m3", "f32", "none", 128, 128),
+    Format("e4m3", "f32", "none", 1, 0),
+    Format("e4m3", "ue8m0", "none", 1, 32),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, 0), ("g128", 0), ("g32", 2), ("g32-zero", 1), ("zero-G32", 1), ("row", 4),
+        ("128x128", 3), ("ue8m0", 5), ("e4m3-ue8m0-g32", 5),
+    ],
+)  # fmt: skip
+def test_formats_are_found_by_words_of_their_label(text: str | None, expected: int) -> None:
+    backend = SimpleNamespace(name="ANY", formats=FORMATS)
+    assert choose_format(backend, "ANY", text) == FORMATS[expected]  # type: ignore[arg-type]
+
+
+def test_an_alias_means_its_format() -> None:
+    fp8 = SimpleNamespace(name="FP8", formats=FORMATS)
+    assert choose_format(fp8, "MXFP8") == FORMATS[5]  # type: ignore[arg-type]
+    assert choose_format(fp8, "FP8") == FORMATS[0]  # type: ignore[arg-type]
+
+
+def test_an_unknown_format_gets_the_list() -> None:
+    result = CliRunner().invoke(app, [*QUICK, "--backend", "AMXINT8", "--format", "g32"])
+    assert result.exit_code == 1
+    message = " ".join(result.stderr.split())
+    assert "AMXINT8 has no format 'g32'; it has i8-f32-row" in message
+
+
+def test_all_formats_run_by_label() -> None:
+    lines = run_cli("--backend", "AMXINT8", "--tokens", "2", "--format", "all")
+    assert [line["format"] for line in lines] == ["i8-f32-row"]
+
+
+@pytest.mark.parametrize("name", sorted(ktk.backends()))
+def test_every_backend_and_format_can_be_measured(name: str) -> None:
+    lines = run_cli("--backend", name, "--tokens", "1", "--format", "all")
+    formats = [label(fmt) for fmt in ktk.load_backend(name).formats]
+    assert [line["format"] for line in lines] == formats
+
+
+def test_floats_are_preferred_to_what_is_quantised() -> None:
+    given = [Format("e4m3", "f32", "none", 1, 0), FORMATS[0], Format("f32"), Format("bf16")]
+    core = SimpleNamespace(accepts=[(fmt, 0) for fmt in given])
+    backend = SimpleNamespace(formats=FORMATS[:2], core=core)
+    assert recipe(backend, FORMATS[0]).given == Format("bf16")  # type: ignore[arg-type]
+    core.accepts = [(given[0], 0), (FORMATS[0], 0), (FORMATS[1], 1)]
+    assert recipe(backend, FORMATS[0]).given == FORMATS[0]  # type: ignore[arg-type]
+    assert recipe(backend, FORMATS[1]).given == FORMATS[1]  # type: ignore[arg-type]
 
 
 def test_table_and_plot_are_made(tmp_path: Path) -> None:
@@ -251,15 +325,17 @@ def test_peer_adapter_registers_without_importing_ktk(
     impls = SimpleNamespace(Peer=object, THREADS=1)
     plugin = runpy.run_path(str(PEER))
     plugin["register"](lambda name, venv, cls, fmt, **_: added.update({name: fmt}), impls)
-    assert added == {"ktk/bf16": "bf16", "ktk/amxint8": "int8-row"}
+    assert (
+        added.items() >= {"ktk/bf16": "bf16", "ktk/fp8": "fp8-b128", "ktk/mxfp8": "mxfp8"}.items()
+    )
     monkeypatch.setenv("KTK_PEER_BACKENDS", '{"BF16": ["avx2"]}')
     added.clear()
     plugin["register"](lambda name, venv, cls, fmt, **_: added.update({name: fmt}), impls)
     assert added == {"ktk/bf16": "bf16", "ktk/bf16-avx2": "bf16"}
 
 
-def test_peer_adapter_runs_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = find_shape("tiny")
+def simple_peers() -> SimpleNamespace:
+    """What the adapter needs of the runner, with its makers of tensors in the plainest form."""
 
     class Peer:
         def __init__(self, **kw: object) -> None:
@@ -268,19 +344,60 @@ def test_peer_adapter_runs_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         def _timed(self, fn):  # type: ignore[no-untyped-def]
             return fn()
 
-    impls = SimpleNamespace(Peer=Peer, THREADS=1, mark_load_start=lambda: None)
+    def made(*arguments: object) -> Callable[..., Any]:
+        fmt = Format(*arguments)  # type: ignore[arg-type]
+
+        def make(weight: torch.Tensor) -> tuple[Any, Any, Any]:
+            q = quantize(weight, fmt)
+            return q.data, q.scale, None
+
+        return make
+
+    def q_fp8_row(weight: torch.Tensor) -> tuple[Any, Any, Any]:
+        q = quantize(weight, Format("e4m3", "f32", "none", 1, 0))
+        return q.data.view(torch.float8_e4m3fn), q.scale.view(-1), None  # type: ignore[union-attr]
+
+    def q_int4(weight: torch.Tensor, group: int) -> tuple[Any, Any]:
+        q = quantize(weight, Format("u4", "bf16", "none", 1, group))
+        return q.data, q.scale
+
+    return SimpleNamespace(
+        Peer=Peer,
+        THREADS=1,
+        mark_load_start=lambda: None,
+        q_int4=q_int4,
+        pack_int4_rows=lambda packed: packed,
+        q_fp8_block=made("e4m3", "f32", "none", 128, 128),
+        q_fp8_row=q_fp8_row,
+        q_mxfp4=made("e2m1", "ue8m0", "none", 1, 32),
+        q_mxfp8=made("e4m3", "ue8m0", "none", 1, 32),
+    )
+
+
+PLUGIN = runpy.run_path(str(PEER))
+
+
+@pytest.mark.parametrize("name", PLUGIN["PEERS"])
+def test_peer_adapter_runs_a_layer(name: str) -> None:
+    backend, _, kind, stored = PLUGIN["PEERS"][name]
+    if backend not in ktk.backends():
+        pytest.skip(f"{backend} is not installed")
+    shape = find_shape("tiny")
     experts = random_experts(shape, 2)
+    matrices = [(expert.gate, expert.up, expert.down) for expert in experts]
     source = SimpleNamespace(
         E=shape.num_experts, k=shape.num_experts_per_tok, H=shape.hidden_size,
-        I=shape.intermediate_size, layers=2,
-        expert=lambda e: (experts[e % 2].gate, experts[e % 2].up, experts[e % 2].down),
+        I=shape.intermediate_size, layers=2, each=lambda fn: [fn(*m) for m in matrices],
     )  # fmt: skip
-    peer = runpy.run_path(str(PEER))["make_peer"](impls)(backend="BF16")
+    peer = PLUGIN["make_peer"](simple_peers())(backend=backend, kind=kind, stored=stored)
     peer.load(source)
     call = routed_calls(shape, 4)[0]
-    expected = reference(shape, call, lambda e: experts[e % 2])
+    weights = [ExpertWeights(*peer.dequant(e)) for e in range(2)]
+    expected = reference(shape, call, lambda e: weights[e % 2])
     arguments = SimpleNamespace(x=call.hidden, ids=call.ids, w=call.weights)
     got = torch.as_tensor(peer.run(1, arguments)).double()
-    assert float((got - expected).norm() / expected.norm()) < 0.01
-    assert peer.expert_bytes() >= 2 * shape.weights_per_expert
-    assert torch.equal(peer.dequant(1)[0], experts[1].gate.float())
+    assert float((got - expected).norm() / expected.norm()) < 0.03
+    assert peer.expert_bytes() >= 0.5 * shape.weights_per_expert
+    error = (weights[1].gate - experts[1].gate.float()).norm() / experts[1].gate.float().norm()
+    assert error < 0.2
+    assert error > 0 or backend == "BF16"

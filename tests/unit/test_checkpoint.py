@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ktk import Format
 from ktk.checkpoint import describe, load_moe
 from ktk.checkpoint.config import read_config
 from ktk.checkpoint.experts import Checkpoint, spans
@@ -167,12 +168,14 @@ class RecordingBackend:
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, Tensors] = {}
         self.left_out: list[int] = []
+        self.core = SimpleNamespace(stored_as=lambda given, n, k: given)
 
     def moe(self, **options: Any) -> Any:
         self.options = options
         return SimpleNamespace(load_expert=self.load_expert, leave_out=self.left_out.append)
 
-    def load_expert(self, slot: int, **tensors: torch.Tensor) -> None:
+    def load_expert(self, slot: int, *, given: Format, **tensors: torch.Tensor) -> None:
+        assert given == Format("bf16")
         self.loaded[slot] = tensors
 
 

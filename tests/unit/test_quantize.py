@@ -88,6 +88,21 @@ def test_what_an_mx_format_holds_it_holds_exactly(fmt: Format, weight: torch.Ten
     np.testing.assert_array_equal(decoded(again), decoded(once))
 
 
+@pytest.mark.parametrize("fmt", FORMATS[:7], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "outlier", "zero", "tiny"])
+def test_a_search_finds_no_worse_scales(fmt: Format, kind: str) -> None:
+    weight = torch.from_numpy(strategies.fill(kind, (33, 258), np.random.default_rng(1)))
+    plain, found = quantize(weight, fmt), quantize(weight, fmt, search=True)
+    assert found.format == plain.format
+
+    def norm(q: Quantized) -> np.ndarray:
+        return formats.group_norm(fmt, decoded(q) - weight.double().numpy())
+
+    assert (norm(found) <= norm(plain) * (1 + 1e-6)).all()
+    if kind == "normal" and fmt.element != "i8":  # of many levels, the extremes need few
+        assert norm(found).sum() < 0.97 * norm(plain).sum()
+
+
 def test_mx_scales_are_those_of_the_standard() -> None:
     """OCP MX 1.0, 6.3: the exponent of the largest, less that of the largest element."""
     fmt = Format("e2m1", "ue8m0", "none", 1, 32)

@@ -16,17 +16,23 @@ import sys
 ENVIRONMENT = "ktk"
 HANDED_DOWN = "KTK_PEER_BACKENDS"
 
-# What the runner calls the formats, to compare like with like and to estimate memory.
-FORMATS = {
-    "BF16": "bf16",
-    "AMXINT8": "int8-row",
-    "AMXINT4": "int4-g128",
-    "RAWINT4": "int4-g32",
-    "GPTQ_INT4": "int4-g128",
-    "FP8": "fp8-b128",
-    "FP8_PERCHANNEL": "fp8-row",
-    "MXFP4": "mxfp4",
-    "MXFP8": "mxfp8",
+# ktk/<name>: the backend, what the runner calls the format (to compare like with like and to
+# estimate memory), how the weights are made, and which of the backend's formats they are stored as.
+# "floats" go in as they are and are quantised while loading; everything else is made by the
+# runner's own functions, so that rivals of a format compute with the very same values.
+PEERS = {
+    "bf16": ("BF16", "bf16", "floats", None),
+    "amxint8": ("AMXINT8", "int8-row", "floats", None),
+    "amxint4": ("AMXINT4", "int4-g128", "floats", "g128"),
+    "amxint4-g32": ("AMXINT4", "int4-g32", "floats", "g32"),
+    "amxint4-row": ("AMXINT4", "int4-row", "floats", "row"),
+    "amxint4-g32-zero": ("AMXINT4", "int4-g32", "zeros", "g32-zero"),
+    "rawint4": ("RAWINT4", "int4-g32", "int4", "g32"),
+    "rawint4-g128": ("RAWINT4", "int4-g128", "int4", "g128"),
+    "fp8": ("FP8", "fp8-b128", "fp8", "128x128"),
+    "fp8_perchannel": ("FP8", "fp8-row", "fp8pc", "row"),
+    "mxfp4": ("MXFP4", "mxfp4", "mxfp4", None),
+    "mxfp8": ("FP8", "mxfp8", "mxfp8", "ue8m0"),
 }
 
 # Runs in the environment that has ktk. Prints {backend: [variants that run here, best first]}.
@@ -56,9 +62,29 @@ def discover() -> dict[str, list[str]]:
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         print(f"ktk's variants are not listed, {python} has no ktk: {detail}", file=sys.stderr)
-        return {"BF16": [], "AMXINT8": []}
+        return {backend: [] for backend, *_ in PEERS.values()}
     os.environ[HANDED_DOWN] = json.dumps(found)
     return found
+
+
+def tensors(impls, kind, stored, weight):
+    """Make the arguments of one matrix: data, scale, zero."""
+    if kind == "floats":
+        return weight, None, None
+    if kind == "zeros":
+        from ktk.quantize import quantize
+
+        made = quantize(weight, stored, search=True)
+        return made.data, made.scale, made.zero
+    if kind == "int4":
+        codes, scale = impls.q_int4(weight, stored.group_k)
+        return impls.pack_int4_rows(codes), scale, None
+    if kind == "fp8pc":
+        codes, scale, _ = impls.q_fp8_row(weight)
+        return codes, scale.view(-1, 1), None
+    make = {"fp8": "q_fp8_block", "mxfp4": "q_mxfp4", "mxfp8": "q_mxfp8"}[kind]
+    codes, scale, _ = getattr(impls, make)(weight)
+    return codes, scale, None
 
 
 def make_peer(impls):
@@ -66,6 +92,8 @@ def make_peer(impls):
 
     class Ktk(impls.Peer):
         backend = ""
+        kind = "floats"
+        stored = None
         asked_variant = None
 
         def load(self, src):
@@ -74,10 +102,11 @@ def make_peer(impls):
             self.source = src
             self.pool = ktk.WorkerPool(impls.THREADS)
             backend = ktk.load_backend(self.backend)
-            # Tensors of the format that is loaded from: the bf16 ones, quantised while loading.
-            # Experts repeat the few unique ones of the source and get memory of their own.
-            experts = [src.expert(e) for e in range(src.E)]
-            gate, up, down = ([expert[i] for expert in experts] for i in range(3))
+            from ktk.bench.weights import choose_format
+
+            stored = choose_format(backend, self.backend, self.stored)
+            unique = src.each(lambda *w: [tensors(impls, self.kind, stored, m) for m in w])
+            arguments = [self._arguments(expert, stored) for expert in unique]
             impls.mark_load_start()
             self.layers = []
             for _ in range(src.layers):
@@ -88,10 +117,25 @@ def make_peer(impls):
                     intermediate_size=src.I,
                     variant=self.asked_variant,
                     pool=self.pool,
+                    weight_format=stored,
                 )
-                self._timed(lambda moe=moe: moe.load(gate, up, down))
+                self._timed(lambda moe=moe: self._load(moe, arguments))
                 self.layers.append(moe)
             self.variant = self.layers[0].variant
+
+        def _arguments(self, expert, stored):
+            """Return what load_expert takes; floats say themselves what they are."""
+            found = {"given": None if self.kind == "floats" else stored}
+            for name, arrays in zip(("gate", "up", "down"), expert, strict=True):
+                for suffix, array in zip(("", "_scale", "_zero"), arrays, strict=True):
+                    if array is not None:
+                        found[name + suffix] = array
+            return found
+
+        def _load(self, moe, arguments):
+            # Experts repeat the few unique ones of the source and get memory of their own.
+            for e in range(self.source.E):
+                moe.load_expert(e, **arguments[e % len(arguments)])
 
         def run(self, layer, c):
             return self.layers[layer](c.x, c.ids, c.w)
@@ -108,16 +152,22 @@ def make_peer(impls):
 
 
 def register(add, impls):
-    """Add ktk/<backend>, the variant ktk chooses, and ktk/<backend>-<variant> for each."""
+    """Add ktk/<name>, with the variant ktk chooses, and ktk/<name>-<variant> for each.
+
+    Names are those of PEERS, and the backend's own for one that is not there.
+    """
     peer = make_peer(impls)
     # The runner binds OpenMP's threads, which would leave the process a single CPU: ktk pins its
     # own threads to the CPUs of the mask it starts with.
     env = {"OMP_PROC_BIND": "false"}
-    for backend, variants in discover().items():
-        name, fmt = f"ktk/{backend.lower()}", FORMATS.get(backend, backend.lower())
-        add(name, ENVIRONMENT, peer, fmt, env=env, backend=backend)
-        for variant in variants:
-            add(
-                f"{name}-{variant}", ENVIRONMENT, peer, fmt, env=env,
-                backend=backend, asked_variant=variant,
-            )  # fmt: skip
+    found = discover()
+    known = {backend for backend, *_ in PEERS.values()}
+    others = {b.lower(): (b, b.lower(), "floats", None) for b in found if b not in known}
+    for name, (backend, fmt, kind, stored) in {**PEERS, **others}.items():
+        if backend not in found:
+            continue
+        keywords = {"env": env, "backend": backend, "kind": kind, "stored": stored}
+        add(f"ktk/{name}", ENVIRONMENT, peer, fmt, **keywords)
+        for variant in found[backend]:
+            keywords["asked_variant"] = variant
+            add(f"ktk/{name}-{variant}", ENVIRONMENT, peer, fmt, **keywords)

@@ -48,6 +48,13 @@ class Blocks:
     name: str
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.type]]
+        n, row_nbytes = self.rows.shape
+        return n, row_nbytes // nbytes * block
+
+    @property
     def plain(self) -> bool:
         """Whether the elements are floats."""
         return GGMLQuantizationType[self.type] in _FLOATS
@@ -78,12 +85,10 @@ class Blocks:
 
     def _decoded(self) -> torch.Tensor:
         kind = GGMLQuantizationType[self.type]
-        block, nbytes = GGML_QUANT_SIZES[kind]
-        n, row_bytes = self.rows.shape
-        values = np.empty((n, row_bytes // nbytes * block), np.float32)
+        values = np.empty(self.shape, np.float32)
         try:
             with np.errstate(all="ignore"):
-                for row in range(0, n, _ROWS):
+                for row in range(0, len(values), _ROWS):
                     values[row : row + _ROWS] = dequantize(self.rows[row : row + _ROWS], kind)
         except NotImplementedError:
             raise CheckpointError(

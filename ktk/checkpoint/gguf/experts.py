@@ -13,9 +13,8 @@ it before that (gemma4, and what was quantised to NVFP4). Every tensor has its o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.experts import spans
 from ktk.checkpoint.gguf.architectures import Metadata
 from ktk.checkpoint.gguf.blocks import Blocks, type_name
 from ktk.checkpoint.gguf.shards import TensorSet
-from ktk.errors import CheckpointError
+from ktk.errors import CheckpointError, CheckpointFormatError
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -95,14 +95,6 @@ class GgufCheckpoint:
     ) -> None:
         self.tensors.close()
 
-    @cached_property
-    def config(self) -> ExpertConfig:
-        """Sizes and activation function of the first layer that has experts."""
-        layers = self.layers()
-        if not layers:
-            raise CheckpointError(f"{self.path} has no tensors of experts")
-        return self.layer(layers[0]).config
-
     def layers(self) -> list[int]:
         """Return the layers that have experts."""
         found = (_LAYER.fullmatch(name) for name in self.tensors.names())
@@ -166,35 +158,49 @@ class GgufCheckpoint:
             model has them: the arguments of `MoE.load_expert`. f32, f16 and bf16 are views of the
             mapped file, everything else is decoded to f32.
         """
-        weights = {part: self._blocks(layer, part, number).floats() for part in _PARTS}
+        weights = {part: matrix.floats() for part, matrix in self.blocks(layer, number).items()}
         return weights | self._expert_biases(layer, number)
 
-    def arguments(self, layer: GgufLayer, number: int, backend: Backend) -> dict[str, Any]:
-        """Read one expert for `MoE.load_expert`: as stored if the backend takes that, or floats.
+    def values(self, layer: GgufLayer, number: int) -> dict[str, torch.Tensor]:
+        """Read what one expert means, in float64: weights and biases."""
+        return {name: tensor.double() for name, tensor in self.expert(layer, number).items()}
 
-        `given` is the format of gate, up and down, or a dict of theirs where they differ.
+    def has_floats(self, layer: GgufLayer) -> bool:
+        """Whether the matrices are not quantised."""
+        return all(matrix.plain for matrix in self.blocks(layer, 0).values())
+
+    def storage(self, layer: GgufLayer) -> tuple[str, str]:
+        """Name the container, and the types of gate, up and down without repetition."""
+        types = [matrix.type for matrix in self.blocks(layer, 0).values()]
+        return "gguf", ", ".join(dict.fromkeys(types))
+
+    def reader(self, layer: GgufLayer, backend: Backend) -> Callable[[int], dict[str, Any]]:
+        """Return what reads an expert for `MoE.load_expert`: blocks where they are taken.
+
+        With blocks comes `given`: the format of gate, up and down, or a dict of theirs where they
+        differ. Where one of them is not taken, all three are floats.
+
+        Raises
+        ------
+        CheckpointFormatError
+            The backend takes neither.
         """
-        blocks = self.blocks(layer, number)
+        blocks = self.blocks(layer, 0)
         formats = {part: matrix.format for part, matrix in blocks.items()}
-        elements = {fmt.element for fmt in backend.accepts if fmt.scale == fmt.zero == "none"}
-        plain = all(matrix.plain for matrix in blocks.values())
-        as_stored = all(
-            matrix.scale == 1 and formats[part].element in elements
-            for part, matrix in blocks.items()
-        )
-        if plain or not as_stored:
-            return dict(self.expert(layer, number))
-        alike = len({fmt.element for fmt in formats.values()}) == 1
-        return {
-            **{part: matrix.array() for part, matrix in blocks.items()},
-            **self._expert_biases(layer, number),
-            "given": formats["gate"] if alike else formats,
-        }
+        refused = [_refusal(backend, matrix, formats[part]) for part, matrix in blocks.items()]
+        if not layer.scales and not self.has_floats(layer) and not any(refused):
+            alike = len({fmt.element for fmt in formats.values()}) == 1
+            given = formats["gate"] if alike else formats
+            return lambda number: {**self._stored(layer, number), "given": given}
+        for part, matrix in blocks.items():
+            fmt = formats[part] if matrix.plain and not layer.scales else Format("f32")
+            if reason := _refusal(backend, matrix, fmt):
+                raise CheckpointFormatError(f"{matrix.name} has the type {matrix.type}: {reason}")
+        return lambda number: dict(self.expert(layer, number))
 
-    def types(self, layer: GgufLayer) -> list[str]:
-        """Return the names of the types of a layer's weights, gate's first."""
-        names = [type_name(self.tensors.info(at.tensor(0))) for at in layer.weights.values()]
-        return list(dict.fromkeys(names))
+    def _stored(self, layer: GgufLayer, number: int) -> dict[str, Any]:
+        arrays = {part: matrix.array() for part, matrix in self.blocks(layer, number).items()}
+        return {**arrays, **self._expert_biases(layer, number)}
 
     def _blocks(self, layer: GgufLayer, part: str, number: int) -> Blocks:
         place = layer.weights[part]
@@ -277,3 +283,12 @@ def _separate(pattern: str, size: int, hidden: int) -> dict[str, _Place]:
     return {
         part: _Place(pattern.format(part=part), 0, count, count) for part, count in rows.items()
     }
+
+
+def _refusal(backend: Backend, matrix: Blocks, fmt: Format) -> str:
+    """Return why a backend does not take a matrix in a format; empty if it does."""
+    try:
+        backend.core.stored_as(fmt, *matrix.shape)
+    except ValueError as error:
+        return str(error)
+    return ""

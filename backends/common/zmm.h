@@ -1,10 +1,10 @@
-// 512-bit registers as matmul.h wants them, without the product.
+// 512-bit registers as the integer products want them, without the product itself.
 #pragma once
 
 #include <immintrin.h>
 #include <stdint.h>
 
-namespace ktk::amxint8 {
+namespace ktk {
 namespace {
 
 struct Zmm {
@@ -24,7 +24,17 @@ struct Zmm {
   static Float convert(Int x) { return _mm512_cvtepi32_ps(x); }
   static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  // The low and the high four bits of every byte.
+  static Int low_nibbles(Int x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+  static Int high_nibbles(Int x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+  static Float load_bf16(const uint16_t* p) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static Float load_f16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
 };
 
 }  // namespace
-}  // namespace ktk::amxint8
+}  // namespace ktk

@@ -1,0 +1,17 @@
+// The packed layout is "u4-n32k8", drawn in common/int4/layout.h. AMXINT4 fills it with codes that
+// it makes from floats, or with those of a checkpoint, zero points included. Activations have a
+// scale per 128 values.
+#pragma once
+
+#include "common/int4/act.h"
+#include "common/int4/layout.h"
+
+namespace ktk::amxint4 {
+namespace {
+
+// kMaxUnit: the depth that an instruction set can sum in integers.
+template <size_t kMaxUnit = 128>
+using Act = int4::Act<128, true, kMaxUnit>;
+
+}  // namespace
+}  // namespace ktk::amxint4

@@ -1,0 +1,151 @@
+// The scale, and zero point, of the least squared error for one group of weights.
+//
+// A quantiser of four bits is   code = clamp(round(x / scale + zero), 0, 15). Sixteen of them, the
+// lanes of a vector, are tried on every value; for the codes v = code - zero that each one makes,
+// the scale of the least squared error is (sum of x v) / (sum of v v), and it explains
+// (sum of x v)^2 / (sum of v v) of the squares of the group. The one that explains the most wins.
+//
+// The scale is rounded to bf16 before the final codes are made with it, so that its rounding is
+// part of what they make up for. Sums are taken value by value: any instruction set finds the same.
+#pragma once
+
+#include "common/bf16.h"
+#include "common/int4/weight.h"
+#include "common/int8.h"
+
+namespace ktk::amxint4 {
+namespace {
+
+using int4::Group;
+
+#if defined(__AVX512F__)
+inline F32x16 splat(float x) { return {_mm512_set1_ps(x)}; }
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F32x16 add(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32x16 sub(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32x16 divide(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+// To the nearest integer from 0 to 15, ties to even; NaN becomes 0.
+inline F32x16 to_code(F32x16 x) {
+  const __m512 least = _mm512_max_ps(_mm512_roundscale_ps(x.v, 8), _mm512_setzero_ps());
+  return {_mm512_min_ps(least, _mm512_set1_ps(15))};
+}
+inline void store_f32(float* p, F32x16 x) { _mm512_storeu_ps(p, x.v); }
+inline __m128i to_bytes(F32x16 x) { return _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v)); }
+#else
+inline F32x16 splat(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F32x16 fma(F32x16 a, F32x16 b, F32x16 c) {
+  return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+inline F32x16 add(F32x16 a, F32x16 b) {
+  return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+}
+inline F32x16 sub(F32x16 a, F32x16 b) {
+  return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+}
+inline F32x16 divide(F32x16 a, F32x16 b) {
+  return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
+}
+inline __m256 to_code(__m256 x) {
+  const __m256 least = _mm256_max_ps(_mm256_round_ps(x, 8), _mm256_setzero_ps());
+  return _mm256_min_ps(least, _mm256_set1_ps(15));
+}
+// To the nearest integer from 0 to 15, ties to even; NaN becomes 0.
+inline F32x16 to_code(F32x16 x) { return {to_code(x.lo), to_code(x.hi)}; }
+inline void store_f32(float* p, F32x16 x) {
+  _mm256_storeu_ps(p, x.lo);
+  _mm256_storeu_ps(p + 8, x.hi);
+}
+inline __m128i to_bytes(F32x16 x) {
+  return narrow({_mm256_cvtps_epi32(x.lo), _mm256_cvtps_epi32(x.hi)});
+}
+#endif
+
+// What is known of a group before the search.
+struct Range {
+  float lowest = 0, highest = 0;  // of the finite values, and zero
+  uint32_t size_bits = 0;         // of the largest magnitude, NaN above all
+
+  void add(const float* x, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      const uint32_t bits = __builtin_bit_cast(uint32_t, x[i]) & 0x7fffffff;
+      size_bits = bits > size_bits ? bits : size_bits;
+      lowest = x[i] < lowest ? x[i] : lowest;
+      highest = x[i] > highest ? x[i] : highest;
+    }
+  }
+  bool is_finite() const { return size_bits < 0x7f800000; }
+  // 2^-e for a largest magnitude of about 2^e: what makes squares of any group fit.
+  float normalizer() const {
+    const uint32_t e = size_bits >> 23;
+    return __builtin_bit_cast(float, (254 - (e < 1 ? 1 : e > 253 ? 253 : e)) << 23);
+  }
+};
+
+class Search {
+ public:
+  Search(const ktk_format& format, const Range& range) : normalizer_(range.normalizer()) {
+    const float lowest = range.lowest * normalizer_, highest = range.highest * normalizer_;
+    if (format.zero == KTK_NONE) {
+      // The code 0 is one step further from zero than the code 15, and a negative scale gives that
+      // step to the positive side. Groups of 32 lose least when next to nothing is cut off, rows
+      // when the largest magnitude is twice what fits.
+      constexpr float kSteps[8] = {6.4f, 7, 7.5f, 8, 8.6f, 9.4f, 10.4f, 12};
+      const float size = -lowest > highest ? -lowest : highest;
+      for (size_t i = 0; i < 16; ++i) {
+        inverse_[i] = (i % 2 ? -kSteps[i / 2] : kSteps[i / 2]) / size;
+        zero_[i] = int4::kPlainZero;
+      }
+    } else {
+      // Either end of the range may be cut off a little, or none.
+      constexpr float kShares[4] = {1.02f, 0.96f, 0.9f, 0.84f};
+      for (size_t i = 0; i < 16; ++i) {
+        const float low = lowest * kShares[i / 4], high = highest * kShares[i % 4];
+        inverse_[i] = 15 / (high - low);
+        const float zero = -low * inverse_[i];
+        zero_[i] =
+            format.zero == KTK_U8 ? __builtin_rintf(zero) : f32_from_bf16(bf16_from_f32(zero));
+      }
+    }
+  }
+
+  // Not inlined: this is the hot loop, and wants all registers.
+  [[gnu::noinline]] void add(const float* x, size_t count) {
+    const F32x16 inverse = load_f32(inverse_), zero = load_f32(zero_);
+    F32x16 xv = load_f32(xv_), vv = load_f32(vv_);
+    for (size_t i = 0; i < count; ++i) {
+      const F32x16 value = splat(x[i] * normalizer_);
+      const F32x16 v = sub(to_code(fma(value, inverse, zero)), zero);
+      xv = fma(value, v, xv);
+      vv = fma(v, v, vv);
+    }
+    store_f32(xv_, xv);
+    store_f32(vv_, vv);
+  }
+
+  Group best() const {
+    float most = 0, scale = 0, zero = int4::kPlainZero;
+    for (size_t i = 0; i < 16; ++i) {
+      if (!(vv_[i] > 0)) continue;
+      // Neither end of the codes may overflow, even after the scale was rounded.
+      const float reach = zero_[i] > 7.5f ? zero_[i] : 15 - zero_[i];
+      const float limit = 0x1.fdp+127f / reach * normalizer_;
+      const float ideal = xv_[i] / vv_[i];
+      const float own = ideal > limit ? limit : ideal < -limit ? -limit : ideal;
+      const float explained = __builtin_fmaf(-own, vv_[i], 2 * xv_[i]) * own;
+      if (explained > most) {
+        most = explained;
+        scale = own;
+        zero = zero_[i];
+      }
+    }
+    return {bf16_from_f32(scale / normalizer_), bf16_from_f32(zero)};
+  }
+
+ private:
+  float normalizer_;
+  float inverse_[16], zero_[16];
+  float xv_[16] = {}, vv_[16] = {};
+};
+
+}  // namespace
+}  // namespace ktk::amxint4

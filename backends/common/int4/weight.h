@@ -1,0 +1,133 @@
+// Weight codec: rows of codes with their scales and zero points into the layout in layout.h, and
+// out of it. Where rows come from is up to `Rows`, so that codes can also be made on the way.
+//
+// Rows offers, for row n of the source:
+//   Group group(n, g)                   scale and zero point of its group g, as they are stored
+//   codes(n, k, count, group, out)      `count` codes (at most 32) from k on, two a byte; the rest
+//                                       of the 16 bytes at out is left alone
+#pragma once
+
+#include <immintrin.h>
+
+#include "common/bf16.h"
+#include "common/int4/layout.h"
+
+namespace ktk::int4 {
+namespace {
+
+struct Group {
+  uint16_t scale, zero;  // bits as stored
+};
+
+constexpr size_t kRunDepth = 32;  // codes of a row that are moved at once: 16 bytes
+constexpr uint8_t kPlainPair = kPlainZero * 0x11;
+
+inline float scale_value(const ktk_matrix* m, uint16_t bits) {
+  return m->format.scale == KTK_F16 ? _cvtsh_ss(bits) : f32_from_bf16(bits);
+}
+
+// Copies what is 4-bit codes already.
+struct ReadyRows {
+  const ktk_source* source;
+
+  Group group(size_t n, size_t g) const {
+    const char* scale = static_cast<const char*>(source->scale) + n * source->scale_stride;
+    Group group = {reinterpret_cast<const uint16_t*>(scale)[g], 0};
+    if (source->format.zero != KTK_NONE) {
+      const uint8_t* zero = static_cast<const uint8_t*>(source->zero) + n * source->zero_stride;
+      group.zero = bf16_from_f32(zero[g]);
+    }
+    return group;
+  }
+  void codes(size_t n, size_t k, size_t count, Group, uint8_t* out) const {
+    const uint8_t* row = static_cast<const uint8_t*>(source->data) + n * source->data_stride;
+    if (count == kRunDepth) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k / 2)));
+      return;
+    }
+    for (size_t i = 0; i < (count + 1) / 2; ++i) out[i] = row[k / 2 + i];
+  }
+};
+
+// Four turns of 32 columns from 16 bytes of each: a transpose of dwords.
+inline void store_turns(const uint8_t (*rows)[16], uint8_t* turns) {
+  for (size_t c = 0; c < kColumns; c += 4) {
+    __m128i in[4];
+    for (size_t i = 0; i < 4; ++i) {
+      in[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(rows[c + i]));
+    }
+    const __m128i ab_lo = _mm_unpacklo_epi32(in[0], in[1]);
+    const __m128i ab_hi = _mm_unpackhi_epi32(in[0], in[1]);
+    const __m128i cd_lo = _mm_unpacklo_epi32(in[2], in[3]);
+    const __m128i cd_hi = _mm_unpackhi_epi32(in[2], in[3]);
+    const auto store = [&](size_t turn, __m128i x) {
+      _mm_store_si128(reinterpret_cast<__m128i*>(turns + turn * kTurnBytes + 4 * c), x);
+    };
+    store(0, _mm_unpacklo_epi64(ab_lo, cd_lo));
+    store(1, _mm_unpackhi_epi64(ab_lo, cd_lo));
+    store(2, _mm_unpacklo_epi64(ab_hi, cd_hi));
+    store(3, _mm_unpackhi_epi64(ab_hi, cd_hi));
+  }
+}
+
+template <class Rows>
+inline void pack_rows(const ktk_matrix* matrix, const Rows& source, size_t n_begin, size_t n_end,
+                      void* packed) {
+  const size_t depth = group_depth(matrix);
+  for (size_t n = n_begin; n < n_end; n += kColumns) {
+    const size_t columns = smaller(kColumns, n_end - n);
+    uint8_t* to = static_cast<uint8_t*>(packed) + block_offset(matrix, n);
+    for (size_t begin = 0; begin < padded_k(matrix); begin += depth) {
+      Group groups[kColumns] = {};
+      for (size_t c = 0; c < columns; ++c) groups[c] = source.group(n + c, begin / depth);
+      uint16_t* params = reinterpret_cast<uint16_t*>(to);
+      for (size_t c = 0; c < kColumns; ++c) {
+        params[c] = groups[c].scale;
+        if (has_zeros(matrix)) params[kColumns + c] = groups[c].zero;
+      }
+      to += header_bytes(matrix);
+      for (size_t k = begin; k < begin + depth; k += kRunDepth) {
+        const size_t count = k < matrix->k ? smaller(kRunDepth, matrix->k - k) : 0;
+        alignas(16) uint8_t rows[kColumns][16];
+        for (size_t c = 0; c < kColumns; ++c) {
+          for (uint8_t& pair : rows[c]) pair = kPlainPair;
+          if (c < columns && count) source.codes(n + c, k, count, groups[c], rows[c]);
+        }
+        store_turns(rows, to);
+        to += kRunDepth / kTurn * kTurnBytes;
+      }
+    }
+  }
+}
+
+inline void pack_ready(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                       size_t n_end, void* packed) {
+  pack_rows(matrix, ReadyRows{source}, n_begin, n_end, packed);
+}
+
+inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                          size_t n_end, float* out, size_t out_stride) {
+  const size_t depth = group_depth(matrix);
+  for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
+    const size_t column = n % kColumns;
+    const uint8_t* group =
+        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kColumns * kColumns);
+    for (size_t begin = 0; begin < matrix->k; begin += depth, group += group_bytes(matrix)) {
+      const uint16_t* params = reinterpret_cast<const uint16_t*>(group) + column;
+      const float scale = scale_value(matrix, params[0]);
+      const float zero = has_zeros(matrix) ? f32_from_bf16(params[kColumns]) : kPlainZero;
+      const uint8_t* codes = group + header_bytes(matrix) + 4 * column;
+      const size_t end = smaller(begin + depth, matrix->k);
+      for (size_t k = begin; k < end; ++k) {
+        const size_t in_group = k - begin;
+        const uint8_t pair = codes[in_group / kTurn * kTurnBytes + in_group % kTurn / 2];
+        const int code = k % 2 ? pair >> 4 : pair & 15;
+        out[k] = (static_cast<float>(code) - zero) * scale;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ktk::int4

@@ -1,0 +1,161 @@
+// Weight codec of the layouts of scaled_layout.h: packs and unpacks codes as they are.
+//
+// Codes is what an element type is in a line:
+//   kLineDepth                        k of one line
+//   copy(row, k, count, line, col)    `count` codes of a source row from k on, the rest zeros
+//   is_nan(row, k)                    whether a row of k codes has a NaN among them
+//   value(line, col, i)               of the code i of a column
+#pragma once
+
+#include <string.h>
+
+#include "common/bf16.h"
+#include "common/scaled_layout.h"
+
+namespace ktk {
+namespace {
+
+constexpr uint8_t kUe8m0One = 127, kUe8m0Nan = 255;
+
+inline float f32_from_ue8m0(uint8_t exponent) {
+  if (exponent == kUe8m0Nan) return __builtin_nanf("");
+  const uint32_t bits = exponent ? uint32_t{exponent} << 23 : 0x00400000;  // 2^-127 is subnormal
+  return __builtin_bit_cast(float, bits);
+}
+
+// Scales of a source, by row and group of k.
+inline const char* source_scale(const ktk_source* source, size_t row, size_t group) {
+  const ktk_format& format = source->format;
+  const size_t size = format.scale == KTK_UE8M0 ? 1 : format.scale == KTK_BF16 ? 2 : 4;
+  return static_cast<const char*>(source->scale) + row * source->scale_stride + group * size;
+}
+inline float source_scale_f32(const ktk_source* source, size_t row, size_t group) {
+  const char* scale = source_scale(source, row, group);
+  if (source->format.scale == KTK_BF16) {
+    uint16_t bits;
+    memcpy(&bits, scale, sizeof bits);
+    return f32_from_bf16(bits);
+  }
+  float value;
+  memcpy(&value, scale, sizeof value);
+  return value;
+}
+
+// The scales of one block. pack() is called for the `columns` columns from n on; `block` is zero
+// where nothing was written. has_nan(): whether a column has a NaN among its scales which a kernel
+// would not make one by itself.
+
+struct MxScaleCodec : MxScales {
+  using Scales = MxScales;
+  static uint8_t* at(char* block, size_t step_bytes, size_t col, size_t group) {
+    return reinterpret_cast<uint8_t*>(block) + kStartBytes + group / 2 * step_bytes +
+           group % 2 * kBlockCols + col;
+  }
+  static void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n, size_t columns,
+                   char* block, size_t step_bytes) {
+    const size_t groups = (matrix->k + kGroupDepth - 1) / kGroupDepth;
+    for (size_t col = 0; col < kBlockCols; ++col) {
+      for (size_t group = 0; group < round_up(groups, 2); ++group) {
+        const bool given = col < columns && group < groups;
+        *at(block, step_bytes, col, group) =
+            given ? static_cast<uint8_t>(*source_scale(source, n + col, group)) : kUe8m0One;
+      }
+    }
+  }
+  static float value(const ktk_matrix*, const char* block, size_t step_bytes, size_t col,
+                     size_t k) {
+    return f32_from_ue8m0(*at(const_cast<char*>(block), step_bytes, col, k / kGroupDepth));
+  }
+  static bool has_nan(const ktk_matrix* matrix, const ktk_source* source, size_t row) {
+    bool nan = false;
+    for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
+      nan |= static_cast<uint8_t>(*source_scale(source, row, group)) == kUe8m0Nan;
+    }
+    return nan;
+  }
+};
+
+struct BlockScaleCodec : BlockScales {
+  using Scales = BlockScales;
+  static void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n, size_t,
+                   char* block, size_t) {
+    float* out = reinterpret_cast<float*>(block + kStartBytes);
+    memset(out, 0, bytes(matrix));
+    for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
+      out[group] = source_scale_f32(source, n / source->format.group_n, group);
+    }
+  }
+  static float value(const ktk_matrix*, const char* block, size_t, size_t, size_t k) {
+    return reinterpret_cast<const float*>(block + kStartBytes)[k / kGroupDepth];
+  }
+  static bool has_nan(const ktk_matrix*, const ktk_source*, size_t) { return false; }
+};
+
+struct RowScaleCodec : RowScales {
+  using Scales = RowScales;
+  static void pack(const ktk_matrix*, const ktk_source* source, size_t n, size_t columns,
+                   char* block, size_t) {
+    float* out = reinterpret_cast<float*>(block + kStartBytes);
+    for (size_t col = 0; col < kBlockCols; ++col) {
+      out[col] = col < columns ? source_scale_f32(source, n + col, 0) : 0;
+    }
+  }
+  static float value(const ktk_matrix*, const char* block, size_t, size_t col, size_t) {
+    return reinterpret_cast<const float*>(block + kStartBytes)[col];
+  }
+  static bool has_nan(const ktk_matrix*, const ktk_source*, size_t) { return false; }
+};
+
+template <class Codes, class ScaleCodec>
+struct ScaledCodec {
+  using Layout = ScaledLayout<Codes::kLineDepth, typename ScaleCodec::Scales>;
+
+  static void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin, size_t n_end,
+                   void* packed) {
+    for (size_t n = n_begin; n < n_end; n += kBlockCols) {
+      pack_block(matrix, source, n, smaller(n_end - n, kBlockCols),
+                 static_cast<char*>(packed) + Layout::offset(matrix, n));
+    }
+  }
+
+  static void pack_block(const ktk_matrix* matrix, const ktk_source* source, size_t n,
+                         size_t columns, char* block) {
+    const uint8_t* rows = static_cast<const uint8_t*>(source->data) + n * source->data_stride;
+    float* start = reinterpret_cast<float*>(block);
+    for (size_t col = 0; col < kBlockCols; ++col) {
+      const bool nan =
+          col < columns && (Codes::is_nan(rows + col * source->data_stride, matrix->k) ||
+                            ScaleCodec::has_nan(matrix, source, n + col));
+      start[col] = nan ? __builtin_nanf("") : 0;
+    }
+    ScaleCodec::pack(matrix, source, n, columns, block, Layout::kStepBytes);
+    const size_t padded_k = Layout::num_steps(matrix) * kStepDepth;
+    for (size_t k = 0; k < padded_k; k += Codes::kLineDepth) {
+      const size_t depth = k < matrix->k ? smaller(matrix->k - k, Codes::kLineDepth) : 0;
+      for (size_t half = 0; half < 2; ++half) {
+        uint8_t* line = reinterpret_cast<uint8_t*>(block) + Layout::line_offset(matrix, half, k);
+        for (size_t i = 0; i < kHalfCols; ++i) {
+          const size_t col = half * kHalfCols + i;
+          Codes::copy(rows + col * source->data_stride, k, col < columns ? depth : 0, line, i);
+        }
+      }
+    }
+  }
+
+  static void unpack(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
+                     float* out, size_t out_stride) {
+    for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
+      const size_t col = n % kBlockCols;
+      const char* block = static_cast<const char*>(packed) + Layout::offset(matrix, n - col);
+      for (size_t k = 0; k < matrix->k; ++k) {
+        const uint8_t* line = reinterpret_cast<const uint8_t*>(block) +
+                              Layout::line_offset(matrix, col / kHalfCols, k);
+        out[k] = Codes::value(line, col % kHalfCols, k % Codes::kLineDepth) *
+                 ScaleCodec::value(matrix, block, Layout::kStepBytes, col, k);
+      }
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ktk

@@ -1,0 +1,63 @@
+// "e4m3-n32k64": FP8 in memory. common/scaled_layout.h has the order of lines and scales.
+//
+//   line, 64 bytes: 16 columns, 4 deep
+//
+//   columns 0..3                                      4..7   8..11   12..15
+//   k0 k1 | k0 k1 | k0 k1 | k0 k1 | k2 k3 | k2 k3 | k2 k3 | k2 k3 |  ...
+//   c 0     c 1     c 2     c 3     c 0     c 1     c 2     c 3
+//
+// Decoding makes two bytes of each. Unpacking the low, then the high eight bytes of each quarter
+// gives the bf16 pairs (k0, k1), then (k2, k3), of sixteen columns.
+#pragma once
+
+#include "common/scaled_codec.h"
+
+namespace ktk::fp8 {
+namespace {
+
+constexpr char kLayout[] = "e4m3-n32k64";
+
+struct Codes {
+  static constexpr size_t kLineDepth = 4;
+
+  static size_t position(size_t col, size_t i) {
+    return col / 4 * 16 + i / 2 * 8 + col % 4 * 2 + i % 2;
+  }
+  static bool is_nan(const uint8_t* row, size_t k) {
+    bool nan = false;
+    for (size_t i = 0; i < k; ++i) nan |= (row[i] & 0x7f) == 0x7f;
+    return nan;
+  }
+  static void copy(const uint8_t* row, size_t k, size_t count, uint8_t* line, size_t col) {
+    uint8_t codes[kLineDepth] = {};
+    if (count == kLineDepth) {
+      memcpy(codes, row + k, kLineDepth);
+    } else {
+      for (size_t i = 0; i < count; ++i) codes[i] = row[k + i];
+    }
+    memcpy(line + position(col, 0), codes, 2);
+    memcpy(line + position(col, 2), codes + 2, 2);
+  }
+  static float value(const uint8_t* line, size_t col, size_t i) {
+    const uint8_t code = line[position(col, i)];
+    const uint32_t exponent = code >> 3 & 0xf, mantissa = code & 7;
+    float size = static_cast<float>(mantissa) * 0x1p-9f;
+    if (exponent) size = __builtin_bit_cast(float, (exponent + 120) << 23 | mantissa << 20);
+    if ((code & 0x7f) == 0x7f) size = __builtin_nanf("");
+    return code & 0x80 ? -size : size;
+  }
+};
+
+using BlockCodec = ScaledCodec<Codes, BlockScaleCodec>;
+using RowCodec = ScaledCodec<Codes, RowScaleCodec>;
+using MxCodec = ScaledCodec<Codes, MxScaleCodec>;
+
+// Calls `with` with the codec of the format that a matrix is stored in.
+template <class With>
+inline auto dispatch(const ktk_matrix* matrix, const With& with) {
+  if (matrix->format.scale == KTK_UE8M0) return with(MxCodec());
+  return matrix->format.group_k ? with(BlockCodec()) : with(RowCodec());
+}
+
+}  // namespace
+}  // namespace ktk::fp8

@@ -1,0 +1,107 @@
+"""What a layer is loaded from: floats where a backend takes them, else its own format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from ktk._core import Format
+from ktk.aliases import ALIASES
+from ktk.quantize import quantize
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+    from ktk.bench.inputs import ExpertWeights
+
+_MATRICES = ("gate", "up", "down")
+_FLOATS = ("bf16", "f16", "f32")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to load a backend from floats.
+
+    Attributes
+    ----------
+    given
+        What it is given: floats, or what the floats are quantised to first.
+    stored
+        What it makes of that.
+    """
+
+    given: Format
+    stored: Format
+
+    def arrays(self, expert: ExpertWeights) -> dict[str, Any]:
+        """Return one expert's arguments of `MoE.load_expert`."""
+        arrays: dict[str, Any] = {"given": self.given}
+        for field in fields(expert):
+            tensor = getattr(expert, field.name)
+            if field.name not in _MATRICES:
+                if tensor is not None:
+                    arrays[field.name] = tensor
+                continue
+            made = quantize(tensor, self.given)
+            arrays[field.name] = made.data
+            if made.scale is not None:
+                arrays[field.name + "_scale"] = made.scale
+            if made.zero is not None:
+                arrays[field.name + "_zero"] = made.zero
+        return arrays
+
+
+def recipe(backend: Backend, stored: Format) -> Recipe:
+    """Return how to get weights into a stored format.
+
+    Floats come first, so that a backend that quantises while it loads shows what it makes of them.
+    Else it gets the stored format itself, ready-made.
+    """
+    given = [fmt for fmt, at in backend.core.accepts if backend.formats[at] == stored]
+    plain = [fmt for name in _FLOATS for fmt in given if fmt.element == name]
+    if plain:
+        return Recipe(plain[0], stored)
+    return Recipe(stored if stored in given else given[0], stored)
+
+
+def choose_format(backend: Backend, name: str, text: str | None = None) -> Format:
+    """Return the stored format that `text` says; without it, what the backend's `name` means.
+
+    Parameters
+    ----------
+    backend : Backend
+    name : str
+        As the user typed it; an alias may mean a format.
+    text : str, optional
+        Words of a format's label, in any order, joined by hyphens: ``g32``, ``zero-g32``.
+    """
+    if text is None:
+        alias = ALIASES.get(name)
+        meant = alias.format if alias and name != backend.name else None
+        return meant if meant in backend.formats else backend.formats[0]
+    words = set(text.lower().split("-"))
+    fitting = [fmt for fmt in backend.formats if words <= set(label(fmt).split("-"))]
+    if not fitting:
+        known = ", ".join(label(fmt) for fmt in backend.formats)
+        raise ValueError(f"{backend.name} has no format {text!r}; it has {known}")
+    # The plainest that fits: "g32" means the one without zero points.
+    return min(fitting, key=lambda fmt: len(label(fmt).split("-")))
+
+
+def label(fmt: Format) -> str:
+    """Return a short name: ``bf16``, ``u4-bf16-g32``, ``u4-f16-zero-g128``, ``e4m3-f32-row``."""
+    if fmt.scale == "none":
+        return fmt.element
+    words = [fmt.element, fmt.scale]
+    if fmt.zero != "none":
+        words.append("zero")
+    if fmt.group_n == 1:
+        words.append(f"g{fmt.group_k}" if fmt.group_k else "row")
+    else:
+        words.append(f"{fmt.group_n or 'n'}x{fmt.group_k or 'k'}")
+    return "-".join(words)
+
+
+def prepare(made: Recipe, experts: Sequence[ExpertWeights]) -> list[dict[str, Any]]:
+    """Quantise experts once, for any number of layers."""
+    return [made.arrays(expert) for expert in experts]

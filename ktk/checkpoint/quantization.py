@@ -1,0 +1,83 @@
+"""What config.json says about how weights are quantised, in the words of its many writers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The `quantization_config` of a model; which of its tensors it applies to, they show.
+
+    Attributes
+    ----------
+    method
+        Who wrote it: fp8, compressed-tensors, gptq, awq, mxfp4 ...
+    bits
+        Of an integer weight; None where it is not said.
+    group_size
+        Columns that share a scale; 0 for whole rows, None where it is not said.
+    symmetric
+        Whether zero points are the middle of the codes; None where it is not said.
+    block
+        Rows and columns that share a scale, of schemes by blocks.
+    zero_offset
+        What to add to zero points: GPTQ's first format stores them minus one.
+    """
+
+    method: str = ""
+    bits: int | None = None
+    group_size: int | None = None
+    symmetric: bool | None = None
+    block: tuple[int, int] = (128, 128)
+    zero_offset: int = 1
+
+
+def read_quantization(entries: Mapping[str, Any]) -> Quantization:
+    """Read the entry of config.json; what it does not say keeps the default."""
+    found = entries.get("quantization_config") or entries.get("compression_config")
+    if not isinstance(found, dict):
+        return Quantization()
+    method = str(found.get("quant_method", ""))
+    weights = _compressed_tensors(found) if "config_groups" in found else found
+    block = weights.get("weight_block_size") or weights.get("block_structure")
+    second_format = "gptq_v2" in str(found.get("checkpoint_format", ""))
+    return Quantization(
+        method=method,
+        bits=_integer(weights.get("bits", weights.get("num_bits"))),
+        group_size=_group_size(weights),
+        symmetric=_symmetric(weights),
+        block=(int(block[0]), int(block[1])) if block else (128, 128),
+        zero_offset=0 if second_format else 1,
+    )
+
+
+def _compressed_tensors(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all groups of modules agree on; the tensors say the rest."""
+    groups = [group.get("weights") or {} for group in found["config_groups"].values()]
+    if not groups:
+        return {}
+    first = groups[0]
+    return {name: first[name] for name in first if all(g.get(name) == first[name] for g in groups)}
+
+
+def _group_size(weights: Mapping[str, Any]) -> int | None:
+    if weights.get("strategy") == "channel":
+        return 0
+    size = _integer(weights.get("group_size"))
+    return 0 if size == -1 else size
+
+
+def _symmetric(weights: Mapping[str, Any]) -> bool | None:
+    for name in ("sym", "symmetric"):
+        if isinstance(weights.get(name), bool):
+            return bool(weights[name])
+    if isinstance(weights.get("zero_point"), bool):  # AWQ
+        return not weights["zero_point"]
+    return None
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
