@@ -89,12 +89,12 @@ def choose_format(backend: Backend, name: str, text: str | None = None) -> Forma
 
 
 def label(fmt: Format) -> str:
-    """Return a short name: ``bf16``, ``u4-bf16-g32``, ``u4-f16-zero-g128``, ``e4m3-f32-row``."""
+    """Return a short name: ``bf16``, ``u4-bf16-g32``, ``u4-f16-zero-u8-g128``, ``e4m3-f32-row``."""
     if fmt.scale == "none":
         return fmt.element
     words = [fmt.element, fmt.scale]
     if fmt.zero != "none":
-        words.append("zero")
+        words += ["zero", fmt.zero]
     if fmt.group_n == 1:
         words.append(f"g{fmt.group_k}" if fmt.group_k else "row")
     else:

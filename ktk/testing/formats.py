@@ -102,7 +102,7 @@ def is_known(fmt: Format) -> bool:
     return (
         fmt.element in ELEMENTS
         and fmt.scale in {"none", "ue8m0", *floats}
-        and (fmt.zero == "none" or (fmt.zero in integers and fmt.element in integers))
+        and (fmt.zero == "none" or (fmt.zero in ELEMENTS and fmt.element in integers))
     )
 
 
@@ -120,6 +120,12 @@ def per_group(fmt: Format, values: Array, ufunc: np.ufunc) -> Array:
     rows = ufunc.reduceat(values, np.arange(0, n, step_n), axis=0)
     both = ufunc.reduceat(rows, np.arange(0, k, step_k), axis=1)
     return np.asarray(both.repeat(step_n, axis=0)[:n].repeat(step_k, axis=1)[:, :k])
+
+
+def _unit(name: str) -> float:
+    """Relative error of a rounding to an element that may be an integer, which has none."""
+    element = ELEMENTS[name]
+    return element.unit if isinstance(element, Float) else 0.0
 
 
 def codec_bound(fmt: Format, size: Array, up_to: bool = False) -> Array:
@@ -157,11 +163,13 @@ def codec_bound(fmt: Format, size: Array, up_to: bool = False) -> Array:
     slack = scale_unit + 4 * bounds.UNIT
     if isinstance(element, Integer):
         # With zero points the range is at most twice the largest magnitude, in all the codes. What
-        # a rounded scale shifts adds up from one end of the codes in use to the other.
+        # a rounded scale shifts adds up from one end of the codes in use to the other, and so
+        # does what rounds a zero point, which is one of the codes or lies between two.
         span = element.highest - element.lowest
         levels, reach = float(element.levels), element.levels
         if fmt.zero != "none":
             levels, reach = span / 2, span
+            slack += _unit(fmt.zero)
         step = top / levels
         error = step * (growth / 2 + reach * slack)
         return np.asarray(error + reach * scale_tiny)
@@ -300,9 +308,8 @@ def make_source(
     data: Any
     if element.bits > 8:
         if fmt.element == "f16":
-            data = np.clip(values, -65504, 65504).astype(np.float16)
-        else:
-            data = _to_bf16(values) if fmt.element == "bf16" else values
+            values = np.clip(values, -65504, 65504)
+        data = _to_float(fmt.element, values)
         decoded = as_float64(data)
     else:
         table = element_table(fmt.element)
@@ -317,7 +324,7 @@ def make_source(
         groups = group_counts(fmt, n, k)
         if fmt.zero != "none":
             zero = _make_zero(fmt, groups, rng)
-            decoded = decoded - _spread(fmt, zero.astype(np.float64), n, k)
+            decoded = decoded - _spread(fmt, as_float64(zero), n, k)
         scale, exact_scale = _make_scale(fmt, values, groups, rng)
         decoded = decoded * _spread(fmt, exact_scale, n, k)
     return Source(fmt, fmt if stored is None else stored, data, scale, zero, decoded)
@@ -335,7 +342,9 @@ def _make_zero(fmt: Format, groups: tuple[int, int], rng: np.random.Generator) -
     """
     element, kind = ELEMENTS[fmt.element], ELEMENTS[fmt.zero]
     assert isinstance(element, Integer)
-    assert isinstance(kind, Integer)
+    if isinstance(kind, Float):
+        between = rng.uniform(element.lowest, element.highest, groups).astype(np.float32)
+        return _to_float(fmt.zero, between)
     highest = min(element.highest + 1, kind.highest)
     zero = rng.integers(element.lowest, highest + 1, groups)
     return zero.astype(np.int8 if kind.lowest < 0 else np.uint8)
@@ -357,13 +366,17 @@ def _make_scale(
     if fmt.scale == "ue8m0":
         exponent = np.clip(np.rint(np.log2(wanted)), -110, 110)
         return (exponent + 127).astype(np.uint8), 2.0**exponent
-    if fmt.scale == "bf16":
-        scale: Any = _to_bf16(wanted)
-    elif fmt.scale == "f16":
-        scale = np.clip(wanted, 2.0**-14, 65504).astype(np.float16)
-    else:
-        scale = wanted
+    if fmt.scale == "f16":
+        wanted = np.clip(wanted, 2.0**-14, 65504)
+    scale = _to_float(fmt.scale, wanted)
     return scale, as_float64(scale)
+
+
+def _to_float(name: str, values: npt.NDArray[np.float32]) -> Any:
+    """Return an array of a floating type: bf16 as a tensor, which numpy does not know."""
+    if name == "bf16":
+        return _to_bf16(values)
+    return values.astype(np.float16) if name == "f16" else values
 
 
 # --- NaN ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ SCALED = [
     Format("u4", "f32", "none", 1, 0),
     Format("u4", "f16", "u8", 1, 128),
     Format("u4", "bf16", "u8", 1, 32),
+    Format("u4", "bf16", "bf16", 1, 64),
     Format("i4", "f32", "i8", 1, 32),
     Format("i8", "f32", "none", 1, 0),
     Format("e4m3", "f32", "none", 128, 128),
@@ -51,7 +52,7 @@ def decoded(source: formats.Source) -> np.ndarray:
             code = int(byte) >> 4 * (column % 2) & 15
             group = row // (fmt.group_n or n), column // (fmt.group_k or k)
             if fmt.element == "u4":
-                value = float(code - (8 if source.zero is None else int(source.zero[group])))
+                value = code - (8.0 if source.zero is None else float(source.zero[group]))
             elif fmt.element == "i4":
                 value = float((code ^ 8) - 8 - int(source.zero[group]))
             elif fmt.element == "e2m1":

@@ -26,7 +26,7 @@ PEERS = {
     "amxint4": ("AMXINT4", "int4-g128", "floats", "g128"),
     "amxint4-g32": ("AMXINT4", "int4-g32", "floats", "g32"),
     "amxint4-row": ("AMXINT4", "int4-row", "floats", "row"),
-    "amxint4-g32-zero": ("AMXINT4", "int4-g32", "zeros", "g32-zero"),
+    "amxint4-g32-zero": ("AMXINT4", "int4-g32", "floats", "g32-zero"),
     "rawint4": ("RAWINT4", "int4-g32", "int4", "g32"),
     "rawint4-g128": ("RAWINT4", "int4-g128", "int4", "g128"),
     "fp8": ("FP8", "fp8-b128", "fp8", "128x128"),
@@ -71,11 +71,6 @@ def tensors(impls, kind, stored, weight):
     """Make the arguments of one matrix: data, scale, zero."""
     if kind == "floats":
         return weight, None, None
-    if kind == "zeros":
-        from ktk.quantize import quantize
-
-        made = quantize(weight, stored, search=True)
-        return made.data, made.scale, made.zero
     if kind == "int4":
         codes, scale = impls.q_int4(weight, stored.group_k)
         return impls.pack_int4_rows(codes), scale, None
