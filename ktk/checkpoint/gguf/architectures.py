@@ -38,6 +38,8 @@ _ACTIVATIONS = {
 }
 # The metadata lacks the clamp of swigluoai; it is 7 in all models that have it.
 _OAI_LIMIT = 7.0
+# Younger than the oldest gguf package that will do.
+_CLAMP = "{arch}.swiglu_clamp_exp"
 # With a clamp, these apply it before SiLU as ktk does; others clamp what SiLU returns.
 _CLAMPED_BEFORE = ("deepseek4", "glm5-next", "hy_v4", "maple")
 
@@ -64,7 +66,7 @@ class Metadata:
     def config(self, layer: int, intermediate_size: int) -> ExpertConfig:
         """Describe the experts of a layer."""
         activation = _ACTIVATIONS.get(self.architecture, "unknown")
-        limit = self._of_layer(Keys.LLM.SWIGLU_CLAMP_EXP, layer) or None
+        limit = self._of_layer(_CLAMP, layer) or None
         if activation == "swigluoai":
             limit = _OAI_LIMIT
         elif limit and self.architecture not in _CLAMPED_BEFORE:
