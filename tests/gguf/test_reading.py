@@ -228,6 +228,20 @@ def test_no_more_than_one_expert_is_held_as_floats(tmp_path: Path) -> None:
     assert expert < peak < 2 * expert
 
 
+def test_experts_of_different_types_are_floats(tmp_path: Path) -> None:
+    """Possible where each has a tensor of its own: one format for all would misread them."""
+    parts = files.experts("Q4_K")
+    tensors = files.single(parts)
+    tensors["blk.0.ffn_up.3.weight"] = files.tensor((I, H), "Q8_0", 9)
+    path = files.write(tmp_path / "m.gguf", tensors)
+    backend = RecordingBackend("f32", "ggml:12", "ggml:8")
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
+    assert "given" not in backend.loaded[0]
+    np.testing.assert_array_equal(
+        backend.loaded[3]["up"].double(), tensors["blk.0.ffn_up.3.weight"].values
+    )
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
 def test_a_backend_that_takes_neither_blocks_nor_floats_is_told(tmp_path: Path, kind: str) -> None:
     path = files.write(tmp_path / "m.gguf", files.stacked(files.experts(kind)))

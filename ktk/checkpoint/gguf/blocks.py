@@ -37,14 +37,14 @@ class Blocks:
     type
         Name of the ggml type: Q4_K, BF16, ...
     scale
-        What all values are to be multiplied with; few files have one.
+        What all values are to be multiplied with, in the few files that have one.
     name
         The tensor and its file, for messages.
     """
 
     rows: np.ndarray
     type: str
-    scale: float
+    scale: float | None
     name: str
 
     @property
@@ -71,10 +71,8 @@ class Blocks:
 
     def floats(self) -> torch.Tensor:
         """Return the values [n, k]: a view of the file where it has floats, otherwise f32."""
-        if self.plain:
-            values = self._view()
-            return values if self.scale == 1 else values.float().mul_(self.scale)
-        return self._decoded().mul_(self.scale)
+        values = self._view() if self.plain else self._decoded()
+        return values if self.scale is None else values.float().mul_(self.scale)
 
     def _view(self) -> torch.Tensor:
         with warnings.catch_warnings():
