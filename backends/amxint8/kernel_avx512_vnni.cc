@@ -11,6 +11,7 @@ using TargetAct = Act<ByteCodes, 256>;
 // Registers: 24 accumulators, 2 weights, broadcasts.
 constexpr ktk_ukernel kUkernels[] = {
     make_ukernel("gemv", 12, multiply_thin<Vnni512, TargetAct, 12>),
+    make_ukernel("gemm_2", 24, multiply<Vnni512, TargetAct, 12, 2, 4, prefetch_l2>),
     make_ukernel("gemm", SIZE_MAX, multiply<Vnni512, TargetAct, 12, 2, 8>),
 };
 

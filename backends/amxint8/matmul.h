@@ -72,7 +72,7 @@ inline void multiply_turn(typename Dot::Int (&acc)[kChains][kRows][kVecs], int c
 
 // One tile over steps [step_begin, step_end), which start at a group. kChains > 1 sums turns in
 // turn into several accumulators, for tiles too small to hide the latency of dot().
-template <class Dot, class Act, int kRows, int kVecs, int kChains>
+template <class Dot, class Act, int kRows, int kVecs, int kChains, auto kFetch>
 void multiply_tile(const TileArgs& args) {
   using Int = typename Dot::Int;
   const TileArgs t = args;  // a copy that stores to dst cannot change
@@ -106,8 +106,8 @@ void multiply_tile(const TileArgs& args) {
       const uint8_t* w = weight + at + at / kTileBytes * kTileBytes;
 #pragma GCC unroll 4
       for (int i = 0; i < kChains; ++i) {
-        _mm_prefetch(prefetch, _MM_HINT_T0);
-        _mm_prefetch(prefetch + t.prefetch_half, _MM_HINT_T0);
+        kFetch(prefetch);
+        kFetch(prefetch + t.prefetch_half);
         prefetch += t.prefetch_step;
         multiply_turn<Dot>(acc, i, w + 64 * i, act, 4 * i * Act::kCodeBytes, t.act_stride);
       }
@@ -217,13 +217,13 @@ constexpr int chains(int outputs) {
   return outputs >= 6 ? 1 : outputs >= 4 ? 2 : 4;
 }
 
-template <class Dot, class Act, int kMaxRows, int kVecs>
+template <class Dot, class Act, int kMaxRows, int kVecs, auto kFetch>
 struct Tiles {
   MultiplyTile of_rows[kMaxRows + 1];
 
   template <int kRows = 1>
   constexpr void fill() {
-    of_rows[kRows] = multiply_tile<Dot, Act, kRows, kVecs, chains<Dot>(kRows * kVecs)>;
+    of_rows[kRows] = multiply_tile<Dot, Act, kRows, kVecs, chains<Dot>(kRows * kVecs), kFetch>;
     if constexpr (kRows < kMaxRows) fill<kRows + 1>();
   }
   constexpr Tiles() : of_rows{} { fill(); }
@@ -267,11 +267,12 @@ void multiply_thin(const ktk_matmul* mm) {
 
 // The product in tiles of up to kMaxRows x kVecs; weights stay in L1 for kBlockSteps steps of
 // depth, while the tiles of that block prefetch the next one, so that memory never waits for
-// arithmetic.
-template <class Dot, class Act, int kMaxRows, int kVecs, size_t kBlockSteps>
+// arithmetic: into L1, which takes the time of several tiles, or with kFetch = prefetch_l2 into L2.
+template <class Dot, class Act, int kMaxRows, int kVecs, size_t kBlockSteps,
+          auto kFetch = prefetch_l1>
 void multiply(const ktk_matmul* mm) {
   static_assert(kBlockSteps % Act::kGroupSteps == 0);
-  static constexpr Tiles<Dot, Act, kMaxRows, kVecs> kTiles;
+  static constexpr Tiles<Dot, Act, kMaxRows, kVecs, kFetch> kTiles;
   constexpr size_t kTileColumns = kVecs * Dot::kLanes;
   const ktk_matrix* matrix = mm->matrix;
   const size_t steps = num_steps(matrix);

@@ -176,7 +176,7 @@ template <class Decoder, class Layout>
 void multiply_amx(const ktk_matmul* mm) {
   const ktk_matrix* matrix = mm->matrix;
   const size_t steps = Layout::num_steps(matrix);
-  const WeightRange<Layout> weights(mm, kThinDistance);
+  const WeightRange<Layout> weights(mm, kLoneDistance);
   AmxScratch* scratch = static_cast<AmxScratch*>(mm->scratch);
   const TileRows config(mm->m);
   float* dst = mm->dst;

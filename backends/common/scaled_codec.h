@@ -3,6 +3,7 @@
 // Codes is what an element type is in a line:
 //   kLineDepth                        k of one line
 //   copy(row, k, count, line, col)    `count` codes of a source row from k on, the rest zeros
+//   copy_line(rows, stride, k, line)  all codes of sixteen rows
 //   is_nan(row, k)                    whether a row of k codes has a NaN among them
 //   value(line, col, i)               of the code i of a column
 #pragma once
@@ -41,9 +42,9 @@ inline float source_scale_f32(const ktk_source* source, size_t row, size_t group
   return value;
 }
 
-// The scales of one block. pack() is called for the `columns` columns from n on; `block` is zero
-// where nothing was written. has_nan(): whether a column has a NaN among its scales which a kernel
-// would not make one by itself.
+// The scales of one block: pack() takes those of the `columns` columns from n on, value() returns
+// the one of a column and k. has_nan() says whether kernels take a scale of a column for a number
+// that is none; f32 scales take care of themselves.
 
 struct MxScaleCodec : MxScales {
   using Scales = MxScales;
@@ -134,9 +135,15 @@ struct ScaledCodec {
       const size_t depth = k < matrix->k ? smaller(matrix->k - k, Codes::kLineDepth) : 0;
       for (size_t half = 0; half < 2; ++half) {
         uint8_t* line = reinterpret_cast<uint8_t*>(block) + Layout::line_offset(matrix, half, k);
+        const size_t first = half * kHalfCols;
+        if (first + kHalfCols <= columns && depth == Codes::kLineDepth) {
+          Codes::copy_line(rows + first * source->data_stride, source->data_stride, k, line);
+          continue;
+        }
         for (size_t i = 0; i < kHalfCols; ++i) {
-          const size_t col = half * kHalfCols + i;
-          Codes::copy(rows + col * source->data_stride, k, col < columns ? depth : 0, line, i);
+          const bool given = first + i < columns;
+          const uint8_t* row = given ? rows + (first + i) * source->data_stride : rows;
+          Codes::copy(row, k, given ? depth : 0, line, i);
         }
       }
     }

@@ -186,10 +186,7 @@ struct ZmmTiles {
 
 // --- the loops around it -------------------------------------------------------------------------
 
-// How far ahead of the arithmetic weights are fetched. A few rows wait for memory, and every line
-// is used once: there the prefetcher of L2 can be led.
-constexpr size_t kThinRows = 8;
-constexpr size_t kThinDistance = 1024;
+// How far ahead of the arithmetic weights are fetched: by a lone tile, and by the tiles of a run.
 constexpr size_t kLoneDistance = 8192;
 constexpr size_t kRunBytes = 16384;
 constexpr size_t kRunDistance = 16384;
@@ -245,9 +242,7 @@ void multiply_zmm(const ktk_matmul* mm) {
   const size_t steps = Layout::num_steps(mm->matrix);
   const size_t tiles = (mm->m + kMaxRows - 1) / kMaxRows;
   const size_t run_steps = tiles == 1 ? steps : kRunSteps;
-  const WeightRange<Layout> weights(mm, tiles > 1           ? kRunDistance
-                                        : mm->m > kThinRows ? kLoneDistance
-                                                            : kThinDistance);
+  const WeightRange<Layout> weights(mm, tiles > 1 ? kRunDistance : kLoneDistance);
   ZmmTile tile;
   tile.act_stride = mm->act_stride;
   tile.dst_stride = mm->dst_stride;

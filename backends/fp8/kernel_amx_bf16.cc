@@ -1,3 +1,4 @@
+// FP8 with AMX: bf16 rows, up to 32 rows x 32 columns. Every CPU with AMX has AVX512-VBMI.
 #include "common/scaled_amx.h"
 #include "fp8/variant.h"
 #include "fp8/zmm.h"

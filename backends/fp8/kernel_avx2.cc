@@ -1,3 +1,4 @@
+// FP8 with AVX2 and FMA: f32 rows, up to 6 rows x 16 columns.
 #include "common/scaled_ymm.h"
 #include "fp8/variant.h"
 

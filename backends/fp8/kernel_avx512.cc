@@ -1,3 +1,4 @@
+// FP8 with AVX-512 FMA: f32 rows, up to 12 rows x 32 columns.
 #include "fp8/variant.h"
 #include "fp8/zmm.h"
 

@@ -1,3 +1,6 @@
+// FP8 with vdpbf16ps: bf16 rows, up to 12 rows x 32 columns.
+//
+// The tables of bf16 values need AVX512-VBMI, which all CPUs with AVX512-BF16 have but Cooper Lake.
 #include "fp8/variant.h"
 #include "fp8/zmm.h"
 

@@ -10,6 +10,8 @@
 // gives the bf16 pairs (k0, k1), then (k2, k3), of sixteen columns.
 #pragma once
 
+#include <immintrin.h>
+
 #include "common/scaled_codec.h"
 
 namespace ktk::fp8 {
@@ -24,19 +26,22 @@ struct Codes {
     return col / 4 * 16 + i / 2 * 8 + col % 4 * 2 + i % 2;
   }
   static bool is_nan(const uint8_t* row, size_t k) {
-    bool nan = false;
-    for (size_t i = 0; i < k; ++i) nan |= (row[i] & 0x7f) == 0x7f;
+    uint8_t nan = 0;  // not bool, which gcc 12 does not vectorize
+    for (size_t i = 0; i < k; ++i) nan |= static_cast<uint8_t>((row[i] & 0x7f) == 0x7f);
     return nan;
   }
   static void copy(const uint8_t* row, size_t k, size_t count, uint8_t* line, size_t col) {
-    uint8_t codes[kLineDepth] = {};
-    if (count == kLineDepth) {
-      memcpy(codes, row + k, kLineDepth);
-    } else {
-      for (size_t i = 0; i < count; ++i) codes[i] = row[k + i];
+    for (size_t i = 0; i < kLineDepth; ++i) line[position(col, i)] = i < count ? row[k + i] : 0;
+  }
+  static void copy_line(const uint8_t* rows, size_t stride, size_t k, uint8_t* line) {
+    const __m128i pairs = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    for (size_t col = 0; col < kHalfCols; col += 4) {
+      int32_t four[4];
+      for (size_t i = 0; i < 4; ++i) memcpy(four + i, rows + (col + i) * stride + k, kLineDepth);
+      const __m128i codes = _mm_setr_epi32(four[0], four[1], four[2], four[3]);
+      _mm_store_si128(reinterpret_cast<__m128i*>(line + col * kLineDepth),
+                      _mm_shuffle_epi8(codes, pairs));
     }
-    memcpy(line + position(col, 0), codes, 2);
-    memcpy(line + position(col, 2), codes + 2, 2);
   }
   static float value(const uint8_t* line, size_t col, size_t i) {
     const uint8_t code = line[position(col, i)];

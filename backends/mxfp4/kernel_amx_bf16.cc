@@ -1,3 +1,4 @@
+// MXFP4 with AMX: bf16 rows, up to 32 rows x 32 columns.
 #include "common/scaled_amx.h"
 #include "mxfp4/variant.h"
 #include "mxfp4/zmm.h"

@@ -1,3 +1,4 @@
+// MXFP4 with AVX2 and FMA: f32 rows, up to 6 rows x 16 columns.
 #include "common/scaled_ymm.h"
 #include "mxfp4/variant.h"
 

@@ -1,3 +1,4 @@
+// MXFP4 with vdpbf16ps: bf16 rows, up to 12 rows x 32 columns.
 #include "mxfp4/variant.h"
 #include "mxfp4/zmm.h"
 

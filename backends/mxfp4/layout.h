@@ -1,12 +1,9 @@
 // "e2m1-n32k64-mx": MXFP4 in memory. common/scaled_layout.h has the order of lines and scales.
 //
-//   line, 64 bytes: 16 columns, 8 deep
+//   line, 64 bytes: 16 columns, 8 deep; a dword for each column
 //
-//   column 0                          column 1      column 15
-//   k1 k3 k5 k7 ... see below    |  a dword  | ... |  a dword
-//
-//   dword    bits 31..28  27..24  23..20  19..16  15..12  11..8  7..4  3..0
-//            k7           k5      k3      k1      k6      k4     k2    k0
+//   bits    31..28  27..24  23..20  19..16  15..12  11..8   7..4    3..0
+//           k7      k5      k3      k1      k6      k4      k2      k0
 //
 // vpermw looks up the low five bits of each word. With a table of the sixteen values, twice, one
 // instruction makes the bf16 pair (k0, k1) of sixteen columns, and after a shift by four bits the
@@ -31,16 +28,21 @@ struct Codes {
     x = (x | x >> 4) & 0x00ff00ff;
     return (x | x >> 8) & 0xffff;
   }
+  static uint32_t pairs(uint32_t nibbles) {
+    return even_nibbles(nibbles) | even_nibbles(nibbles >> 4) << 16;
+  }
   static void copy(const uint8_t* row, size_t k, size_t count, uint8_t* line, size_t col) {
     uint32_t nibbles = 0;
-    if (count == kLineDepth) {
-      memcpy(&nibbles, row + k / 2, sizeof nibbles);
-    } else {
-      memcpy(&nibbles, row + k / 2, (count + 1) / 2);
-    }
+    memcpy(&nibbles, row + k / 2, (count + 1) / 2);
     if (count % 2) nibbles &= ~(uint32_t{0xf} << count * 4);
-    const uint32_t pairs = even_nibbles(nibbles) | even_nibbles(nibbles >> 4) << 16;
-    memcpy(line + col * sizeof pairs, &pairs, sizeof pairs);
+    nibbles = pairs(nibbles);
+    memcpy(line + col * sizeof nibbles, &nibbles, sizeof nibbles);
+  }
+  static void copy_line(const uint8_t* rows, size_t stride, size_t k, uint8_t* line) {
+    uint32_t nibbles[kHalfCols];
+    for (size_t i = 0; i < kHalfCols; ++i) memcpy(nibbles + i, rows + i * stride + k / 2, 4);
+    for (uint32_t& column : nibbles) column = pairs(column);
+    memcpy(line, nibbles, sizeof nibbles);
   }
   static float value(const uint8_t* line, size_t col, size_t i) {
     static constexpr float kValues[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};

@@ -22,11 +22,13 @@ def results_table(results: Sequence[Result]) -> RenderableType:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("backend", no_wrap=True)
+    # A format's name may take a second line; numbers, and names of backends, may not.
+    longest = max(len(r.backend) for r in results)
+    table.add_column("backend", overflow="fold", min_width=longest)
     table.add_column("variant", no_wrap=True)
     for name in ("tokens", "ms", "±", "GB/s", "GFLOP/s", "limit", "reached"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("bound", no_wrap=True)
+    table.add_column("by", no_wrap=True)
     tokens = None
     for r in results:
         if tokens not in (None, r.tokens):
@@ -42,12 +44,12 @@ def results_table(results: Sequence[Result]) -> RenderableType:
             f"{r.gflop_per_s:.0f}",
             milliseconds(r.limit_seconds),
             f"[bold]{r.fraction:.0%}[/]",
-            r.bound,
+            {"memory": "mem", "compute": "ops"}[r.bound],
         )
     reads = [r.read_gb_per_s for r in results]
     notes = [
         "limit (ms): the larger of packed bytes of the experts hit / read bandwidth, and "
-        "operations / peak of the unit; reached: limit / time.",
+        "operations / peak of the unit (by: which one); reached: limit / time.",
         f"Measured in the same alternation: reading {_range(reads)} GB/s; "
         + "; ".join(
             f"{unit} {_range([r.peak_gflop_per_s for r in results if r.peak_unit == unit])} GFLOP/s"
@@ -65,36 +67,43 @@ def results_table(results: Sequence[Result]) -> RenderableType:
 
 
 def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:
-    """Show relative L2 errors."""
-    table = Table(
-        title=f"Relative L2 error, {results[0].shape}, {results[0].tokens} tokens",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for name in ("backend", "format", "variant", "weights"):
-        table.add_column(name, no_wrap=True)
-    for name in ("kernel", "quantization", "total"):
-        table.add_column(name, justify="right")
-    for r in results:
-        table.add_row(
-            r.backend,
-            r.format,
-            r.variant,
-            r.weights,
-            f"{r.kernel:.4f}",
-            f"{r.quantization:.4f}",
-            f"{r.total:.4f}",
+    """Show relative L2 errors, a table for each distribution of weights."""
+    tables = []
+    for weights in dict.fromkeys(r.weights for r in results):
+        table = Table(
+            title=f"Relative L2 error, {results[0].shape}, {results[0].tokens} tokens, "
+            f"{weights} weights",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
         )
-    return table
+        for name in ("backend", "format", "variant"):
+            table.add_column(name, no_wrap=True)
+        for name in ("kernel", "quantization", "total"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for r in results:
+            if r.weights == weights:
+                errors = (f"{error:.4f}" for error in (r.kernel, r.quantization, r.total))
+                table.add_row(r.backend, r.format, r.variant, *errors)
+        tables.append(table)
+    return Group(*tables)
 
 
 def _names(results: Sequence[Result]) -> dict[Result, str]:
-    """Name the format beside a backend that comes in several."""
+    """Name the format beside a backend that comes in several, by what is not common to them."""
     formats: dict[str, set[str]] = {}
     for r in results:
         formats.setdefault(r.backend, set()).add(r.format)
-    return {r: r.backend + (f" {r.format}" if len(formats[r.backend]) > 1 else "") for r in results}
+    common = {
+        backend: set.intersection(*(set(text.split("-")) for text in labels))
+        for backend, labels in formats.items()
+    }
+
+    def short(r: Result) -> str:
+        own = [word for word in r.format.split("-") if word not in common[r.backend]]
+        return f"{r.backend} {'-'.join(own)}".strip()
+
+    return {r: short(r) if len(formats[r.backend]) > 1 else r.backend for r in results}
 
 
 def milliseconds(seconds: float) -> str:

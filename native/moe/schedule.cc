@@ -5,9 +5,11 @@
 namespace ktk {
 namespace {
 
-// A task of the first half is this part of the work that is left, divided by the workers: long
-// streams of weights at first, and at the end tasks so short that workers end together.
-constexpr size_t kGuide = 4;
+// A task is this part of the work that is left, divided by the workers: long streams of weights at
+// first, and at the end tasks so short that workers end together. A stream takes a microsecond to
+// get going, so with one token finer tasks cost more than they balance. In the second half a task
+// is a stream per expert.
+constexpr size_t kGuide = 2, kDownGuide = 1;
 
 // Rows whose arithmetic takes as long as reading one expert's weights: between 30 (int8 dot
 // products, fast memory) and several hundred (tiles, slow memory). Only the balance depends on it.
@@ -46,7 +48,7 @@ void cut_down(size_t width, size_t step, size_t cap, int workers, std::vector<Do
   const size_t least = round_up(kMinColumns, step);
   for (size_t begin = 0; begin < width;) {
     const size_t left = width - begin;
-    const size_t share = left / (2 * static_cast<size_t>(workers));
+    const size_t share = left / (kDownGuide * static_cast<size_t>(workers));
     const size_t columns = round_up(std::clamp(share, least, std::max(cap, least)), step);
     const size_t end = std::min(begin + columns, width);
     tasks.push_back({static_cast<uint32_t>(begin), static_cast<uint32_t>(end)});

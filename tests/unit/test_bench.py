@@ -256,6 +256,16 @@ def test_an_unknown_format_gets_the_list() -> None:
     assert "AMXINT8 has no format 'g32'; it has i8-f32-row" in message
 
 
+def test_tables_name_formats_and_cut_nothing_off() -> None:
+    formats = ["--format", "row", "--format", "128x128"]
+    arguments = [*QUICK, "--backend", "FP8", *formats, "--tokens", "4", "--accuracy"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "…" not in result.stdout
+    for words in ("128x128", "e4m3-f32-row", "gaussian weights", "heavy-tailed weights"):
+        assert words in result.stdout
+
+
 def test_all_formats_run_by_label() -> None:
     lines = run_cli("--backend", "AMXINT8", "--tokens", "2", "--format", "all")
     assert [line["format"] for line in lines] == ["i8-f32-row"]
@@ -285,6 +295,7 @@ def test_table_and_plot_are_made(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "reached" in result.stdout
+    assert "…" not in result.stdout, "a number was cut off"
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

@@ -34,7 +34,7 @@ constexpr size_t kRunBytes = 16384;  // of codes, half an L1
 // while they pass over this one. A lone tile leads the prefetcher of L2: from close by when it
 // waits for memory, from further away when it computes as long.
 constexpr size_t kSharedLines = 256;
-constexpr size_t kNearLines = 16;
+constexpr size_t kNearLines = 8;
 constexpr size_t kLoneLines = 128;
 constexpr size_t kNearRows = 2;
 
