@@ -121,7 +121,8 @@ class MoE:
         Parameters
         ----------
         path : path
-            Directory with ``config.json`` and safetensors files.
+            Directory with ``config.json`` and safetensors files; or a GGUF file, any file of a
+            split one, or a directory that holds one model in GGUF files.
         layer : int
             Number of the layer.
         backend : str or Backend

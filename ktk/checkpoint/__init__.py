@@ -3,9 +3,11 @@
 `families` is the table of naming schemes and `storage` the one of how a matrix is stored under any
 of them; a new family or scheme is a row there. `config` reads sizes, activation function and
 quantisation from config.json, `index` finds and maps tensors, `experts` joins them.
+`gguf` does the same for GGUF files, and `open` chooses between the two.
 """
 
 from ktk.checkpoint.describe import Description, describe
 from ktk.checkpoint.load import load_moe
+from ktk.checkpoint.open import open_checkpoint
 
-__all__ = ["Description", "describe", "load_moe"]
+__all__ = ["Description", "describe", "load_moe", "open_checkpoint"]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.experts import Checkpoint, spans
+from ktk.checkpoint.experts import spans
+from ktk.checkpoint.open import open_checkpoint
 from ktk.errors import CheckpointError
 
 
@@ -17,15 +18,16 @@ class Description:
     Attributes
     ----------
     path
-        The folder.
+        The folder, or the GGUF file.
     config
-        Sizes and activation function, from config.json.
+        Sizes and activation function, from config.json or the metadata.
     layers
         The layers that have experts.
     family
         The naming scheme of the first of them.
     dtype
-        The element type of their weights, as safetensors spells it; of quantised ones the format.
+        The element type of their weights, as safetensors or ggml spells it; of quantised
+        safetensors the format.
     """
 
     path: Path
@@ -51,17 +53,16 @@ def describe(path: str | Path) -> Description:
     CheckpointError
         There are none, or the first layer that has any is incomplete or damaged.
     """
-    with Checkpoint(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         layers = checkpoint.layers()
         if not layers:
-            raise CheckpointError(f"{checkpoint.folder} has no experts that ktk knows by name")
+            raise CheckpointError(f"{path} has no experts that ktk knows by name")
         layer = checkpoint.layer(layers[0])
-        given = checkpoint.given(layer)
-        first = layer.name(next(iter(layer.family.parts)), 0)
+        family, dtype = checkpoint.storage(layer)
         return Description(
-            path=checkpoint.folder,
-            config=checkpoint.config,
+            path=Path(path),
+            config=checkpoint.config_of(layer),
             layers=tuple(layers),
-            family=layer.family.name,
-            dtype=checkpoint.index.dtype(first) if given.scale == "none" else str(given),
+            family=family,
+            dtype=dtype,
         )

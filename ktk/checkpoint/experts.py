@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,8 +17,11 @@ from ktk.checkpoint.config import ExpertConfig, read_config
 from ktk.checkpoint.families import FAMILIES, PREFIXES, Family, Stored
 from ktk.checkpoint.index import TensorIndex
 from ktk.checkpoint.storage import PLAIN, SCHEMES, Layout, Part, Scheme, StorageError
-from ktk.errors import CheckpointError
+from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.quantize import Quantized
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,10 @@ class Checkpoint:
         found = (self._names.fullmatch(name) for name in self.index.names())
         return sorted({int(_group(match)) for match in found if match})
 
+    def config_of(self, layer: Layer) -> ExpertConfig:
+        """Return sizes and activation function of a layer: the same for all."""
+        return self.config
+
     def layer(self, number: int) -> Layer:
         """Find out how the experts of a layer are stored, and check that all of them are there."""
         found = self._find(number)
@@ -97,6 +104,44 @@ class Checkpoint:
             if matrix.zero is not None:
                 tensors[name + "_zero"] = matrix.zero
         return tensors
+
+    def values(self, layer: Layer, number: int) -> dict[str, torch.Tensor]:
+        """Read what one expert means, in float64: weights and biases."""
+        tensors = {name: bias.double() for name, bias in self.biases(layer, number).items()}
+        for name, matrix in self.matrices(layer, number).items():
+            tensors[name] = matrix.dequantize(torch.float64)
+        return tensors
+
+    def has_floats(self, layer: Layer) -> bool:
+        """Whether the matrices are not quantised."""
+        return bool(self.given(layer).scale == "none")
+
+    def storage(self, layer: Layer) -> tuple[str, str]:
+        """Name the naming scheme and the element type, or the format, of the matrices."""
+        given = self.given(layer)
+        first = layer.name(next(iter(layer.family.parts)), 0)
+        dtype = self.index.dtype(first) if given.scale == "none" else str(given)
+        return layer.family.name, dtype
+
+    def reader(self, layer: Layer, backend: Backend) -> Callable[[int], dict[str, Any]]:
+        """Return what reads an expert for `MoE.load_expert`.
+
+        Raises
+        ------
+        CheckpointFormatError
+            The backend does not take what is stored.
+        """
+        given = self.given(layer)
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        try:
+            for n, k in ((inner, hidden), (hidden, inner)):
+                backend.core.stored_as(given, n, k)
+        except ValueError as error:
+            name = layer.name(next(iter(layer.family.parts)), 0)
+            raise CheckpointFormatError(
+                f"tensor {name} in {self.index.file(name)}: {error}"
+            ) from None
+        return lambda number: {**self.expert(layer, number), "given": given}
 
     def given(self, layer: Layer) -> Format:
         """Return the format of a layer's matrices; reads one of them."""

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.checkpoint.experts import Checkpoint, Layer
-from ktk.errors import CheckpointFormatError
+from ktk.checkpoint.open import open_checkpoint
 from ktk.registry import load_backend
 
 if TYPE_CHECKING:
-    from ktk._core import Format
     from ktk.backend import Backend
     from ktk.moe import MoE
 
@@ -31,7 +29,8 @@ def load_moe(
     Parameters
     ----------
     path
-        Folder with config.json and safetensors files, as published.
+        Folder with config.json and safetensors files, as published; or a GGUF file, any file of a
+        split one, or a folder that holds one model in GGUF files.
     layer
         Number of the layer in the model.
     backend
@@ -41,8 +40,8 @@ def load_moe(
     physical_to_logical_map
         Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p.
     **options
-        For `Backend.moe`: variant, pool, shards, ... The sizes come from config.json; so does the
-        activation function unless it is given here.
+        For `Backend.moe`: variant, pool, shards, ... The sizes come from config.json or the
+        metadata of the GGUF file; so does the activation function unless it is given here.
 
     Raises
     ------
@@ -51,31 +50,18 @@ def load_moe(
         `CheckpointFormatError` where all is well, but the backend does not take such weights.
     """
     chosen = load_backend(backend) if isinstance(backend, str) else backend
-    with Checkpoint(path) as checkpoint:
+    with open_checkpoint(path) as checkpoint:
         found = checkpoint.layer(operator.index(layer))
-        slots = _slots(checkpoint.config.num_experts, experts, physical_to_logical_map)
-        given = checkpoint.given(found)
-        _check_accepted(checkpoint, found, given, chosen)
-        moe = chosen.moe(**checkpoint.config.arguments(**options))
-        for slot in range(checkpoint.config.num_experts):
+        config = checkpoint.config_of(found)
+        slots = _slots(config.num_experts, experts, physical_to_logical_map)
+        read = checkpoint.reader(found, chosen)
+        moe = chosen.moe(**config.arguments(**options))
+        for slot in range(config.num_experts):
             if slot in slots:
-                arrays: dict[str, Any] = dict(checkpoint.expert(found, slots[slot]))
-                moe.load_expert(slot, **arrays, given=given)
+                moe.load_expert(slot, **read(slots[slot]))
             else:
                 moe.leave_out(slot)
     return moe
-
-
-def _check_accepted(checkpoint: Checkpoint, layer: Layer, given: Format, backend: Backend) -> None:
-    hidden, inner = checkpoint.config.hidden_size, checkpoint.config.intermediate_size
-    try:
-        for n, k in ((inner, hidden), (hidden, inner)):
-            backend.core.stored_as(given, n, k)
-    except ValueError as error:
-        name = layer.name(next(iter(layer.family.parts)), 0)
-        raise CheckpointFormatError(
-            f"tensor {name} in {checkpoint.index.file(name)}: {error}"
-        ) from None
 
 
 def _slots(

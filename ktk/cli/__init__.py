@@ -50,7 +50,9 @@ def backends(
 def demo(
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Folder of a model of your own; a small one is made without it."),
+        typer.Option(
+            help="Folder or GGUF file of a model of your own; a small one is made without it."
+        ),
     ] = None,
     layer: Annotated[
         int | None, typer.Option(help="Layer of it; default: the first one that has experts.")

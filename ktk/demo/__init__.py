@@ -31,7 +31,7 @@ def run_demo(
     Parameters
     ----------
     checkpoint
-        Folder of a model; None makes a small one in a temporary folder.
+        Folder or GGUF file of a model; None makes a small one in a temporary folder.
     layer
         None takes the first one that has experts.
     names
@@ -95,16 +95,16 @@ def _load_or_note(name: str, loaded: list[Backend], notes: list[str]) -> None:
 
 
 def _task(folder: Path, layer: int) -> Task:
-    from ktk.checkpoint.experts import Checkpoint
+    from ktk.checkpoint import open_checkpoint
     from ktk.demo.measure import Task
     from ktk.demo.reference import reference
     from ktk.demo.routing import batches
 
-    with Checkpoint(folder) as opened:
-        config = opened.config
+    with open_checkpoint(folder) as opened:
+        found = opened.layer(layer)
+        config = opened.config_of(found)
         tokens = max(_CHECKED_EXPERTS // config.num_experts_per_tok, 1)
         [check] = batches(config, tokens, 1, seed=0)
-        found = opened.layer(layer)
         expected = reference(opened, found, check.hidden, check.ids, check.weights)
     return Task(
         path=folder,
@@ -147,7 +147,7 @@ def _measure_all(
 def _next_step(checkpoint: Path | None, layer: int, rows: Sequence[Measured]) -> str:
     if checkpoint is None:
         return (
-            "ktk demo --checkpoint DIR does the same with a layer of your own model; ktk bench "
+            "ktk demo --checkpoint PATH does the same with a layer of your own model; ktk bench "
             "measures layers of well-known models."
         )
     fastest = min(rows, key=lambda row: row.decode.seconds, default=None)

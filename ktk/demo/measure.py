@@ -13,8 +13,8 @@ import torch
 from ktk.bench.inputs import ExpertWeights
 from ktk.bench.limits import Limits, roofline, variant_units
 from ktk.bench.weights import recipe
-from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.load import load_moe
+from ktk.checkpoint.open import open_checkpoint
 from ktk.demo.routing import Batch
 from ktk.errors import CheckpointFormatError
 
@@ -97,13 +97,14 @@ def _load(task: Task, backend: Backend, **options: Any) -> tuple[MoE, bool]:
     try:
         return load_moe(task.path, task.layer, backend, **options), False
     except CheckpointFormatError:
-        with Checkpoint(task.path) as checkpoint:
+        with open_checkpoint(task.path) as checkpoint:
             layer = checkpoint.layer(task.layer)
-            if checkpoint.given(layer).scale != "none":
+            if not checkpoint.has_floats(layer):
                 raise
             chosen = recipe(backend, backend.formats[0])
-            moe = backend.moe(**checkpoint.config.arguments(**options))
-            for expert in range(checkpoint.config.num_experts):
+            config = checkpoint.config_of(layer)
+            moe = backend.moe(**config.arguments(**options))
+            for expert in range(config.num_experts):
                 weights = ExpertWeights(**checkpoint.expert(layer, expert))
                 moe.load_expert(expert, **chosen.arrays(weights))
         return moe, True

@@ -7,28 +7,25 @@ from typing import Any
 
 import torch
 
-from ktk.checkpoint.experts import Checkpoint, Layer
+from ktk.checkpoint.open import OpenCheckpoint
 
 _Tensors = Mapping[str, torch.Tensor]
 
 
 def reference(
-    checkpoint: Checkpoint,
-    layer: Layer,
+    checkpoint: OpenCheckpoint,
+    layer: Any,
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
     """Return what the routed experts give for each token, [T, H] in float64."""
-    arguments = checkpoint.config.arguments()
+    arguments = checkpoint.config_of(layer).arguments()
     x = hidden.double()
     result = torch.zeros_like(x)
     for expert in sorted(set(ids.flatten().tolist())):
         token, place = (ids == expert).nonzero(as_tuple=True)
-        tensors = {name: bias.double() for name, bias in checkpoint.biases(layer, expert).items()}
-        for name, matrix in checkpoint.matrices(layer, expert).items():
-            tensors[name] = matrix.dequantize(torch.float64)
-        output = _expert(x[token], tensors, arguments)
+        output = _expert(x[token], checkpoint.values(layer, expert), arguments)
         result.index_add_(0, token, output * weights[token, place, None].double())
     return result
 

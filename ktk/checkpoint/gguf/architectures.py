@@ -1,0 +1,101 @@
+"""What a GGUF file's metadata says about its experts: sizes and activation function.
+
+The file names an architecture, and programs know what that computes. The names and functions are
+those of llama.cpp (src/llama-arch.cpp, src/models/), which makes most of the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import Keys
+
+from ktk.checkpoint.config import ExpertConfig
+from ktk.errors import CheckpointError
+
+_SILU = (
+    *("afmoe", "arctic", "bailingmoe", "bailingmoe2", "bailingmoe3", "cohere2moe", "dbrx", "deci"),
+    *("deepseek", "deepseek2", "deepseek2-ocr", "deepseek32", "deepseek4", "dots1", "dots3note"),
+    *("ernie4_5-moe", "exaone-moe", "glm-dsa", "glm4moe", "glm5-next", "granite", "granitehybrid"),
+    *("granitemoe", "granite_swa", "grovemoe", "hunyuan-moe", "hy_v3", "hy_v4", "jamba"),
+    *("kimi-linear", "laguna", "lfm2moe", "llada-moe", "llama", "llama-embed", "llama4", "maple"),
+    *("mellum", "mimo2", "minicpm", "minimax-01", "minimax-m2", "mistral3", "mistral4", "olmoe"),
+    *("phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp"),
+    *("rnd1", "step35"),
+)
+# Names of `ktk.checkpoint.config`; one that it does not know is refused with its name.
+_ACTIVATIONS = {
+    **dict.fromkeys(_SILU, "silu"),
+    "gemma4": "gelu_tanh",
+    "gpt-oss": "swigluoai",
+    "grok": "gelu_tanh",
+    "kimi-k3": "situ",
+    "minimax-m3": "swigluoai",
+    "smallthinker": "relu",
+}
+# The metadata lacks the clamp of swigluoai; it is 7 in all models that have it.
+_OAI_LIMIT = 7.0
+# Younger than the oldest gguf package that will do.
+_CLAMP = "{arch}.swiglu_clamp_exp"
+# With a clamp, these apply it before SiLU as ktk does; others clamp what SiLU returns.
+_CLAMPED_BEFORE = ("deepseek4", "glm5-next", "hy_v4", "maple")
+
+
+class Metadata:
+    """The entries about experts."""
+
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self._path = path
+        self._fields = fields
+        name = fields.get(Keys.General.ARCHITECTURE)
+        if not isinstance(name, str):
+            raise CheckpointError(f"{path} has no {Keys.General.ARCHITECTURE} in its metadata")
+        self.architecture = name
+        self.num_experts = self._size(Keys.LLM.EXPERT_COUNT)
+        self.num_experts_per_tok = self._size(Keys.LLM.EXPERT_USED_COUNT)
+        self.hidden_size = self._size(Keys.LLM.EMBEDDING_LENGTH)
+
+    def intermediate_size(self, layer: int) -> int | None:
+        """Return what the metadata says of a layer's experts; some files do not."""
+        value = self._of_layer(Keys.LLM.EXPERT_FEED_FORWARD_LENGTH, layer)
+        return int(value) if value else None
+
+    def config(self, layer: int, intermediate_size: int) -> ExpertConfig:
+        """Describe the experts of a layer."""
+        activation = _ACTIVATIONS.get(self.architecture, "unknown")
+        limit = self._of_layer(_CLAMP, layer) or None
+        if activation == "swigluoai":
+            limit = _OAI_LIMIT
+        elif limit and self.architecture not in _CLAMPED_BEFORE:
+            activation = f"{activation}, then clamped to {limit:g}"
+        return ExpertConfig(
+            model_type=self.architecture,
+            num_experts=self.num_experts,
+            num_experts_per_tok=self.num_experts_per_tok,
+            hidden_size=self.hidden_size,
+            intermediate_size=intermediate_size,
+            activation=activation,
+            activation_limit=limit,
+        )
+
+    def _size(self, key: str) -> int:
+        name = key.format(arch=self.architecture)
+        value = self._fields.get(name)
+        if value is None:
+            raise CheckpointError(f"{self._path} has no {name} in its metadata: not an MoE model?")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise CheckpointError(f"{self._path}: {name} is {value!r}, expected a positive integer")
+        return value
+
+    def _of_layer(self, key: str, layer: int) -> float:
+        """Return an entry that may differ between layers; 0 where there is none."""
+        name = key.format(arch=self.architecture)
+        value = self._fields.get(name, 0)
+        if isinstance(value, np.ndarray):
+            value = value[layer].item() if layer < len(value) else 0
+        if not isinstance(value, (int, float)):
+            raise CheckpointError(f"{self._path}: {name} is {value!r}, expected a number")
+        return value

@@ -1,0 +1,175 @@
+"""Finds the tensors of a layer's experts in a GGUF file, and checks that they fit together.
+
+Three layouts, the newest first; axes in the order of numpy:
+
+    blk.L.ffn_gate_up_exps.weight   [E, 2I, H]  all rows of gate, then all rows of up
+    blk.L.ffn_gate_exps.weight      [E, I, H]   and ffn_up_exps; ffn_down_exps [E, H, I] for both
+    blk.L.ffn_gate.0.weight         [I, H]      a tensor per expert: the first Mixtral files
+
+`.bias` in place of `.weight` is added to the product, [E, I] or [E, H]; `.scale`, [E], multiplies
+it before that (gemma4, and what was quantised to NVFP4). Every tensor has its own type.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.experts import spans
+from ktk.checkpoint.gguf.architectures import Metadata
+from ktk.checkpoint.gguf.blocks import type_name
+from ktk.checkpoint.gguf.shards import TensorSet
+from ktk.errors import CheckpointError
+
+PARTS = ("gate", "up", "down")
+_LAYER = re.compile(
+    r"blk\.(\d+)\.ffn_(?:(?:gate_up|gate|up|down)_exps|(?:gate|up|down)\.\d+)\.weight"
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a part of all experts is: rows [first, first + count) of each expert's `total`."""
+
+    name: str
+    first: int
+    count: int
+    total: int
+
+    @property
+    def stacked(self) -> bool:
+        """Whether all experts share a tensor."""
+        return "{e}" not in self.name
+
+    def tensor(self, expert: int) -> str:
+        """Return the name of the tensor that an expert is in."""
+        return self.name.format(e=expert)
+
+    def begin(self, expert: int) -> int:
+        """Return the row of the tensor that an expert's part begins with."""
+        return (expert * self.total if self.stacked else 0) + self.first
+
+
+@dataclass(frozen=True)
+class GgufLayer:
+    """The experts of one layer: where gate, up, down, their biases and their scales are."""
+
+    number: int
+    config: ExpertConfig
+    weights: Mapping[str, Place]
+    biases: Mapping[str, Place]
+    scales: Mapping[str, str]
+
+
+class Layers:
+    """The layers of a model that have experts."""
+
+    def __init__(self, tensors: TensorSet, metadata: Metadata) -> None:
+        self._tensors = tensors
+        self._metadata = metadata
+
+    def numbers(self) -> list[int]:
+        """Return which layers have experts."""
+        found = (_LAYER.fullmatch(name) for name in self._tensors.names())
+        return sorted({int(match[1]) for match in found if match})
+
+    def find(self, number: int) -> GgufLayer:
+        """Find out how the experts of a layer are stored, and check that all of them are there."""
+        start = f"blk.{number}.ffn_"
+        count, hidden = self._metadata.num_experts, self._metadata.hidden_size
+        fused, single = f"{start}gate_up_exps", f"{start}gate.0.weight"
+        if f"{fused}.weight" in self._tensors:
+            size = self._rows(f"{fused}.weight") // 2
+            weights = {
+                "gate": Place(f"{fused}.weight", 0, size, 2 * size),
+                "up": Place(f"{fused}.weight", size, size, 2 * size),
+                "down": Place(f"{start}down_exps.weight", 0, hidden, hidden),
+            }
+        elif any(f"{start}{part}_exps.weight" in self._tensors for part in PARTS):
+            size = self._rows(f"{start}gate_exps.weight")
+            weights = _separate(start + "{part}_exps.weight", size, hidden)
+        elif number in self.numbers():
+            size = self._rows(single)
+            weights = _separate(start + "{part}.{{e}}.weight", size, hidden)
+            self._check_surplus(weights)
+        else:
+            raise CheckpointError(
+                f"{self._tensors.path} has no experts in layer {number}; "
+                f"layers with experts: {spans(self.numbers()) or 'none'}"
+            )
+        self._check_intermediate(number, weights["gate"], size)
+        for part, place in weights.items():
+            depth = size if part == "down" else hidden
+            if place.stacked:
+                self._check(place.name, (count, place.total, depth))
+            else:
+                for expert in range(count):
+                    self._check(place.tensor(expert), (place.total, depth))
+        return GgufLayer(
+            number,
+            self._metadata.config(number, size),
+            weights,
+            self._biases(weights, count),
+            self._scales(weights, count),
+        )
+
+    def _biases(self, weights: Mapping[str, Place], count: int) -> dict[str, Place]:
+        found = {}
+        for part, place in weights.items():
+            name = place.name.removesuffix("weight") + "bias"
+            if place.stacked and name in self._tensors:
+                self._check(name, (count, place.total))
+                found[part] = Place(name, place.first, place.count, place.total)
+        return found
+
+    def _scales(self, weights: Mapping[str, Place], count: int) -> dict[str, str]:
+        found = {}
+        for part, place in weights.items():
+            name = place.name.removesuffix("weight") + "scale"
+            if place.stacked and name in self._tensors:
+                self._check(name, (count,))
+                info = self._tensors.info(name)
+                if type_name(info) != "F32":
+                    raise CheckpointError(f"{info} has the type {type_name(info)}, expected F32")
+                found[part] = name
+        return found
+
+    def _rows(self, name: str) -> int:
+        info = self._tensors.info(name)
+        if len(info.shape) < 2:
+            raise CheckpointError(f"{info} has the shape {list(info.shape)}, expected a matrix")
+        return info.shape[-2]
+
+    def _check(self, name: str, expected: tuple[int, ...]) -> None:
+        info = self._tensors.info(name)
+        if info.shape != expected:
+            raise CheckpointError(
+                f"{info} has the shape {list(info.shape)}, but the metadata and the other tensors "
+                f"mean {list(expected)}"
+            )
+        self._tensors.check(name)
+
+    def _check_intermediate(self, number: int, gate: Place, size: int) -> None:
+        said = self._metadata.intermediate_size(number)
+        if said is not None and said != size:
+            raise CheckpointError(
+                f"{self._tensors.info(gate.tensor(0))} has {size} rows for gate, but the metadata "
+                f"says that experts are {said} wide"
+            )
+
+    def _check_surplus(self, weights: Mapping[str, Place]) -> None:
+        """Refuse more experts than the metadata says; too few are noticed one by one."""
+        for place in weights.values():
+            name = place.tensor(self._metadata.num_experts)
+            if name in self._tensors:
+                raise CheckpointError(
+                    f"{self._tensors.path} has the tensor {name}, but its metadata says that "
+                    f"there are {self._metadata.num_experts} experts"
+                )
+
+
+def _separate(pattern: str, size: int, hidden: int) -> dict[str, Place]:
+    rows = {"gate": size, "up": size, "down": hidden}
+    return {part: Place(pattern.format(part=part), 0, count, count) for part, count in rows.items()}

@@ -1,0 +1,77 @@
+"""Opens a checkpoint of either kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.detect import is_gguf
+from ktk.checkpoint.experts import Checkpoint
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+
+
+class OpenCheckpoint(Protocol):
+    """What safetensors folders and GGUF files have in common."""
+
+    def __enter__(self) -> OpenCheckpoint: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def layers(self) -> list[int]:
+        """Return the layers that have experts."""
+        ...
+
+    def layer(self, number: int) -> Any:
+        """Find out how the experts of a layer are stored, and check that all of them are there."""
+        ...
+
+    def config_of(self, layer: Any) -> ExpertConfig:
+        """Return sizes and activation function of a layer."""
+        ...
+
+    def expert(self, layer: Any, number: int) -> dict[str, torch.Tensor]:
+        """Read one expert as it is stored, or as floats."""
+        ...
+
+    def values(self, layer: Any, number: int) -> dict[str, torch.Tensor]:
+        """Read what one expert means, in float64: weights and biases."""
+        ...
+
+    def has_floats(self, layer: Any) -> bool:
+        """Whether the matrices are not quantised."""
+        ...
+
+    def storage(self, layer: Any) -> tuple[str, str]:
+        """Name the naming scheme and the element type of the matrices."""
+        ...
+
+    def reader(self, layer: Any, backend: Backend) -> Callable[[int], dict[str, Any]]:
+        """Return what reads an expert for `MoE.load_expert`.
+
+        Raises
+        ------
+        CheckpointFormatError
+            The backend does not take what is stored.
+        """
+        ...
+
+
+def open_checkpoint(path: str | Path) -> OpenCheckpoint:
+    """Open a folder of safetensors files, a GGUF file or a folder of them."""
+    if is_gguf(path):
+        from ktk.checkpoint.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    return Checkpoint(path)

@@ -1,0 +1,230 @@
+"""Every kind of damage is one sentence that names the file, and the tensor where there is one."""
+
+from __future__ import annotations
+
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf_files as files
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+from gguf_files import FIELDS, E, H, I, Tensor
+
+from ktk.checkpoint import describe, load_moe
+from ktk.checkpoint.gguf import GgufCheckpoint
+from ktk.errors import CheckpointError
+
+GATE = "blk.0.ffn_gate_exps.weight"
+DOWN = "blk.0.ffn_down_exps.weight"
+
+
+def fails(path: Path, *named: str, layer: int = 0) -> None:
+    """Reading an expert must fail with a message that has all of these."""
+    with pytest.raises(CheckpointError) as caught, GgufCheckpoint(path) as checkpoint:
+        checkpoint.expert(checkpoint.layer(layer), 0)
+    for text in named:
+        assert text in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def parts() -> dict[str, Tensor]:
+    return files.experts("Q4_0", down="Q8_0")
+
+
+@pytest.fixture
+def path(tmp_path: Path, parts: dict[str, Tensor]) -> Path:
+    return files.write(tmp_path / "model.gguf", files.stacked(parts))
+
+
+@pytest.fixture
+def shards(tmp_path: Path, parts: dict[str, Tensor]) -> list[Path]:
+    tensors = {**files.stacked(parts, 0), **files.stacked(parts, 1)}
+    files.write(tmp_path / "model.gguf", tensors, shard_tensors=4)
+    return sorted(tmp_path.glob("*.gguf"))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere\.gguf is missing"):
+        load_moe(tmp_path / "nowhere.gguf", 0)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGU", b"GGML", b"\x89HDF etc"])
+def test_another_kind_of_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model\.gguf is not a GGUF file"):
+        describe(path)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"), [(1, "has GGUF version 1"), (9, "version 9"), (3 << 24, "big-endian")]
+)
+def test_an_unknown_version_is_refused(path: Path, version: int, message: str) -> None:
+    patch(path, 4, struct.pack("<I", version))
+    fails(path, "model.gguf", message)
+
+
+def patch(path: Path, at: int, data: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[at : at + len(data)] = data
+    path.write_bytes(content)
+
+
+def test_a_file_cut_anywhere_is_named(path: Path) -> None:
+    whole = path.read_bytes()
+    # The header byte by byte in places, then the data of the last expert.
+    for length in [*range(8, 1500, 37), len(whole) // 2]:
+        path.write_bytes(whole[:length])
+        fails(path, "model.gguf", "truncated")
+    path.write_bytes(whole[: -files.H])
+    fails(path, "model.gguf is truncated", DOWN)
+
+
+def test_a_damaged_header_never_fails_otherwise(path: Path) -> None:
+    """Flips bytes of the header; what is read in spite of that must be a layer of experts."""
+    whole = path.read_bytes()
+    header = whole.index(b"blk.0.ffn_down_exps") + 100
+    rng = random.Random(0)
+    for _ in range(300):
+        patch(path, 0, whole)
+        patch(path, rng.randrange(header), rng.randbytes(rng.choice((1, 1, 4, 8))))
+        try:
+            with GgufCheckpoint(path) as checkpoint:
+                checkpoint.expert(checkpoint.layer(0), E - 1)
+        except CheckpointError as error:
+            assert "model.gguf" in str(error)  # noqa: PT017 - it may also succeed
+
+
+@pytest.mark.parametrize("name", [GATE, DOWN, "blk.0.ffn_up_exps.weight"])
+def test_a_missing_tensor_is_named(tmp_path: Path, parts: dict[str, Tensor], name: str) -> None:
+    tensors = files.stacked(parts)
+    del tensors[name]
+    fails(files.write(tmp_path / "model.gguf", tensors), f"model.gguf has no tensor {name}")
+
+
+def test_a_missing_expert_is_named(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+    tensors = files.single(parts)
+    del tensors["blk.0.ffn_up.2.weight"]
+    fails(files.write(tmp_path / "model.gguf", tensors), "no tensor blk.0.ffn_up.2.weight")
+
+
+@pytest.mark.parametrize(
+    ("count", "layout", "named"),
+    [
+        (3, files.stacked, (GATE, f"[4, {I}, {H}]", f"[3, {I}, {H}]")),
+        (5, files.stacked, (GATE, f"[5, {I}, {H}]")),
+        (3, files.single, ("blk.0.ffn_gate.3.weight", "there are 3 experts")),
+        (5, files.single, ("no tensor blk.0.ffn_gate.4.weight",)),
+    ],
+)
+def test_a_wrong_number_of_experts_is_named(
+    tmp_path: Path, parts: dict[str, Tensor], count: int, layout: Any, named: tuple[str, ...]
+) -> None:
+    fields = {**FIELDS, "expert_count": count}
+    fails(files.write(tmp_path / "model.gguf", layout(parts), fields=fields), "model.gguf", *named)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("expert_count", None, "has no qwen3moe.expert_count"),
+        ("embedding_length", None, "has no qwen3moe.embedding_length"),
+        ("expert_used_count", 0, "expert_used_count is 0, expected a positive integer"),
+        ("embedding_length", 2 * H, f"{GATE} in"),
+        ("expert_feed_forward_length", 2 * I, f"has {I} rows for gate"),
+    ],
+)
+def test_metadata_that_do_not_fit_are_named(
+    tmp_path: Path, parts: dict[str, Tensor], field: str, value: int | None, message: str
+) -> None:
+    fields = {name: v for name, v in {**FIELDS, field: value}.items() if v is not None}
+    path = files.write(tmp_path / "model.gguf", files.stacked(parts), fields=fields)
+    fails(path, "model.gguf", message)
+
+
+def test_a_type_that_gguf_does_not_know_is_named(path: Path) -> None:
+    # Behind the name: the number of dimensions, three dimensions, the type.
+    at = path.read_bytes().index(DOWN.encode()) + len(DOWN) + 4 + 3 * 8
+    patch(path, at, struct.pack("<I", 99))
+    fails(path, DOWN, "model.gguf", "ggml type 99", "does not know")
+
+
+def test_a_type_that_gguf_cannot_decode_is_named(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+    rows = np.zeros((E, I, H // 128 * 18), np.uint8)
+    tensors = {**files.stacked(parts), GATE: Tensor(rows, Type.Q1_0)}
+    path = files.write(tmp_path / "model.gguf", tensors)
+    fails(path, GATE, "model.gguf", "Q1_0", "cannot decode")
+
+
+def test_an_unknown_type_elsewhere_does_not_matter(path: Path) -> None:
+    name = b"token_embd.weight"
+    at = path.read_bytes().index(name) + len(name) + 4 + 2 * 8
+    patch(path, at, struct.pack("<I", 99))
+    with GgufCheckpoint(path) as checkpoint:
+        assert checkpoint.layer(0).config.num_experts == E
+
+
+def test_a_layer_without_experts_says_which_have_some(tmp_path: Path) -> None:
+    tensors = {**files.stacked(files.experts(), 2), **files.stacked(files.experts(), 3)}
+    path = files.write(tmp_path / "model.gguf", tensors)
+    fails(path, "no experts in layer 0; layers with experts: 2-3")
+
+
+def test_a_model_without_experts_is_named(tmp_path: Path) -> None:
+    path = files.write(tmp_path / "model.gguf", {})
+    with pytest.raises(CheckpointError, match=r"model\.gguf has no experts"):
+        describe(path)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_missing_shard_is_named(shards: list[Path], lost: int) -> None:
+    shards[lost].unlink()
+    for path in (shards[1 - lost], shards[0].parent):
+        fails(path, f"{shards[lost].name} is missing")
+
+
+def test_a_renamed_shard_is_refused(shards: list[Path]) -> None:
+    fails(shards[0].rename(shards[0].with_name("part1.gguf")), "part1.gguf", "split.count")
+
+
+def test_a_shard_in_the_place_of_another_is_refused(shards: list[Path]) -> None:
+    shards[1].write_bytes(shards[0].read_bytes())
+    fails(shards[0], f"{shards[1].name}: split.no is 0, its name means 1")
+
+
+def test_a_shard_of_another_model_is_refused(
+    tmp_path: Path, shards: list[Path], parts: dict[str, Tensor]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    tensors = {**files.stacked(parts, 0), **files.stacked({"gate": parts["gate"]}, 1)}
+    files.write(other / "model.gguf", tensors, shard_tensors=4)
+    shards[1].write_bytes((other / shards[1].name).read_bytes())
+    fails(shards[0], shards[0].name, "hold 5 tensors, but split.tensors.count is 7")
+
+
+def test_a_folder_of_several_models_is_refused(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        files.write(tmp_path / name, files.stacked(parts))
+    fails(tmp_path, str(tmp_path), "one model", "a, b")
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "named"),
+    [
+        ("smallthinker", {}, "'relu'"),
+        ("newmoe", {}, "'newmoe' uses the activation 'unknown'"),
+        ("step35", {"swiglu_clamp_exp": [7.0]}, "'silu, then clamped to 7'"),
+    ],
+)
+def test_an_activation_that_ktk_lacks_is_named(
+    tmp_path: Path, parts: dict[str, Tensor], arch: str, fields: dict[str, Any], named: str
+) -> None:
+    path = files.write(
+        tmp_path / "model.gguf", files.stacked(parts), arch=arch, fields={**FIELDS, **fields}
+    )
+    with pytest.raises(CheckpointError, match=named):
+        load_moe(path, 0, "BF16")

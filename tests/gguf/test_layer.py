@@ -1,0 +1,92 @@
+"""Layers of GGUF files compute what float64 arithmetic on their decoded weights gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf_files as files
+import numpy as np
+import pytest
+import torch
+from gguf_files import E, H, Tensor
+
+import ktk
+from ktk.demo import run_demo
+
+# What the backends promise, and what rounding three matrices to bf16 costs besides.
+ROUNDED = 0.0017
+PROMISED = {
+    "BF16": (0.0025**2 + 3 * ROUNDED**2) ** 0.5,
+    "AMXINT8": 0.0280,
+    # 16 levels for 128 values lose a tenth of each matrix.
+    "AMXINT4": 3**0.5 * 0.1,
+}
+Values = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def sigmoid(x: Values) -> Values:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(gate: Values, up: Values) -> Values:
+    return gate * sigmoid(gate) * up
+
+
+def gelu_tanh(gate: Values, up: Values) -> Values:
+    return gate * sigmoid(2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)) * up
+
+
+def swigluoai(gate: Values, up: Values) -> Values:
+    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+    return gate * sigmoid(1.702 * gate) * (up + 1)
+
+
+def expected(
+    parts: dict[str, Tensor], activation: Any, hidden: Values, ids: Any, weights: Values
+) -> Values:
+    """Compute one token and one expert after the other."""
+    values = {name: stack.values for name, stack in parts.items()}
+    bias = {name: values.get(f"{name}_bias", np.zeros((E, 1))) for name in files.PARTS}
+    result = np.zeros_like(hidden)
+    for token, (chosen, factors) in enumerate(zip(ids, weights, strict=True)):
+        for e, factor in zip(chosen, factors, strict=True):
+            gate = values["gate"][e] @ hidden[token] + bias["gate"][e]
+            up = values["up"][e] @ hidden[token] + bias["up"][e]
+            inner = activation(gate, up)
+            result[token] += factor * (values["down"][e] @ inner + bias["down"][e])
+    return result
+
+
+CASES = {
+    "qwen3moe": ("qwen3moe", files.stacked, files.experts("Q8_0", "Q4_1", "Q5_0"), silu),
+    "plain": ("olmoe", files.stacked, files.experts("BF16", "F16", "F32"), silu),
+    "mixtral": ("llama", files.single, files.experts("Q4_0", down="Q5_1"), silu),
+    "gemma4": ("gemma4", files.fused, files.experts("Q8_0"), gelu_tanh),
+    "gpt-oss": ("gpt-oss", files.stacked, files.experts("MXFP4", bias=True), swigluoai),
+}
+
+
+@pytest.mark.parametrize("backend", PROMISED)
+@pytest.mark.parametrize("case", CASES)
+def test_the_layer_is_that_of_float64(tmp_path: Path, case: str, backend: str) -> None:
+    arch, layout, parts, activation = CASES[case]
+    path = files.write(tmp_path / "m.gguf", layout(parts), arch=arch)
+    moe = ktk.MoE.from_checkpoint(path, 0, backend)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(9, H, generator=generator).bfloat16()
+    weights, ids = torch.rand(9, E, generator=generator).topk(files.TOP)
+    got = moe(hidden, ids, weights).double().numpy()
+    want = expected(parts, activation, hidden.double().numpy(), ids.tolist(), weights.numpy())
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    assert error <= PROMISED[backend]
+
+
+def test_the_demo_runs_a_split_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = files.experts("Q8_0", down="Q5_1")
+    tensors = {**files.stacked(parts, 0), **files.stacked(parts, 1)}
+    path = files.write(tmp_path / "m.gguf", tensors, shard_tensors=4)
+    rows = run_demo(checkpoint=path, layer=1, names=["BF16"])
+    assert rows
+    assert all(0 < row.error <= PROMISED["BF16"] for row in rows)
+    assert "Q8_0, Q5_1, in layers 0-1" in capsys.readouterr().out

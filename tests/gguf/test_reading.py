@@ -1,0 +1,273 @@
+"""Experts come out of GGUF files as they went in, in every layout and type."""
+
+from __future__ import annotations
+
+import shutil
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import gguf_files as files
+import numpy as np
+import pytest
+import torch
+from gguf_files import ENCODED, FIELDS, PLAIN, E, H, I, Tensor
+
+from ktk import Format
+from ktk.checkpoint import describe, load_moe
+from ktk.checkpoint.gguf import GgufCheckpoint
+from ktk.checkpoint.gguf.header import open_file
+from ktk.errors import CheckpointFormatError
+
+DECODED = (
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "NVFP4", "IQ1_S", "IQ1_M"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+)
+
+
+def assert_reads(path: Path, expected: dict[str, Tensor], layer: int = 0) -> None:
+    """Every expert must have the values that gguf's decoder gives."""
+    with GgufCheckpoint(path) as checkpoint:
+        found = checkpoint.layer(layer)
+        for e in range(E):
+            got = checkpoint.expert(found, e)
+            assert got.keys() == expected.keys()
+            for part, stack in expected.items():
+                assert got[part].is_contiguous(), part
+                values = got[part].double().numpy()
+                np.testing.assert_array_equal(values, stack.values[e], f"{part} of expert {e}")
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *ENCODED, *DECODED])
+def test_every_type_has_the_values_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
+    parts = files.experts(kind)
+    assert_reads(files.write(tmp_path / "m.gguf", files.stacked(parts)), parts)
+
+
+@pytest.mark.parametrize("layout", [files.stacked, files.single, files.fused])
+def test_every_layout_is_read(tmp_path: Path, layout: Any) -> None:
+    parts = files.experts("Q4_0", down="Q8_0")
+    assert_reads(files.write(tmp_path / "m.gguf", layout(parts, 7)), parts, layer=7)
+
+
+@pytest.mark.parametrize("layout", [files.stacked, files.fused])
+def test_biases_are_read(tmp_path: Path, layout: Any) -> None:
+    parts = files.experts("MXFP4", bias=True)
+    assert_reads(files.write(tmp_path / "m.gguf", layout(parts)), parts)
+
+
+def test_gate_up_and_down_may_differ_in_type(tmp_path: Path) -> None:
+    parts = files.experts("Q4_K", "F16", "Q6_K")
+    assert_reads(files.write(tmp_path / "m.gguf", files.stacked(parts)), parts)
+
+
+def test_scales_of_experts_multiply_their_weights(tmp_path: Path) -> None:
+    """As gemma4 has for down, and what was quantised to NVFP4 for all."""
+    parts = files.experts("Q8_0", down="BF16")
+    scales = np.array([0.5, 2.0, -1.0, 3.0], np.float32)
+    tensors = files.fused(parts)
+    for name in ("gate_up", "down"):
+        tensors[f"blk.0.ffn_{name}_exps.scale"] = Tensor(scales, gguf.GGMLQuantizationType.F32)
+    with GgufCheckpoint(files.write(tmp_path / "m.gguf", tensors)) as checkpoint:
+        found = checkpoint.layer(0)
+        for e in range(E):
+            for part, got in checkpoint.expert(found, e).items():
+                expected = (parts[part].values[e] * scales[e]).astype(np.float32)
+                np.testing.assert_array_equal(got.numpy(), expected)
+
+
+def test_floats_and_blocks_are_views_of_the_mapped_file(tmp_path: Path) -> None:
+    path = files.write(tmp_path / "m.gguf", files.stacked(files.experts("Q8_0", "BF16", "F32")))
+    reader = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    with GgufCheckpoint(path) as checkpoint:
+        found = checkpoint.layer(0)
+        floats = [checkpoint.expert(found, 1) for _ in range(2)]
+        blocks = checkpoint.blocks(found, 1)
+    for part in ("up", "down"):
+        assert floats[0][part].data_ptr() == floats[1][part].data_ptr(), f"{part} was copied"
+    for part, matrix in blocks.items():
+        info = reader[f"blk.0.ffn_{part}_exps.weight"]
+        assert matrix.type == info.tensor_type.name
+        assert not matrix.rows.flags.owndata
+        np.testing.assert_array_equal(matrix.rows, info.data[1].view(np.uint8))
+
+
+def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    path = files.write(
+        tmp_path / "m.gguf",
+        files.stacked(files.experts("Q5_1", bias=True)),
+        fields={**FIELDS, "swiglu_clamp_exp": [0.0, 7.5]},
+    )
+    ours, theirs = open_file(path), gguf.GGUFReader(path)
+    assert {name: (t.shape, t.type, t.begin) for name, t in ours.tensors.items()} == {
+        t.name: (tuple(t.shape.tolist()[::-1]), t.tensor_type, t.data_offset)
+        for t in theirs.tensors
+    }
+    for name, field in theirs.fields.items():
+        if name.startswith("GGUF.") or field.types[-1] == gguf.GGUFValueType.STRING:
+            continue
+        np.testing.assert_array_equal(ours.fields[name], field.contents())
+    assert ours.fields["general.architecture"] == "qwen3moe"
+
+
+@pytest.mark.parametrize("which", ["first", "last", "folder", "out of order"])
+def test_split_models_are_found_by_any_file_or_their_folder(tmp_path: Path, which: str) -> None:
+    parts = files.experts("Q4_1", down="Q5_0")
+    tensors = {**files.stacked(parts, 0), **files.stacked(parts, 1)}
+    first = files.write(tmp_path / "m.gguf", tensors, shard_tensors=4)
+    last = first.with_name("m-00002-of-00002.gguf")
+    assert last.exists(), "the model should be in two files"
+    if which == "out of order":
+        # The same files in a folder that lists them the other way round.
+        folder = tmp_path / "copies"
+        folder.mkdir()
+        for path in (last, first):
+            shutil.copy(path, folder)
+        path = folder
+    else:
+        path = {"first": first, "last": last, "folder": tmp_path}[which]
+    for layer in (0, 1):
+        assert_reads(path, parts, layer)
+    assert describe(path).layers == (0, 1)
+
+
+def test_an_image_encoder_beside_the_model_is_passed_over(tmp_path: Path) -> None:
+    parts = files.experts()
+    files.write(tmp_path / "model.gguf", files.stacked(parts))
+    files.write(tmp_path / "a-mmproj.gguf", {}, arch="clip", fields={})
+    (tmp_path / "config.json").write_text("{}")
+    assert_reads(tmp_path, parts)
+
+
+def test_describe_names_sizes_and_types(tmp_path: Path) -> None:
+    parts = files.experts("Q4_K", down="Q6_K")
+    tensors = {**files.stacked(parts, 3), **files.stacked(parts, 4)}
+    text = str(describe(files.write(tmp_path / "m.gguf", tensors)))
+    assert text == f"qwen3moe: 4 experts of {H} x {I}, 2 per token, Q4_K, Q6_K, in layers 3-4"
+
+
+class RecordingBackend:
+    """Stands for a backend that takes certain formats, and keeps what it is given."""
+
+    def __init__(self, *accepts: str) -> None:
+        self.accepts = accepts
+        self.core = SimpleNamespace(stored_as=self.stored_as)
+        self.options: dict[str, Any] = {}
+        self.loaded: dict[int, dict[str, Any]] = {}
+        self.left_out: list[int] = []
+
+    def moe(self, **options: Any) -> Any:
+        self.options = options
+        return SimpleNamespace(load_expert=self.load_expert, leave_out=self.left_out.append)
+
+    def stored_as(self, given: Format, n: int, k: int) -> Format:
+        assert (n, k) in ((I, H), (H, I))
+        if given.element not in self.accepts:
+            raise ValueError(f"takes {', '.join(self.accepts)}")
+        return given
+
+    def load_expert(self, slot: int, **arrays: Any) -> None:
+        self.loaded[slot] = arrays
+
+
+def test_a_backend_that_takes_the_blocks_gets_them(tmp_path: Path) -> None:
+    parts = files.experts("Q4_K", bias=True)
+    path = files.write(tmp_path / "m.gguf", files.stacked(parts))
+    backend = RecordingBackend("bf16", "ggml:12")
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
+    for e, arrays in backend.loaded.items():
+        assert arrays["given"] == Format("ggml:12")
+        for part in files.PARTS:
+            np.testing.assert_array_equal(arrays[part], parts[part].data[e])
+        np.testing.assert_array_equal(arrays["down_bias"], parts["down_bias"].data[e])
+
+
+def test_formats_that_differ_within_a_layer_come_by_part(tmp_path: Path) -> None:
+    path = files.write(tmp_path / "m.gguf", files.stacked(files.experts("Q4_K", "Q4_K", "BF16")))
+    backend = RecordingBackend("bf16", "ggml:12")
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
+    formats = {"gate": Format("ggml:12"), "up": Format("ggml:12"), "down": Format("bf16")}
+    assert backend.loaded[0]["given"] == formats
+    assert backend.loaded[0]["down"].dtype == torch.bfloat16
+
+
+def test_one_part_that_a_backend_does_not_take_makes_all_of_them_floats(tmp_path: Path) -> None:
+    parts = files.experts("Q4_K", down="Q6_K")
+    backend = RecordingBackend("f32", "ggml:12")
+    load_moe(files.write(tmp_path / "m.gguf", files.stacked(parts)), 0, backend)  # type: ignore[arg-type]
+    assert "given" not in backend.loaded[0]
+    assert {backend.loaded[0][part].dtype for part in files.PARTS} == {torch.float32}
+
+
+def test_the_map_and_the_choice_of_slots_are_honoured(tmp_path: Path) -> None:
+    parts = files.experts("F32")
+    path = files.write(tmp_path / "m.gguf", files.stacked(parts))
+    backend = RecordingBackend("f32")
+    load_moe(path, 0, backend, experts=[0, 3], physical_to_logical_map=[2, 0, 1, 3])  # type: ignore[arg-type]
+    assert (sorted(backend.loaded), backend.left_out) == ([0, 3], [1, 2])
+    np.testing.assert_array_equal(backend.loaded[0]["up"], parts["up"].data[2])
+    np.testing.assert_array_equal(backend.loaded[3]["up"], parts["up"].data[3])
+
+
+def test_no_more_than_one_expert_is_held_as_floats(tmp_path: Path) -> None:
+    path = files.write(tmp_path / "m.gguf", files.stacked(files.experts("Q4_0")))
+
+    class Forgetful(RecordingBackend):
+        def load_expert(self, slot: int, **arrays: Any) -> None:
+            pass
+
+    backend = Forgetful("f32")
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
+    tracemalloc.start()
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    expert = 3 * H * I * 4
+    assert expert < peak < 2 * expert
+
+
+def test_experts_of_different_types_are_floats(tmp_path: Path) -> None:
+    """Possible where each has a tensor of its own: one format for all would misread them."""
+    parts = files.experts("Q4_K")
+    tensors = files.single(parts)
+    tensors["blk.0.ffn_up.3.weight"] = files.tensor((I, H), "Q8_0", 9)
+    path = files.write(tmp_path / "m.gguf", tensors)
+    backend = RecordingBackend("f32", "ggml:12", "ggml:8")
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
+    assert "given" not in backend.loaded[0]
+    np.testing.assert_array_equal(
+        backend.loaded[3]["up"].double(), tensors["blk.0.ffn_up.3.weight"].values
+    )
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "F16"])
+def test_a_backend_that_takes_neither_blocks_nor_floats_is_told(tmp_path: Path, kind: str) -> None:
+    path = files.write(tmp_path / "m.gguf", files.stacked(files.experts(kind)))
+    with pytest.raises(CheckpointFormatError, match=rf"ffn_gate_exps.*m\.gguf.*{kind}: takes e4m3"):
+        load_moe(path, 0, RecordingBackend("e4m3"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "expected"),
+    [
+        ("qwen3moe", {}, ("silu", None)),
+        ("llama", {}, ("silu", None)),
+        ("gemma4", {}, ("gelu_tanh", None)),
+        ("gpt-oss", {}, ("swigluoai", 7.0)),
+        ("deepseek4", {"swiglu_clamp_exp": [9.0, 10.0]}, ("silu", 10.0)),
+        ("step35", {"swiglu_clamp_exp": [9.0, 0.0]}, ("silu", None)),
+        ("qwen3moe", {"expert_feed_forward_length": [8, I]}, ("silu", None)),
+    ],
+)
+def test_the_architecture_means_an_activation(
+    tmp_path: Path, arch: str, fields: dict[str, Any], expected: tuple[object, ...]
+) -> None:
+    tensors = files.stacked(files.experts(), 1)
+    path = files.write(tmp_path / "m.gguf", tensors, arch=arch, fields={**FIELDS, **fields})
+    backend = RecordingBackend("f32")
+    load_moe(path, 1, backend)  # type: ignore[arg-type]
+    assert (backend.options["activation"], backend.options["activation_limit"]) == expected
+    sizes = ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size")
+    assert tuple(backend.options[name] for name in sizes) == (E, files.TOP, H, I)
