@@ -61,7 +61,7 @@ inline void decode_tiles(const char* step, size_t steps, const Ahead& ahead, Amx
     scales.begin(step);
     const char* line = step + Scales::kLineBytes;
     step += Layout::kStepBytes;
-    if (Scales::kLineBytes) prefetch_line(prefetch + Layout::kCodeBytes);
+    if (Scales::kLineBytes) prefetch_l2(prefetch + Layout::kCodeBytes);
     while (line != step) {
       __m512 scale[2] = {};
       if constexpr (Scales::kLineBytes) {
@@ -72,7 +72,7 @@ inline void decode_tiles(const char* step, size_t steps, const Ahead& ahead, Amx
       for (size_t i = 0; i < kTileLines; ++i) {
 #pragma GCC unroll 2
         for (size_t half = 0; half < 2; ++half, line += kLine, prefetch += kLine) {
-          prefetch_line(prefetch);
+          prefetch_l2(prefetch);
           const typename Decoder::Line codes = decoder.load(line);
 #pragma GCC unroll 4
           for (size_t v = 0; v < Decoder::kVectors; ++v) {

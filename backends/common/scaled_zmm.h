@@ -17,11 +17,10 @@
 #include <immintrin.h>
 
 #include "common/scaled_layout.h"
+#include "common/weight_stream.h"
 
 namespace ktk {
 namespace {
-
-inline void prefetch_line(const char* line) { asm volatile("prefetcht1 %0" : : "m"(*line)); }
 
 // --- products: sum += weights times an act value that is broadcast from memory -------------------
 // asm because gcc 12 would load and broadcast early, and run out of registers.
@@ -120,7 +119,7 @@ void multiply_tile(const ZmmTile& tile) {
   for (const char* line = tile.weight; line != tile.weight_end;) {
     scales.begin(line);
     if constexpr (Scales::kLineBytes) {
-      prefetch_line(prefetch);
+      prefetch_l2(prefetch);
       prefetch += prefetch_step;
       line += Scales::kLineBytes;
     }
@@ -137,7 +136,7 @@ void multiply_tile(const ZmmTile& tile) {
         for (size_t u = 0; u < kUnroll; ++u) {
 #pragma GCC unroll 2
           for (size_t half = 0; half < 2; ++half, line += kLine) {
-            prefetch_line(prefetch);
+            prefetch_l2(prefetch);
             prefetch += prefetch_step;
             const typename Decoder::Line codes = decoder.load(line);
 #pragma GCC unroll 8
@@ -224,7 +223,7 @@ struct WeightRange {
   // Sums of all rows start at `start`.
   void start_block(const char* block, float* dst) const {
     const char* header_ahead = ahead(block);
-    for (size_t i = 0; i < header; i += kLine) prefetch_line(header_ahead + i);
+    for (size_t i = 0; i < header; i += kLine) prefetch_l2(header_ahead + i);
     const float* start = reinterpret_cast<const float*>(block);
     const __m512 low = _mm512_loadu_ps(start), high = _mm512_loadu_ps(start + kHalfCols);
     for (size_t i = 0; i < m; ++i, dst += dst_stride) {
