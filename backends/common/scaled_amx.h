@@ -37,8 +37,8 @@ struct AmxScratch {
 
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) { return sizeof(AmxScratch); }
 
-// Pairs of bf16 times the scales of their columns, powers of two. In f32, where it is exact but for
-// results below the range of normal numbers, which the instruction takes for zero.
+// Pairs of bf16 times the scales of their columns, powers of two: exact in f32 within the range of
+// normal numbers. The instruction takes smaller ones for zero; larger ones are infinite.
 inline __m512i scale_pairs(__m512i pairs, __m512 scale) {
   const __m512i odd_mask = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   const __m512 even = _mm512_castsi512_ps((__m512i)((__v16su)pairs << 16));

@@ -82,8 +82,10 @@ struct BlockScaleCodec : BlockScales {
                    char* block, size_t) {
     float* out = reinterpret_cast<float*>(block + kStartBytes);
     memset(out, 0, bytes(matrix));
+    // Not the source's group_n, which may say 0 for a group that spans all rows.
+    const size_t row = n / matrix->format.group_n;
     for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
-      out[group] = source_scale_f32(source, n / source->format.group_n, group);
+      out[group] = source_scale_f32(source, row, group);
     }
   }
   static float value(const ktk_matrix*, const char* block, size_t, size_t, size_t k) {

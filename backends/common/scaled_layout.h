@@ -8,7 +8,7 @@
 //
 // A line is 64 bytes of codes, 16 columns times kLineDepth of k. The lines of the two halves of a
 // block take turns, so that a product with few rows works on 32 columns, two chains of additions
-// per row, and still reads memory in order. n is padded to 32 and k to 64, with zeros.
+// per row, and still reads memory in order. n is padded to 32 and k to 64, with codes of zero.
 //
 // Sums start at `start`. So no kernel needs to know which codes or scales mean NaN: it may take
 // them for any number, the result is NaN. A NaN weight makes all of its column NaN in any case.
@@ -30,7 +30,6 @@ constexpr size_t kStartBytes = kBlockCols * sizeof(float);
 
 constexpr size_t round_up(size_t x, size_t step) { return (x + step - 1) / step * step; }
 constexpr size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
-constexpr size_t larger(size_t a, size_t b) { return a > b ? a : b; }
 
 // The three ways to scale. kGroupDepth: how much k is summed up before it is scaled; kLineBytes:
 // of the scale line of a step; bytes(): of the scales ahead of all steps, one f32 per group if

@@ -6,13 +6,10 @@
 namespace ktk::rawint4 {
 namespace {
 
-using TargetAct = Act;
-
 constexpr ktk_ukernel kUkernels[] = {
     int4::make_ukernel("vnni_4x32", int4::kVectorRows,
-                       int4::multiply<int4::Vnni512, TargetAct, int4::kVectorRows, 2>),
-    int4::make_ukernel("amx_32x32", SIZE_MAX, int4::multiply_amx<TargetAct>,
-                       int4::amx_scratch_size),
+                       int4::multiply<int4::Vnni512, Act, int4::kVectorRows, 2>),
+    int4::make_ukernel("amx_32x32", SIZE_MAX, int4::multiply_amx<Act>, int4::amx_scratch_size),
 };
 
 }  // namespace
@@ -20,7 +17,7 @@ constexpr ktk_ukernel kUkernels[] = {
 
 extern "C" {
 extern const ktk_variant KTK_VARIANT(rawint4);
-constexpr ktk_variant KTK_VARIANT(rawint4) = ktk::int4::make_variant<ktk::rawint4::TargetAct>(
+constexpr ktk_variant KTK_VARIANT(rawint4) = ktk::int4::make_variant<ktk::rawint4::Act>(
     ktk::int4::pack_ready, ktk::rawint4::kUkernels, ktk::int4::kTileRows, ktk::enter_amx,
     ktk::leave_amx);
 }

@@ -58,3 +58,20 @@ def test_scales_of_another_type_are_not_read_as_what_was_said(moe: ktk.MoE) -> N
     message = re.escape("gate_scale is [128, 1] float16, which does not hold f32")
     with pytest.raises(TypeError, match=message):
         moe.load_expert(0, **weights(gate_scale=wide))
+
+
+def test_one_block_of_scales_may_span_the_matrix() -> None:
+    """Where 128 rows are all there are, their group is inferred to be the whole extent."""
+    size = 128
+    sizes = {"num_experts": 1, "num_experts_per_tok": 1}
+    moe = ktk.load_backend("FP8").moe(
+        **sizes, hidden_size=size, intermediate_size=size, pool=ktk.WorkerPool(1, pin=False)
+    )
+    one = np.full((size, size), 0x38, np.uint8)  # 1.0
+    scale = np.full((1, 1), 0.5, np.float32)
+    names = ("gate", "up", "down")
+    arrays: dict[str, Any] = dict.fromkeys(names, one)
+    arrays |= {f"{name}_scale": scale for name in names}
+    moe.load_expert(0, **arrays, given=Format("e4m3", "f32", "none", 0, 0))
+    for matrix in moe.unpack_expert(0):
+        np.testing.assert_array_equal(matrix, np.full((size, size), 0.5, np.float32))

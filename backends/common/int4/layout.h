@@ -18,8 +18,8 @@
 // order. Codes are unsigned, value = (code - zero) * scale.
 //
 // Scales stay as they are given, bf16 or f16. Zero points are bf16, which holds any integer up to
-// 256; without them the zero is 8. n is padded to 32 with scale 0 and k to whole groups with code 8
-// (k of a group that spans the row: to kRowDepth).
+// 256; without them the zero is 8. n is padded to 32 with scale 0 and k to whole groups (k of a
+// group that spans the row: to kRowDepth) with any codes: those of act are 0 there.
 #pragma once
 
 #include <stddef.h>

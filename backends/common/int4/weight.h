@@ -4,7 +4,7 @@
 // Rows offers, for row n of the source:
 //   Group group(n, g)                   scale and zero point of its group g, as they are stored
 //   codes(n, k, count, group, out)      `count` codes (at most 32) from k on, two a byte; the rest
-//                                       of the 16 bytes at out is left alone
+//                                       of the 16 bytes at out may be overwritten with anything
 #pragma once
 
 #include <immintrin.h>
