@@ -374,6 +374,35 @@ def test_a_wrong_type_is_named(tmp_path: Path) -> None:
     assert "has elements of type I8, expected U8" in message
 
 
+@pytest.mark.parametrize("what", ["scales", "zero points", "floats"])
+def test_an_expert_in_another_format_is_named(tmp_path: Path, what: str) -> None:
+    """Types of one size, above all: as bytes they would pass for each other."""
+    gate, down = NAMES["gate"].format(e=0), NAMES["down"].format(e=1)
+    if what == "floats":
+        made = {NAMES[part].format(e=e): SIZES[part] for part in SIZES for e in range(E)}
+        tensors = {f"{name}.weight": torch.ones(size).bfloat16() for name, size in made.items()}
+        tensors[f"{down}.weight"] = tensors[f"{down}.weight"].half()
+        name, formats_ = "weight", ("f16", "bf16")
+    else:
+        tensors = tensors_of(with_zeros(0, 15), compressed)
+        name = "weight_packed"
+        if what == "scales":
+            scale = tensors[f"{down}.weight_scale"]
+            tensors[f"{down}.weight_scale"] = scale.bfloat16()
+            formats_ = (str(Format("u4", "bf16", "u8", 1, 32)), str(U4_ZERO))
+        else:
+            del tensors[f"{down}.weight_zero_point"]
+            formats_ = (str(Format("u4", "f16", "none", 1, 32)), str(U4_ZERO))
+    write(tmp_path, tensors, {})
+    with pytest.raises(CheckpointError) as caught:
+        read_all(tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert str(caught.value) == (
+        f"tensor {down}.{name} in {file} is stored as {formats_[0]}, "
+        f"but {gate}.{name} as {formats_[1]}"
+    )
+
+
 def test_columns_out_of_order_are_refused(tmp_path: Path) -> None:
     order = torch.arange(H).flip(0).int() // 32
     message = broken(tmp_path, "gptq", {f"{UP0}.g_idx": order}, desc_act=True)
