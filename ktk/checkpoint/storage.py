@@ -133,6 +133,8 @@ def _fp8_row(t: Tensors, layout: Layout) -> Quantized:
 
 
 def _int8_row(t: Tensors, layout: Layout) -> Quantized:
+    if layout.quantization.symmetric is False or ("zero" in t and t["zero"].any()):
+        raise StorageError("is int8 with zero points; ktk reads int8 without them only")
     return Quantized(Format("i8", "f32", "none", 1, 0), t["data"], _per_row(t, layout))
 
 
@@ -260,6 +262,7 @@ SCHEMES = (
         {
             "data": Part(".weight", "N K", ("I8",)),
             "scale": Part(".weight_scale", _BY_ROW, _FLOATS),
+            "zero": Part(".weight_zero_point", _BY_ROW, ("I8", "I32"), optional=True),
         },
         _int8_row,
     ),

@@ -422,6 +422,24 @@ def test_zero_points_that_contradict_the_configuration_are_named(tmp_path: Path)
     assert "has zero points, though config.json says that it is symmetric" in message
 
 
+def test_int8_with_zero_points_is_refused(tmp_path: Path) -> None:
+    zero = {f"{DOWN1}.weight_zero_point": torch.arange(H).char().view(-1, 1)}
+    message = broken(tmp_path, "int8 by rows", zero)
+    assert message.startswith(f"tensor {DOWN1}.weight in {tmp_path}")
+    assert message.endswith("is int8 with zero points; ktk reads int8 without them only")
+    config = ct(num_bits=8, type="int", strategy="channel", symmetric=False)
+    assert "is int8 with zero points" in broken(tmp_path, "int8 by rows", {}, **config)
+
+
+def test_zero_points_of_int8_that_are_all_zero_change_nothing(tmp_path: Path) -> None:
+    fmt, make, config = SCHEMES["int8 by rows"]
+    matrices = sources(fmt)
+    tensors = tensors_of(matrices, make)
+    tensors[f"{DOWN1}.weight_zero_point"] = torch.zeros(H, 1).char()
+    write(tmp_path, tensors, config)
+    assert_reads(tmp_path, matrices, fmt)
+
+
 def test_another_group_size_is_named(tmp_path: Path) -> None:
     message = broken(tmp_path, "gptq", {}, group_size=64)
     assert ".scales in " in message or ".qzeros in " in message
