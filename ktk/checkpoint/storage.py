@@ -181,6 +181,8 @@ def _compressed_int4(t: Tensors, layout: Layout) -> Quantized:
     # Eight codes to a little-endian word, so that bytes are in order already.
     data = _bytes(t["data"])[:, : -(-layout.k // 2)]
     zero = None
+    if "zero" not in t and layout.quantization.symmetric is False:
+        raise StorageError("has no zero points, though config.json says that it is not symmetric")
     if "zero" in t:
         zero = _nibbles(t["zero"].T).T[: layout.n].to(torch.uint8)
     return _u4(layout, data, t["scale"], zero)

@@ -422,6 +422,13 @@ def test_zero_points_that_contradict_the_configuration_are_named(tmp_path: Path)
     assert "has zero points, though config.json says that it is symmetric" in message
 
 
+def test_zero_points_that_are_missing_are_named(tmp_path: Path) -> None:
+    config = ct(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)
+    message = broken(tmp_path, "int4", {}, **config)
+    assert message.startswith(f"tensor {NAMES['gate'].format(e=0)}.weight_packed in {tmp_path}")
+    assert "has no zero points, though config.json says that it is not symmetric" in message
+
+
 def test_int8_with_zero_points_is_refused(tmp_path: Path) -> None:
     zero = {f"{DOWN1}.weight_zero_point": torch.arange(H).char().view(-1, 1)}
     message = broken(tmp_path, "int8 by rows", zero)
