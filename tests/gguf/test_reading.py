@@ -63,9 +63,10 @@ def test_gate_up_and_down_may_differ_in_type(tmp_path: Path) -> None:
     assert_reads(files.write(tmp_path / "m.gguf", files.stacked(parts)), parts)
 
 
-def test_scales_of_experts_multiply_their_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("down", ["BF16", "F32"])
+def test_scales_of_experts_multiply_their_weights(tmp_path: Path, down: str) -> None:
     """As gemma4 has for down, and what was quantised to NVFP4 for all."""
-    parts = files.experts("Q8_0", down="BF16")
+    parts = files.experts("Q8_0", down=down)
     scales = np.array([0.5, 2.0, -1.0, 3.0], np.float32)
     tensors = files.fused(parts)
     for name in ("gate_up", "down"):
