@@ -250,12 +250,12 @@ def _fp8(
 # In order of trial; the first whose tensors are there, of the right types and shapes.
 SCHEMES = (
     PLAIN,
+    # MiniMax-M3, and compressed-tensors; before blocks, which weight_block_size [1, 32] would fit
+    _fp8("mxfp8", "weight_scale_inv", "N K/32", _EXPONENTS, _mx("e4m3")),
+    _fp8("mxfp8", "weight_scale", "N K/32", _EXPONENTS, _mx("e4m3")),
     # DeepSeek-V3, MiniMax-M2, GLM, Qwen3: fine-grained FP8, and the same by compressed-tensors
     _fp8("fp8 by blocks", "weight_scale_inv", "N/B K/C", (*_FLOATS, *_EXPONENTS), _fp8_block),
     _fp8("fp8 by blocks", "weight_scale", "N/B K/C", _FLOATS, _fp8_block),
-    # MiniMax-M3, and compressed-tensors
-    _fp8("mxfp8", "weight_scale_inv", "N K/32", _EXPONENTS, _mx("e4m3")),
-    _fp8("mxfp8", "weight_scale", "N K/32", _EXPONENTS, _mx("e4m3")),
     # compressed-tensors float-quantized, per channel or per tensor
     _fp8("fp8 by rows", "weight_scale", _BY_ROW, _FLOATS, _fp8_row),
     # compressed-tensors int-quantized

@@ -265,6 +265,16 @@ def test_scales_of_blocks_may_be_bf16_or_powers_of_two(tmp_path: Path) -> None:
     assert_reads(tmp_path, matrices, BLOCK)
 
 
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_mxfp8_may_be_called_blocks_of_32(tmp_path: Path, name: str) -> None:
+    matrices = sources(MXFP8)
+    made = tensors_of(
+        matrices, lambda source: {".weight": e4m3(source), f".{name}": tensor(source.scale)}
+    )
+    write(tmp_path, made, {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
+    assert_reads(tmp_path, matrices, MXFP8)
+
+
 def test_one_scale_for_a_matrix_is_repeated_for_its_rows(tmp_path: Path) -> None:
     matrices = sources(Format("e4m3", "f32", "none", 0, 0))
     made = tensors_of(matrices, fp8_row)
