@@ -173,6 +173,8 @@ class Checkpoint:
         for part, stored in layer.family.parts.items():
             if part.endswith("_bias"):
                 tensors.update(self._read_plain(layer, part, number, stored))
+            elif f"{part}_bias" not in layer.family.parts:
+                self._check_no_bias(layer, part, number)
         return tensors
 
     # --- reading --------------------------------------------------------------------------------
@@ -201,6 +203,19 @@ class Checkpoint:
         axes = stored.axes.split()
         tensor = self.index.tensor(layer.name(part, number), number if stored.fused else None)
         return _split(part, tensor, axes[1:] if stored.fused else axes)
+
+    def _check_no_bias(self, layer: Layer, part: str, number: int) -> None:
+        """Refuse a bias where the family has none: without it the experts are others."""
+        stored = layer.family.parts[part]
+        suffix = "_bias" if stored.fused else ".bias"
+        name = layer.prefix + stored.stem.format(e=number) + suffix
+        if name not in self.index:
+            return
+        if self.index.tensor(name, number if stored.fused else None).float().any():
+            raise CheckpointError(
+                f"{self._where(name)} is a bias, and ktk knows none of experts that are named so "
+                f"({layer.family.name})"
+            )
 
     def _names_of(self, layer: Layer, part: str, number: int) -> Iterator[tuple[str, str]]:
         """Yield the tensors of a matrix that are there."""
