@@ -1,7 +1,7 @@
 """Quantised checkpoints are read without loss, whoever wrote them, and what is wrong is named.
 
-The packings are written here by plain loops from the words of their formats; test_compressed.py has
-checkpoints that compressed-tensors writes itself.
+The packings are written here by plain loops from the words of their formats;
+test_quantized_oracle.py has checkpoints that compressed-tensors writes itself.
 """
 
 from __future__ import annotations
