@@ -55,6 +55,7 @@ class Checkpoint:
         self.folder = Path(path)
         self.config: ExpertConfig = read_config(self.folder)
         self.index = TensorIndex(self.folder)
+        self._given: dict[int, Format] = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -144,22 +145,26 @@ class Checkpoint:
         return lambda number: {**self.expert(layer, number), "given": given}
 
     def given(self, layer: Layer) -> Format:
-        """Return the format of a layer's matrices; reads one of them."""
-        part = next(iter(layer.family.parts))
-        return next(iter(self._read(layer, part, 0).values())).format
+        """Return the format of a layer's matrices; reads one of them, the first time."""
+        if layer.number not in self._given:
+            matrices = self._read(layer, _first(layer.family), 0)
+            self._given[layer.number] = next(iter(matrices.values())).format
+        return self._given[layer.number]
 
     def matrices(self, layer: Layer, number: int) -> dict[str, Quantized]:
-        """Read gate, up and down of one expert, in the format of the checkpoint."""
+        """Read gate, up and down of one expert, in the format that `given` returns."""
+        given = self.given(layer)
         matrices: dict[str, Quantized] = {}
         for part in _weights(layer.family):
-            matrices.update(self._read(layer, part, number))
-        first = next(iter(matrices.values())).format
-        for name, matrix in matrices.items():
-            if matrix.format != first:
-                raise CheckpointError(
-                    f"{self._where(layer.name('down', number))}: {name} is stored as "
-                    f"{matrix.format}, but gate as {first}"
-                )
+            found = self._read(layer, part, number)
+            for matrix in found.values():
+                # One format is given for all: arrays of another would be read as what they are not.
+                if matrix.format != given:
+                    raise CheckpointError(
+                        f"{self._where(layer.name(part, number))} is stored as {matrix.format}, "
+                        f"but {layer.name(_first(layer.family), 0)} as {given}"
+                    )
+            matrices.update(found)
         return matrices
 
     def biases(self, layer: Layer, number: int) -> dict[str, torch.Tensor]:
@@ -168,6 +173,8 @@ class Checkpoint:
         for part, stored in layer.family.parts.items():
             if part.endswith("_bias"):
                 tensors.update(self._read_plain(layer, part, number, stored))
+            elif f"{part}_bias" not in layer.family.parts:
+                self._check_no_bias(layer, part, number)
         return tensors
 
     # --- reading --------------------------------------------------------------------------------
@@ -196,6 +203,19 @@ class Checkpoint:
         axes = stored.axes.split()
         tensor = self.index.tensor(layer.name(part, number), number if stored.fused else None)
         return _split(part, tensor, axes[1:] if stored.fused else axes)
+
+    def _check_no_bias(self, layer: Layer, part: str, number: int) -> None:
+        """Refuse a bias where the family has none: without it the experts are others."""
+        stored = layer.family.parts[part]
+        suffix = "_bias" if stored.fused else ".bias"
+        name = layer.prefix + stored.stem.format(e=number) + suffix
+        if name not in self.index:
+            return
+        if self.index.tensor(name, number if stored.fused else None).float().any():
+            raise CheckpointError(
+                f"{self._where(name)} is a bias, and ktk knows none of experts that are named so "
+                f"({layer.family.name})"
+            )
 
     def _names_of(self, layer: Layer, part: str, number: int) -> Iterator[tuple[str, str]]:
         """Yield the tensors of a matrix that are there."""

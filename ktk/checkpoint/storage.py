@@ -133,6 +133,8 @@ def _fp8_row(t: Tensors, layout: Layout) -> Quantized:
 
 
 def _int8_row(t: Tensors, layout: Layout) -> Quantized:
+    if layout.quantization.symmetric is False or ("zero" in t and t["zero"].any()):
+        raise StorageError("is int8 with zero points; ktk reads int8 without them only")
     return Quantized(Format("i8", "f32", "none", 1, 0), t["data"], _per_row(t, layout))
 
 
@@ -179,6 +181,8 @@ def _compressed_int4(t: Tensors, layout: Layout) -> Quantized:
     # Eight codes to a little-endian word, so that bytes are in order already.
     data = _bytes(t["data"])[:, : -(-layout.k // 2)]
     zero = None
+    if "zero" not in t and layout.quantization.symmetric is False:
+        raise StorageError("has no zero points, though config.json says that it is not symmetric")
     if "zero" in t:
         zero = _nibbles(t["zero"].T).T[: layout.n].to(torch.uint8)
     return _u4(layout, data, t["scale"], zero)
@@ -246,12 +250,12 @@ def _fp8(
 # In order of trial; the first whose tensors are there, of the right types and shapes.
 SCHEMES = (
     PLAIN,
+    # MiniMax-M3, and compressed-tensors; before blocks, which weight_block_size [1, 32] would fit
+    _fp8("mxfp8", "weight_scale_inv", "N K/32", _EXPONENTS, _mx("e4m3")),
+    _fp8("mxfp8", "weight_scale", "N K/32", _EXPONENTS, _mx("e4m3")),
     # DeepSeek-V3, MiniMax-M2, GLM, Qwen3: fine-grained FP8, and the same by compressed-tensors
     _fp8("fp8 by blocks", "weight_scale_inv", "N/B K/C", (*_FLOATS, *_EXPONENTS), _fp8_block),
     _fp8("fp8 by blocks", "weight_scale", "N/B K/C", _FLOATS, _fp8_block),
-    # MiniMax-M3, and compressed-tensors
-    _fp8("mxfp8", "weight_scale_inv", "N K/32", _EXPONENTS, _mx("e4m3")),
-    _fp8("mxfp8", "weight_scale", "N K/32", _EXPONENTS, _mx("e4m3")),
     # compressed-tensors float-quantized, per channel or per tensor
     _fp8("fp8 by rows", "weight_scale", _BY_ROW, _FLOATS, _fp8_row),
     # compressed-tensors int-quantized
@@ -260,6 +264,7 @@ SCHEMES = (
         {
             "data": Part(".weight", "N K", ("I8",)),
             "scale": Part(".weight_scale", _BY_ROW, _FLOATS),
+            "zero": Part(".weight_zero_point", _BY_ROW, ("I8", "I32"), optional=True),
         },
         _int8_row,
     ),

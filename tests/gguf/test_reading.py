@@ -63,9 +63,10 @@ def test_gate_up_and_down_may_differ_in_type(tmp_path: Path) -> None:
     assert_reads(files.write(tmp_path / "m.gguf", files.stacked(parts)), parts)
 
 
-def test_scales_of_experts_multiply_their_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("down", ["BF16", "F32"])
+def test_scales_of_experts_multiply_their_weights(tmp_path: Path, down: str) -> None:
     """As gemma4 has for down, and what was quantised to NVFP4 for all."""
-    parts = files.experts("Q8_0", down="BF16")
+    parts = files.experts("Q8_0", down=down)
     scales = np.array([0.5, 2.0, -1.0, 3.0], np.float32)
     tensors = files.fused(parts)
     for name in ("gate_up", "down"):
@@ -184,13 +185,16 @@ def test_a_backend_that_takes_the_blocks_gets_them(tmp_path: Path) -> None:
         np.testing.assert_array_equal(arrays["down_bias"], parts["down_bias"].data[e])
 
 
-def test_formats_that_differ_within_a_layer_come_by_part(tmp_path: Path) -> None:
+def test_formats_that_differ_within_a_layer_are_floats(tmp_path: Path) -> None:
+    """An expert is given in one format, though the backend takes either."""
     path = files.write(tmp_path / "m.gguf", files.stacked(files.experts("Q4_K", "Q4_K", "BF16")))
-    backend = RecordingBackend("bf16", "ggml:12")
+    backend = RecordingBackend("f32", "bf16", "ggml:12")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
-    formats = {"gate": Format("ggml:12"), "up": Format("ggml:12"), "down": Format("bf16")}
-    assert backend.loaded[0]["given"] == formats
-    assert backend.loaded[0]["down"].dtype == torch.bfloat16
+    assert "given" not in backend.loaded[0]
+    dtypes = [backend.loaded[0][part].dtype for part in files.PARTS]
+    assert dtypes == [torch.float32, torch.float32, torch.bfloat16]
+    with pytest.raises(CheckpointFormatError, match=r"ffn_gate_exps.*m\.gguf.*Q4_K: takes bf16"):
+        load_moe(path, 0, RecordingBackend("bf16", "ggml:12"))  # type: ignore[arg-type]
 
 
 def test_one_part_that_a_backend_does_not_take_makes_all_of_them_floats(tmp_path: Path) -> None:

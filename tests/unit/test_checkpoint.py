@@ -307,6 +307,29 @@ def test_fused_experts_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
         Checkpoint(tmp_path).layer(0)
 
 
+def test_a_bias_that_the_family_does_not_have_is_named(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.1.up_proj.bias"
+    write(tmp_path, {**qwen3(), name: torch.zeros(I).bfloat16()})
+    assert_reads(tmp_path, experts())
+    write(tmp_path, {**qwen3(), name: random(I)})
+    with pytest.raises(CheckpointError, match=rf"tensor {name} in .*is a bias.*per-expert"):
+        assert_reads(tmp_path, experts())
+
+
+def test_a_bias_beside_fused_experts_is_named(tmp_path: Path) -> None:
+    """The names of gpt-oss in a model of another type."""
+    gate, up, down = experts().values()
+    stem = "model.layers.0.mlp.experts."
+    tensors = {
+        f"{stem}gate_up_proj": torch.cat([gate, up], dim=1),
+        f"{stem}down_proj": down,
+        f"{stem}down_proj_bias": random(E, H),
+    }
+    write(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"experts\.down_proj_bias in .*is a bias.*fused"):
+        assert_reads(tmp_path, experts())
+
+
 def test_an_element_type_that_needs_scales_is_refused(tmp_path: Path) -> None:
     fp8 = random(I, H).to(torch.float8_e4m3fn)
     write(tmp_path, {**qwen3(), GATE0: fp8})

@@ -1,7 +1,7 @@
 """Quantised checkpoints are read without loss, whoever wrote them, and what is wrong is named.
 
-The packings are written here by plain loops from the words of their formats; test_compressed.py has
-checkpoints that compressed-tensors writes itself.
+The packings are written here by plain loops from the words of their formats;
+test_quantized_oracle.py has checkpoints that compressed-tensors writes itself.
 """
 
 from __future__ import annotations
@@ -265,6 +265,16 @@ def test_scales_of_blocks_may_be_bf16_or_powers_of_two(tmp_path: Path) -> None:
     assert_reads(tmp_path, matrices, BLOCK)
 
 
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+def test_mxfp8_may_be_called_blocks_of_32(tmp_path: Path, name: str) -> None:
+    matrices = sources(MXFP8)
+    made = tensors_of(
+        matrices, lambda source: {".weight": e4m3(source), f".{name}": tensor(source.scale)}
+    )
+    write(tmp_path, made, {"quant_method": "mxfp8", "weight_block_size": [1, 32]})
+    assert_reads(tmp_path, matrices, MXFP8)
+
+
 def test_one_scale_for_a_matrix_is_repeated_for_its_rows(tmp_path: Path) -> None:
     matrices = sources(Format("e4m3", "f32", "none", 0, 0))
     made = tensors_of(matrices, fp8_row)
@@ -374,6 +384,35 @@ def test_a_wrong_type_is_named(tmp_path: Path) -> None:
     assert "has elements of type I8, expected U8" in message
 
 
+@pytest.mark.parametrize("what", ["scales", "zero points", "floats"])
+def test_an_expert_in_another_format_is_named(tmp_path: Path, what: str) -> None:
+    """Types of one size, above all: as bytes they would pass for each other."""
+    gate, down = NAMES["gate"].format(e=0), NAMES["down"].format(e=1)
+    if what == "floats":
+        made = {NAMES[part].format(e=e): SIZES[part] for part in SIZES for e in range(E)}
+        tensors = {f"{name}.weight": torch.ones(size).bfloat16() for name, size in made.items()}
+        tensors[f"{down}.weight"] = tensors[f"{down}.weight"].half()
+        name, formats_ = "weight", ("f16", "bf16")
+    else:
+        tensors = tensors_of(with_zeros(0, 15), compressed)
+        name = "weight_packed"
+        if what == "scales":
+            scale = tensors[f"{down}.weight_scale"]
+            tensors[f"{down}.weight_scale"] = scale.bfloat16()
+            formats_ = (str(Format("u4", "bf16", "u8", 1, 32)), str(U4_ZERO))
+        else:
+            del tensors[f"{down}.weight_zero_point"]
+            formats_ = (str(Format("u4", "f16", "none", 1, 32)), str(U4_ZERO))
+    write(tmp_path, tensors, {})
+    with pytest.raises(CheckpointError) as caught:
+        read_all(tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert str(caught.value) == (
+        f"tensor {down}.{name} in {file} is stored as {formats_[0]}, "
+        f"but {gate}.{name} as {formats_[1]}"
+    )
+
+
 def test_columns_out_of_order_are_refused(tmp_path: Path) -> None:
     order = torch.arange(H).flip(0).int() // 32
     message = broken(tmp_path, "gptq", {f"{UP0}.g_idx": order}, desc_act=True)
@@ -391,6 +430,31 @@ def test_columns_in_order_are_no_matter_what_was_asked_for(tmp_path: Path) -> No
 def test_zero_points_that_contradict_the_configuration_are_named(tmp_path: Path) -> None:
     message = broken(tmp_path, "gptq", {}, sym=True)
     assert "has zero points, though config.json says that it is symmetric" in message
+
+
+def test_zero_points_that_are_missing_are_named(tmp_path: Path) -> None:
+    config = ct(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False)
+    message = broken(tmp_path, "int4", {}, **config)
+    assert message.startswith(f"tensor {NAMES['gate'].format(e=0)}.weight_packed in {tmp_path}")
+    assert "has no zero points, though config.json says that it is not symmetric" in message
+
+
+def test_int8_with_zero_points_is_refused(tmp_path: Path) -> None:
+    zero = {f"{DOWN1}.weight_zero_point": torch.arange(H).char().view(-1, 1)}
+    message = broken(tmp_path, "int8 by rows", zero)
+    assert message.startswith(f"tensor {DOWN1}.weight in {tmp_path}")
+    assert message.endswith("is int8 with zero points; ktk reads int8 without them only")
+    config = ct(num_bits=8, type="int", strategy="channel", symmetric=False)
+    assert "is int8 with zero points" in broken(tmp_path, "int8 by rows", {}, **config)
+
+
+def test_zero_points_of_int8_that_are_all_zero_change_nothing(tmp_path: Path) -> None:
+    fmt, make, config = SCHEMES["int8 by rows"]
+    matrices = sources(fmt)
+    tensors = tensors_of(matrices, make)
+    tensors[f"{DOWN1}.weight_zero_point"] = torch.zeros(H, 1).char()
+    write(tmp_path, tensors, config)
+    assert_reads(tmp_path, matrices, fmt)
 
 
 def test_another_group_size_is_named(tmp_path: Path) -> None:

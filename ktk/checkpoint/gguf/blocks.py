@@ -72,7 +72,8 @@ class Blocks:
     def floats(self) -> torch.Tensor:
         """Return the values [n, k]: a view of the file where it has floats, otherwise f32."""
         values = self._view() if self.plain else self._decoded()
-        return values if self.scale is None else values.float().mul_(self.scale)
+        # Not in place: what is f32 already is the mapped file, which is read-only.
+        return values if self.scale is None else values.float() * self.scale
 
     def _view(self) -> torch.Tensor:
         with warnings.catch_warnings():

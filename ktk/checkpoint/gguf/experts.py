@@ -96,8 +96,8 @@ class GgufCheckpoint:
     def reader(self, layer: GgufLayer, backend: Backend) -> Callable[[int], dict[str, Any]]:
         """Return what reads an expert for `MoE.load_expert`: blocks where they are taken.
 
-        With blocks comes `given`: the format of gate, up and down, or a dict of theirs where they
-        differ. Where one of them is not taken, all three are floats.
+        With blocks comes `given`, the one format of gate, up and down. Where they differ, or one of
+        them is not taken, all three are floats.
 
         Raises
         ------
@@ -105,15 +105,14 @@ class GgufCheckpoint:
             The backend takes neither.
         """
         read = [self.blocks(layer, number) for number in self._typed(layer)]
-        formats = {part: matrix.format for part, matrix in read[0].items()}
+        given = read[0]["gate"].format
         if not self.has_floats(layer) and all(
-            matrix.format == formats[part]
+            matrix.format == given
             and matrix.scale is None
             and not _refusal(backend, matrix, matrix.format)
             for blocks in read
-            for part, matrix in blocks.items()
+            for matrix in blocks.values()
         ):
-            given = formats["gate"] if len(set(formats.values())) == 1 else formats
             return lambda number: {**self._stored(layer, number), "given": given}
         for blocks in read:
             for matrix in blocks.values():
