@@ -12,8 +12,8 @@ using TargetAct = Act<int4::kWordsDepth>;
 
 // Registers: 8 accumulators, 4 weights, a mask, a broadcast, products.
 constexpr ktk_ukernel kUkernels[] = {
-    int4::make_ukernel("gemv_1x32", 1, int4::multiply<int4::Words256, TargetAct, 1, 4>),
-    int4::make_ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Words256, TargetAct, 4, 2>),
+    make_ukernel("gemv_1x32", 1, int4::multiply<int4::Words256, TargetAct, 1, 4>),
+    make_ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Words256, TargetAct, 4, 2>),
 };
 
 }  // namespace

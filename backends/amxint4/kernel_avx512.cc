@@ -12,7 +12,7 @@ using TargetAct = Act<int4::kWordsDepth>;
 
 // Registers: 20 accumulators, 4 weights, a mask, a broadcast, products.
 constexpr ktk_ukernel kUkernels[] = {
-    int4::make_ukernel("gemm_10x32", SIZE_MAX, int4::multiply<int4::Words512, TargetAct, 10, 2>),
+    make_ukernel("gemm_10x32", SIZE_MAX, int4::multiply<int4::Words512, TargetAct, 10, 2>),
 };
 
 }  // namespace

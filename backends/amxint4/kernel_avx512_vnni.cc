@@ -12,7 +12,7 @@ using TargetAct = Act<>;
 
 // Registers: 24 accumulators, 4 weights, a mask.
 constexpr ktk_ukernel kUkernels[] = {
-    int4::make_ukernel("gemm_12x32", SIZE_MAX, int4::multiply<int4::Vnni512, TargetAct, 12, 2>),
+    make_ukernel("gemm_12x32", SIZE_MAX, int4::multiply<int4::Vnni512, TargetAct, 12, 2>),
 };
 
 }  // namespace

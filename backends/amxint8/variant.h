@@ -4,21 +4,11 @@
 #include "amxint8/act.h"
 #include "amxint8/layout.h"
 #include "amxint8/weight.h"
+#include "common/ukernel.h"
 #include "ktk/target.h"
 
 namespace ktk::amxint8 {
 namespace {
-
-constexpr ktk_ukernel make_ukernel(const char* name, size_t m_max, void (*run)(const ktk_matmul*),
-                                   size_t (*scratch_size)(const ktk_matrix*, size_t) = nullptr) {
-  return {
-      .struct_size = sizeof(ktk_ukernel),
-      .name = name,
-      .m_max = m_max,
-      .scratch_size = scratch_size,
-      .run = run,
-  };
-}
 
 template <class Act, size_t kNumKernels>
 constexpr ktk_variant make_variant(const ktk_ukernel (&ukernels)[kNumKernels], uint32_t m_step = 1,

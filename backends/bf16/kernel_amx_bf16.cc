@@ -166,7 +166,7 @@ void run(const ktk_matmul* mm) {
   }
 }
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_32x32", run);
+constexpr ktk_ukernel kUkernel = ktk::make_ukernel("gemm_32x32", run);
 
 }  // namespace
 

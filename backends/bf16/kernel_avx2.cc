@@ -143,7 +143,8 @@ struct Tile {
   }
 };
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_6x16", matmul<Tile, LoneShare, LinearShare>);
+constexpr ktk_ukernel kUkernel =
+    ktk::make_ukernel("gemm_6x16", matmul<Tile, LoneShare, LinearShare>);
 
 }  // namespace
 

@@ -51,7 +51,7 @@ struct DotF32 {
 };
 
 constexpr ktk_ukernel kUkernel =
-    make_ukernel("gemm_12x32", matmul<ZmmTile<DotF32>, LoneShare, LinearShare>);
+    ktk::make_ukernel("gemm_12x32", matmul<ZmmTile<DotF32>, LoneShare, LinearShare>);
 
 }  // namespace
 

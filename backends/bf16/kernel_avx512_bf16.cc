@@ -35,7 +35,7 @@ struct DotBf16 {
 };
 
 constexpr ktk_ukernel kUkernel =
-    make_ukernel("gemm_12x32", matmul<ZmmTile<DotBf16>, LoneShare, LinearShare>);
+    ktk::make_ukernel("gemm_12x32", matmul<ZmmTile<DotBf16>, LoneShare, LinearShare>);
 
 }  // namespace
 

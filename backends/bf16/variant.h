@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/act_rows.h"
+#include "common/ukernel.h"
 #include "ktk/target.h"
 #include "loops.h"
 #include "weight_codec.h"
@@ -14,16 +15,6 @@ using ActF32 = ActRowsF32<kStepDepth>;
 
 // One micro-kernel serves any number of rows: it has code for every height of its tile, down to a
 // single row, which already reads weights at the rate of memory.
-constexpr ktk_ukernel make_ukernel(const char* name, void (*run)(const ktk_matmul*)) {
-  return {
-      .struct_size = sizeof(ktk_ukernel),
-      .name = name,
-      .m_max = SIZE_MAX,
-      .scratch_size = nullptr,
-      .run = run,
-  };
-}
-
 template <class Act>
 constexpr ktk_variant make_variant(const ktk_ukernel& ukernel, uint32_t m_step = 1,
                                    void (*enter)() = nullptr, void (*leave)() = nullptr) {

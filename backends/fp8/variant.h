@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/act_rows.h"
+#include "common/ukernel.h"
 #include "fp8/layout.h"
 #include "ktk/target.h"
 
@@ -25,17 +26,6 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
                           size_t n_end, float* out, size_t out_stride) {
   dispatch(matrix,
            [&](auto codec) { codec.unpack(matrix, packed, n_begin, n_end, out, out_stride); });
-}
-
-constexpr ktk_ukernel make_ukernel(const char* name, void (*run)(const ktk_matmul*),
-                                   size_t (*scratch_size)(const ktk_matrix*, size_t) = nullptr) {
-  return {
-      .struct_size = sizeof(ktk_ukernel),
-      .name = name,
-      .m_max = SIZE_MAX,
-      .scratch_size = scratch_size,
-      .run = run,
-  };
 }
 
 template <class Act>

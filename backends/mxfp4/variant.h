@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/act_rows.h"
+#include "common/ukernel.h"
 #include "ktk/target.h"
 #include "mxfp4/layout.h"
 
@@ -10,17 +11,6 @@ namespace {
 
 using ActBf16 = ActRowsBf16<kStepDepth>;
 using ActF32 = ActRowsF32<kStepDepth>;
-
-constexpr ktk_ukernel make_ukernel(const char* name, void (*run)(const ktk_matmul*),
-                                   size_t (*scratch_size)(const ktk_matrix*, size_t) = nullptr) {
-  return {
-      .struct_size = sizeof(ktk_ukernel),
-      .name = name,
-      .m_max = SIZE_MAX,
-      .scratch_size = scratch_size,
-      .run = run,
-  };
-}
 
 template <class Act>
 constexpr ktk_variant make_variant(const ktk_ukernel& ukernel, uint32_t m_step = 1,

@@ -7,9 +7,9 @@ namespace ktk::rawint4 {
 namespace {
 
 constexpr ktk_ukernel kUkernels[] = {
-    int4::make_ukernel("vnni_4x32", int4::kVectorRows,
-                       int4::multiply<int4::Vnni512, Act, int4::kVectorRows, 2>),
-    int4::make_ukernel("amx_32x32", SIZE_MAX, int4::multiply_amx<Act>, int4::amx_scratch_size),
+    make_ukernel("vnni_4x32", int4::kVectorRows,
+                 int4::multiply<int4::Vnni512, Act, int4::kVectorRows, 2>),
+    make_ukernel("amx_32x32", SIZE_MAX, int4::multiply_amx<Act>, int4::amx_scratch_size),
 };
 
 }  // namespace

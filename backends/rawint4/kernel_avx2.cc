@@ -9,8 +9,8 @@ namespace {
 
 // Registers: 8 accumulators, 4 weights, a mask, a broadcast, products.
 constexpr ktk_ukernel kUkernels[] = {
-    int4::make_ukernel("gemv_1x32", 1, int4::multiply<int4::Words256, Act, 1, 4>),
-    int4::make_ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Words256, Act, 4, 2>),
+    make_ukernel("gemv_1x32", 1, int4::multiply<int4::Words256, Act, 1, 4>),
+    make_ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Words256, Act, 4, 2>),
 };
 
 }  // namespace

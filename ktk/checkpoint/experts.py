@@ -16,6 +16,7 @@ from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig, read_config
 from ktk.checkpoint.families import FAMILIES, PREFIXES, Family, Stored
 from ktk.checkpoint.index import TensorIndex
+from ktk.checkpoint.split import split_matrix, split_tensor
 from ktk.checkpoint.storage import PLAIN, SCHEMES, Layout, Part, Scheme, StorageError
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.quantize import Quantized
@@ -193,7 +194,7 @@ class Checkpoint:
         }
         try:
             matrix = layer.scheme.decode(arrays, self._layout(layer, part))
-            return _split_rows(part, matrix, stored)
+            return split_matrix(part, matrix, stored)
         except StorageError as error:
             raise CheckpointError(f"{self._where(layer.name(part, number))} {error}") from None
 
@@ -202,7 +203,7 @@ class Checkpoint:
     ) -> dict[str, torch.Tensor]:
         axes = stored.axes.split()
         tensor = self.index.tensor(layer.name(part, number), number if stored.fused else None)
-        return _split(part, tensor, axes[1:] if stored.fused else axes)
+        return split_tensor(part, tensor, axes[1:] if stored.fused else axes)
 
     def _check_no_bias(self, layer: Layer, part: str, number: int) -> None:
         """Refuse a bias where the family has none: without it the experts are others."""
@@ -419,33 +420,6 @@ def spans(numbers: list[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _split(part: str, tensor: torch.Tensor, axes: list[str]) -> dict[str, torch.Tensor]:
-    """Turn one stored part into the arguments it stands for."""
-    suffix = "_bias" if part.endswith("_bias") else ""
-    if not part.startswith("gate_up"):
-        return {part: _oriented(part, tensor, axes)}
-    both = next(axis for axis in axes if axis in ("2I", "I2"))
-    dim = axes.index(both)
-    if both == "2I":
-        gate, up = tensor.chunk(2, dim)
-    else:
-        rows = tensor.movedim(dim, 0)
-        gate, up = rows[0::2].movedim(0, dim), rows[1::2].movedim(0, dim)
-    single = ["I" if axis == both else axis for axis in axes]
-    return {
-        "gate" + suffix: _oriented("gate", gate, single),
-        "up" + suffix: _oriented("up", up, single),
-    }
-
-
-def _oriented(part: str, tensor: torch.Tensor, axes: list[str]) -> torch.Tensor:
-    """Put output columns first, depth second."""
-    wanted = ["H", "I"] if part == "down" else ["I", "H"]
-    if len(axes) == 2 and axes != wanted:
-        tensor = tensor.T
-    return tensor.contiguous()
-
-
 def _first(family: Family) -> str:
     return next(iter(family.parts))
 
@@ -457,37 +431,6 @@ def _weights(family: Family) -> list[str]:
 def _suits(scheme: Scheme, stored: Stored) -> bool:
     """Whether the scheme has names for tensors of this kind: shared by experts, or their own."""
     return not stored.fused or all(part.fused is not None for part in scheme.tensors.values())
-
-
-def _split_rows(part: str, matrix: Quantized, stored: Stored) -> dict[str, Quantized]:
-    """Divide gate and up, which share a tensor, by rows."""
-    if not part.startswith("gate_up"):
-        return {part: _contiguous(matrix)}
-    alternating = "I2" in stored.axes.split()
-    rows, extent = matrix.data.shape[0] // 2, matrix.format.group_n
-    if extent != 1 and (alternating or extent == 0 or rows % extent):
-        raise StorageError(f"has scales per {extent or 2 * rows} rows, of gate and of up together")
-
-    def half(array: torch.Tensor | None, at: int) -> torch.Tensor | None:
-        if array is None:
-            return None
-        return array[at::2] if alternating else array.chunk(2)[at]
-
-    found = {}
-    for at, name in enumerate(("gate", "up")):
-        arrays: dict[str, Any] = {
-            what: half(getattr(matrix, what), at) for what in ("data", "scale", "zero")
-        }
-        found[name] = _contiguous(replace(matrix, **arrays))
-    return found
-
-
-def _contiguous(matrix: Quantized) -> Quantized:
-    arrays: dict[str, Any] = {name: getattr(matrix, name) for name in ("data", "scale", "zero")}
-    whole: dict[str, Any] = {
-        name: None if array is None else array.contiguous() for name, array in arrays.items()
-    }
-    return replace(matrix, **whole)
 
 
 def _pattern(names: list[str]) -> re.Pattern[str]:

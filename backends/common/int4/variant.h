@@ -4,21 +4,11 @@
 #include "common/int4/act.h"
 #include "common/int4/layout.h"
 #include "common/int4/weight.h"
+#include "common/ukernel.h"
 #include "ktk/target.h"
 
 namespace ktk::int4 {
 namespace {
-
-constexpr ktk_ukernel make_ukernel(const char* name, size_t m_max, void (*run)(const ktk_matmul*),
-                                   size_t (*scratch_size)(const ktk_matrix*, size_t) = nullptr) {
-  return {
-      .struct_size = sizeof(ktk_ukernel),
-      .name = name,
-      .m_max = m_max,
-      .scratch_size = scratch_size,
-      .run = run,
-  };
-}
 
 using PackWeight = void(const ktk_matrix*, const ktk_source*, size_t, size_t, void*);
 
