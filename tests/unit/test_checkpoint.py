@@ -102,6 +102,8 @@ def test_experts_are_found_in_any_number_of_files(tmp_path: Path, shards: int) -
         "model.layers.7.",
         "model.language_model.layers.7.",
         "language_model.model.layers.7.",
+        "language_model.model.blocks.7.",
+        "thinker.model.layers.7.",
         "layers.7.",
     ],
 )
@@ -251,11 +253,30 @@ def test_an_unknown_activation_is_named_and_can_be_replaced(tmp_path: Path) -> N
     assert config.arguments(activation="silu")["activation"] == "silu"
 
 
-def test_sizes_of_the_language_model_are_found_one_level_down(tmp_path: Path) -> None:
-    outer = {"model_type": "some_vl", "hidden_size": 7, "text_config": CONFIG}
-    (tmp_path / "config.json").write_text(json.dumps(outer))
+@pytest.mark.parametrize(
+    "path", [("text_config",), ("thinker_config", "text_config"), ("language_config",)]
+)
+def test_sizes_of_the_language_model_are_found_where_it_is(
+    tmp_path: Path, path: tuple[str, ...]
+) -> None:
+    inner = {**CONFIG, "num_hidden_layers": 5}
+    for name in reversed(path):
+        inner = {"model_type": "some_vl", "hidden_size": 7, name: inner}
+    (tmp_path / "config.json").write_text(json.dumps(inner))
     config = read_config(tmp_path)
-    assert (config.hidden_size, config.model_type) == (H, "qwen3_moe")
+    assert (config.hidden_size, config.model_type, config.num_layers) == (H, "qwen3_moe", 5)
+
+
+def test_a_list_with_an_entry_per_layer_is_one_number(tmp_path: Path) -> None:
+    """As in Hunyuan-A13B."""
+    lists = {"moe_intermediate_size": [I, I, I], "num_experts_per_tok": None, "moe_topk": [K] * 3}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **lists}))
+    config = read_config(tmp_path)
+    assert (config.intermediate_size, config.num_experts_per_tok) == (I, K)
+    lists["moe_intermediate_size"] = [I, I + 1]
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **lists}))
+    with pytest.raises(CheckpointError, match=r"moe_intermediate_size is \[12, 13\].*all alike"):
+        read_config(tmp_path)
 
 
 GATE0 = "model.layers.0.mlp.experts.0.gate_proj.weight"
