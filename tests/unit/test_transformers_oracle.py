@@ -22,7 +22,7 @@ from ktk.checkpoint.experts import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 
-# What models are made with, as far as their configurations know the names. Layer 0 is dense in those
+# What models are made with, where their configurations know the names. Layer 0 is dense in those
 # that have dense layers; heads and ranks are as small as they go.
 COMMON: dict[str, Any] = {
     "vocab_size": 32,
