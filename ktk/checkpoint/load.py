@@ -170,6 +170,8 @@ def naming_layer(number: int) -> Iterator[None]:
         yield
     except (CheckpointError, BackendError) as error:
         raise type(error)(f"layer {number}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"layer {number}: {error}") from error
 
 
 def _read_ahead(checkpoint: OpenCheckpoint, plans: Iterable[LayerPlan]) -> Iterator[dict[str, Any]]:

@@ -351,6 +351,34 @@ def test_a_bias_beside_fused_experts_is_named(tmp_path: Path) -> None:
         assert_reads(tmp_path, experts())
 
 
+SURPRISING = {
+    "a second scale": "model.layers.0.mlp.experts.1.up_proj.weight_scale_2",
+    "an adapter": "model.layers.0.mlp.experts.1.up_proj.lora_A.weight",
+    "another form": "model.layers.0.mlp.experts.gate_up_proj",
+    "another part": "model.layers.0.mlp.experts.gate_up_proj_bias",
+    "names of another family": "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+}
+
+
+@pytest.mark.parametrize("name", SURPRISING.values(), ids=SURPRISING)
+def test_a_tensor_that_nothing_reads_is_named(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {**qwen3(), name: random(E, I, H)})
+    with pytest.raises(CheckpointError, match=rf"tensor {name} in .*is none that ktk reads"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_what_is_beside_routed_experts_is_left_alone(tmp_path: Path) -> None:
+    beside = (
+        *("mlp.shared_experts.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+        *("mlp.shared_expert_gate.weight", "mlp.experts.e_score_correction_bias"),
+        *("mlp.gate.weight", "mlp.experts.0.gate_proj.input_scale", "mlp.down_proj.weight"),
+    )
+    tensors = {f"model.layers.0.{name}": random(4, 4) for name in beside}
+    write(tmp_path, {**qwen3(), **tensors})
+    assert_reads(tmp_path, experts())
+    assert describe(tmp_path).layers == (0,)
+
+
 def test_an_element_type_that_needs_scales_is_refused(tmp_path: Path) -> None:
     fp8 = random(I, H).to(torch.float8_e4m3fn)
     write(tmp_path, {**qwen3(), GATE0: fp8})
