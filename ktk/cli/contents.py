@@ -16,9 +16,9 @@ from rich.table import Table
 
 from ktk.checkpoint import default_backend, open_checkpoint
 from ktk.checkpoint.experts import spans
-from ktk.cli.system import available_memory
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.registry import backends, load_backend
+from ktk.system import available_memory
 
 if TYPE_CHECKING:
     from ktk.backend import Backend

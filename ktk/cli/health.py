@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from ktk import _core
-from ktk.cli import system
+from ktk import _core, system
 from ktk.cli.contents import size_text
 from ktk.cli.report import report
 from ktk.registry import providers

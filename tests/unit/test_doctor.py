@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ktk import _core
-from ktk.cli import app, health, report, system
+from ktk import _core, system
+from ktk.cli import app, health, report
 from ktk.errors import BackendImportError
 from ktk.registry import BackendInfo
 
