@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 
-ABI: tuple = (1, 0)
+ABI: tuple = (1, 1)
 
 def detected_isa() -> list[str]:
     """
@@ -124,6 +124,10 @@ class VariantInfo:
     def k_step(self) -> int: ...
 
     @property
+    def exports(self) -> bool:
+        """Whether packed weights can be had in the form that a checkpoint has."""
+
+    @property
     def act(self) -> Format:
         """What an activation is encoded as."""
 
@@ -156,9 +160,10 @@ class Backend:
     def variants(self) -> list[VariantInfo]:
         """Variants, best first."""
 
-    def stored_as(self, given: Format, n: int, k: int) -> Format:
+    def stored_as(self, given: Format, n: int, k: int, wanted: Format | None = None) -> Format:
         """
-        What an n x k weight is stored as by default; ValueError if it is not taken.
+        What an n x k weight is stored as: `wanted`, or the backend's choice. ValueError if it
+        is not taken.
         """
 
     def default_variant(self) -> str:
@@ -201,6 +206,12 @@ class PackedMatrix:
 
     def unpack(self, n_begin: int = 0, n_end: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
         """Rows [n_begin, n_end) as stored, f32."""
+
+    def exported(self) -> tuple:
+        """
+        Data, scale and zero point in the stored format, as the bytes of their rows; packing
+        them again gives the same matrix. ValueError if the backend cannot.
+        """
 
     def padded(self, m: int) -> int:
         """m rounded up to the variant's m_step."""

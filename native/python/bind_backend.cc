@@ -1,9 +1,11 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <tuple>
 
 #include "core/cpu.h"
@@ -89,6 +91,9 @@ void bind_variant(nb::module_& m) {
       .def_prop_ro("n_step", [](const VariantInfo& v) { return v.variant->tile.n_step; })
       .def_prop_ro("k_step", [](const VariantInfo& v) { return v.variant->tile.k_step; })
       .def_prop_ro(
+          "exports", [](const VariantInfo& v) { return v.variant->export_weight != nullptr; },
+          "Whether packed weights can be had in the form that a checkpoint has.")
+      .def_prop_ro(
           "act", [](const VariantInfo& v) { return v.variant->act; },
           "What an activation is encoded as.")
       .def_prop_ro(
@@ -132,11 +137,13 @@ void bind_backend(nb::module_& m) {
           "Variants, best first.")
       .def(
           "stored_as",
-          [](const BackendTable& b, const ktk_format& given, size_t n, size_t k) {
-            return b.stored(given, nullptr, n, k);
+          [](const BackendTable& b, const ktk_format& given, size_t n, size_t k,
+             const std::optional<ktk_format>& wanted) {
+            return b.stored(given, wanted ? &*wanted : nullptr, n, k);
           },
-          "given"_a, "n"_a, "k"_a,
-          "What an n x k weight is stored as by default; ValueError if it is not taken.")
+          "given"_a, "n"_a, "k"_a, "wanted"_a = nb::none(),
+          "What an n x k weight is stored as: `wanted`, or the backend's choice. ValueError if it\n"
+          "is not taken.")
       .def(
           "default_variant", [](const BackendTable& b) { return b.select("").name; },
           "Name of the best variant that runs here; RuntimeError with the reasons if none does.");

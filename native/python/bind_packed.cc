@@ -19,6 +19,7 @@ namespace ktk {
 namespace {
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+size_t groups(size_t extent, uint32_t group) { return group ? (extent + group - 1) / group : 1; }
 
 using F32Input = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ByteInput = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -40,6 +41,7 @@ class PackedMatrix {
         table_->stored(source.format, stored ? &*stored : nullptr, matrix_.n, matrix_.k);
     bytes_ = variant_.weight_size(&matrix_);
     packed_ = Memory(bytes_);
+    const nb::gil_scoped_release release;
     variant_.pack_weight(&matrix_, &source, 0, matrix_.n, packed_.data());
   }
 
@@ -69,6 +71,25 @@ class PackedMatrix {
     F32Matrix out = new_matrix(end - n_begin, k());
     variant_.unpack_weight(&matrix_, packed_.data(), n_begin, end, out.data(), k());
     return out;
+  }
+
+  // Data, scales and zero points as bytes: numpy has no bf16, and the format says what they are.
+  nb::tuple exported() const {
+    if (!variant_.export_weight) {
+      throw nb::value_error((table_->name + " cannot export weights").c_str());
+    }
+    const ktk_format& f = matrix_.format;
+    const size_t groups_n = groups(n(), f.group_n), groups_k = groups(k(), f.group_k);
+    auto data = new_bytes(n(), (k() * element_bits(f.element) + 7) / 8);
+    auto scale = new_bytes(groups_n, groups_k * element_bits(f.scale) / 8);
+    auto zero = new_bytes(groups_n, groups_k * element_bits(f.zero) / 8);
+    const ktk_target target = {data.data(),   scale.data(),   zero.data(),
+                               data.shape(1), scale.shape(1), zero.shape(1)};
+    {
+      const nb::gil_scoped_release release;
+      variant_.export_weight(&matrix_, packed_.data(), 0, n(), &target);
+    }
+    return nb::make_tuple(data, scale, zero);
   }
 
   size_t act_size() const { return variant_.act_size(&matrix_); }
@@ -218,6 +239,9 @@ void bind_packed(nb::module_& m) {
            "Packs rows [n_begin, n_end) of another weight of the same shape.")
       .def("unpack", &PackedMatrix::unpack, "n_begin"_a = 0, "n_end"_a = nb::none(),
            "Rows [n_begin, n_end) as stored, f32.")
+      .def("exported", &PackedMatrix::exported,
+           "Data, scale and zero point in the stored format, as the bytes of their rows; packing\n"
+           "them again gives the same matrix. ValueError if the backend cannot.")
       .def("padded", &PackedMatrix::padded, "m"_a, "m rounded up to the variant's m_step.")
       .def("pack_act", &PackedMatrix::pack_act, "x"_a, "Encoded rows, uint8 [padded m, act_size].")
       .def("pack_act_range", &PackedMatrix::pack_act_range, "x"_a, "k_begin"_a, "k_end"_a, "act"_a,

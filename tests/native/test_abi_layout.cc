@@ -79,7 +79,8 @@ OFFSET(ktk_ukernel, scratch_size, 24);
 OFFSET(ktk_ukernel, run, 32);
 
 static_assert(offsetof(ktk_variant, weight_offset) == 144);
-static_assert(sizeof(ktk_variant) == 152);
+static_assert(offsetof(ktk_variant, export_weight) == 152);
+static_assert(sizeof(ktk_variant) == 160);
 OFFSET(ktk_variant, struct_size, 0);
 OFFSET(ktk_variant, name, 8);
 OFFSET(ktk_variant, required_isa, 16);
