@@ -178,6 +178,11 @@ class Backend:
         is not taken.
         """
 
+    def packed_size(self, stored: Format, n: int, k: int, variant: str = '') -> int:
+        """
+        Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.
+        """
+
     def default_variant(self) -> str:
         """
         Name of the best variant that runs here; RuntimeError with the reasons if none does.

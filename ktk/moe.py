@@ -117,7 +117,7 @@ class MoE:
 
     @classmethod
     def from_checkpoint(
-        cls, path: str | Path, layer: int, backend: str | Backend = "BF16", **options: Any
+        cls, path: str | Path, layer: int, backend: str | Backend | None = None, **options: Any
     ) -> MoE:
         """Load the experts of one layer of a checkpoint.
 
@@ -128,10 +128,12 @@ class MoE:
             split one, or a directory that holds one model in GGUF files.
         layer : int
             Number of the layer.
-        backend : str or Backend
-            What computes it.
+        backend : str or Backend, optional
+            What computes it. By default the format of the weights decides: see
+            :func:`ktk.checkpoint.default_backend`.
         **options
-            Keywords of :class:`MoE`.
+            ``experts``: the slots to load, by default all; the others take no memory.
+            ``physical_to_logical_map``: as of :meth:`load`. And the keywords of :class:`MoE`.
 
         Raises
         ------

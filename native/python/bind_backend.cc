@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -165,6 +166,19 @@ void bind_backend(nb::module_& m) {
           "given"_a, "n"_a, "k"_a, "wanted"_a = nb::none(),
           "What an n x k weight is stored as: `wanted`, or the backend's choice. ValueError if it\n"
           "is not taken.")
+      .def(
+          "packed_size",
+          [](const BackendTable& b, const ktk_format& stored, size_t n, size_t k,
+             const std::string& variant) {
+            const auto same = [&](const ktk_format& f) { return key(f) == key(stored); };
+            if (std::none_of(b.formats.begin(), b.formats.end(), same)) {
+              throw nb::value_error((b.name + " stores no weights as " + describe(stored)).c_str());
+            }
+            const ktk_matrix matrix{n, k, stored};
+            return b.select(variant).weight_size(&matrix);
+          },
+          "stored"_a, "n"_a, "k"_a, "variant"_a = "",
+          "Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.")
       .def(
           "default_variant", [](const BackendTable& b) { return b.select("").name; },
           "Name of the best variant that runs here; RuntimeError with the reasons if none does.");
