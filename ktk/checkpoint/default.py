@@ -32,7 +32,7 @@ _DECODED = ("BF16",)
 
 
 def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
-    """Return the backend for a layer of a checkpoint.
+    """Return the backend for a layer of a checkpoint: of packed files, the one they were made for.
 
     Parameters
     ----------
@@ -47,6 +47,9 @@ def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
         No installed backend takes what is stored; the message has the reason of each one that was
         considered.
     """
+    recorded = checkpoint.recorded_backend(layer)
+    if recorded is not None:
+        return load_backend(recorded)
     formats = checkpoint.formats(layer)
     stored = ", ".join(dict.fromkeys(str(matrix.format) for matrix in formats.values()))
     reasons = []

@@ -49,6 +49,10 @@ class GgufCheckpoint:
     ) -> None:
         self.tensors.close()
 
+    def files(self) -> list[Path]:
+        """Return the files of the model."""
+        return self.tensors.paths()
+
     def layers(self) -> list[int]:
         """Return the layers that have experts."""
         return self._layers.numbers()
@@ -78,9 +82,11 @@ class GgufCheckpoint:
         weights = {part: matrix.floats() for part, matrix in self.blocks(layer, number).items()}
         return weights | self._expert_biases(layer, number)
 
-    def values(self, layer: GgufLayer, number: int) -> dict[str, torch.Tensor]:
-        """Read what one expert means, in float64: weights and biases."""
-        return {name: tensor.double() for name, tensor in self.expert(layer, number).items()}
+    def values(
+        self, layer: GgufLayer, number: int, dtype: torch.dtype = torch.float64
+    ) -> dict[str, torch.Tensor]:
+        """Read what one expert means, as floats: weights and biases."""
+        return {name: tensor.to(dtype) for name, tensor in self.expert(layer, number).items()}
 
     def has_floats(self, layer: GgufLayer) -> bool:
         """Whether the matrices are not quantised."""
@@ -133,6 +139,9 @@ class GgufCheckpoint:
         """Return the bytes of a layer's experts in the files."""
         experts = range(layer.config.num_experts)
         return sum(matrix.rows.nbytes for e in experts for matrix in self.blocks(layer, e).values())
+
+    def recorded_backend(self, layer: GgufLayer) -> None:
+        """Say that the files were made for no backend in particular."""
 
     def release(self) -> None:
         """Let go of what was read, so that it takes no memory."""
