@@ -134,6 +134,10 @@ class VariantInfo:
     def act(self) -> Format:
         """What an activation is encoded as, where that depends on no weight."""
 
+    @property
+    def has_act_format(self) -> bool:
+        """Whether act_of() may depend on the weight."""
+
     def act_of(self, stored: Format, n: int, k: int) -> Format:
         """
         What an activation is encoded as that meets an n x k weight of this format.

@@ -105,6 +105,9 @@ void bind_variant(nb::module_& m) {
       .def_prop_ro(
           "act", [](const VariantInfo& v) { return v.variant->act; },
           "What an activation is encoded as, where that depends on no weight.")
+      .def_prop_ro(
+          "has_act_format", [](const VariantInfo& v) { return v.variant->act_format != nullptr; },
+          "Whether act_of() may depend on the weight.")
       .def(
           "act_of",
           [](const VariantInfo& v, const ktk_format& stored, size_t n, size_t k) {
