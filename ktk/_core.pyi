@@ -177,6 +177,11 @@ class Backend:
         What an n x k weight is stored as by default; ValueError if it is not taken.
         """
 
+    def share_activations(self, gate: Format, up: Format, n: int, k: int) -> bool:
+        """
+        Whether gate and up [n, k] of an expert may be stored in these formats.
+        """
+
     def default_variant(self) -> str:
         """
         Name of the best variant that runs here; RuntimeError with the reasons if none does.
