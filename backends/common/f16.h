@@ -1,4 +1,5 @@
-// IEEE half precision -> f32 in integer arithmetic: exact, subnormals included, whatever MXCSR says.
+// IEEE half precision -> f32 in integer arithmetic: exact, subnormals included, whatever MXCSR
+// says.
 #pragma once
 
 #include <stdint.h>
