@@ -215,7 +215,8 @@ class Conversion:
             return mine
         if not self._resume:
             raise CheckpointError(
-                f"{self.output} holds a conversion already: go on with it by --resume, or choose another folder"
+                f"{self.output} holds a conversion already: go on with it by --resume, or choose "
+                "another folder"
             )
         earlier = read_index(self.output)
         for what in ("backend", "group_size", "source"):

@@ -16,6 +16,7 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -118,7 +119,7 @@ def _entries(header: Header) -> dict[str, Any]:
     none = (0,) * layout.config.num_experts
     return {
         "version": VERSION,
-        "writer": f"ktk {version('ktk')}",
+        "writer": _writer(),
         "backend": header.backend,
         "layer": header.layer,
         "source": header.source,
@@ -140,6 +141,11 @@ def format_entries(fmt: Format) -> dict[str, Any]:
         "group_n": fmt.group_n,
         "group_k": fmt.group_k,
     }
+
+
+@cache
+def _writer() -> str:
+    return f"ktk {version('ktk')}"
 
 
 def _hex(crc: int) -> str:
