@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from ktk import Format
 from ktk.checkpoint import describe, load_moe
 from ktk.checkpoint.config import read_config
-from ktk.checkpoint.experts import Checkpoint, spans
+from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.families import FAMILIES
+from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 
 E, K, H, I = 3, 2, 20, 12  # noqa: E741 - the names the table uses
