@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 
-ABI: tuple = (1, 0)
+ABI: tuple = (1, 1)
 
 def detected_isa() -> list[str]:
     """
@@ -66,7 +66,8 @@ class Format:
     """
     How weights are stored: (element - zero) * scale per group.
 
-    A group spans group_n rows and group_k columns; 0 is the whole extent.
+    A group spans group_n rows and group_k columns; 0 is the whole extent. ggml's
+    types ("q4_k", or "ggml:12") have their scales in their blocks.
     """
 
     def __init__(self, element: str, scale: str = 'none', zero: str = 'none', group_n: int = 1, group_k: int = 0) -> None: ...
@@ -85,6 +86,12 @@ class Format:
 
     @property
     def group_k(self) -> int: ...
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """
+        Elements that fill whole bytes together, and these bytes; (0, 0) if ktk knows none.
+        """
 
     def __eq__(self, arg: object, /) -> bool: ...
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ktk/abi.h"
+#include "moe/elements.h"
 
 namespace ktk {
 
@@ -52,10 +53,5 @@ struct BackendTable : std::enable_shared_from_this<BackendTable> {
 
 // "i8 with f32 scales per 1 x 128", for messages.
 std::string describe(const ktk_format& format);
-std::string element_name(ktk_element element);
-// Inverse of element_name; throws std::invalid_argument.
-ktk_element element_from_name(const std::string& name);
-// Bits of one element; 0 for ggml's block types.
-size_t element_bits(ktk_element element);
 
 }  // namespace ktk

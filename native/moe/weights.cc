@@ -14,34 +14,46 @@ constexpr size_t kPage = 4096;
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
-// Rows [row, ...) and columns [col, ...) of a source; both are multiples of its group.
+// Rows [row, ...) and columns [col, ...) of a source; both are multiples of its group and its
+// block.
 ktk_source view(const ktk_source& source, size_t row, size_t col) {
   ktk_source part = source;
-  const auto move = [](const void*& data, size_t stride, size_t rows, size_t bits) {
-    if (data) data = static_cast<const char*>(data) + rows * stride + bits / 8;
+  const auto move = [](const void*& data, size_t stride, size_t rows, ktk_element element,
+                       size_t columns) {
+    if (!data) return;
+    const size_t offset = rows * stride + block_of(element).bytes_of(columns);
+    data = static_cast<const char*>(data) + offset;
   };
   const ktk_format& f = source.format;
-  move(part.data, source.data_stride, row, col * element_bits(f.element));
   const size_t group_row = f.group_n ? row / f.group_n : 0;
   const size_t group_col = f.group_k ? col / f.group_k : 0;
-  move(part.scale, source.scale_stride, group_row, group_col * element_bits(f.scale));
-  move(part.zero, source.zero_stride, group_row, group_col * element_bits(f.zero));
+  move(part.data, source.data_stride, row, f.element, col);
+  move(part.scale, source.scale_stride, group_row, f.scale, group_col);
+  move(part.zero, source.zero_stride, group_row, f.zero, group_col);
   return part;
 }
 
+// What the depth of a matrix can be cut at: whole groups and whole blocks.
+size_t depth_step(const ktk_format& format) {
+  const size_t block = std::max<size_t>(block_of(format.element).columns, 1);
+  return format.group_k ? std::lcm<size_t>(block, format.group_k) : block;
+}
+
 // What the intermediate size may be cut at: whole packed columns of gate and up, whole depth steps
-// of down, and whole groups, of what is stored and of what is given.
+// of down, and whole groups and blocks, of what is stored and of what is given.
 size_t cut_step(const ktk_tile& tile, const ktk_format& gate, const ktk_format& down,
                 const ExpertSource& given) {
   size_t step = std::lcm<size_t>(tile.n_step, tile.k_step);
-  for (const uint32_t group : {gate.group_n, given.gate.format.group_n, given.up.format.group_n,
-                               down.group_k, given.down.format.group_k}) {
+  for (const uint32_t group : {gate.group_n, given.gate.format.group_n, given.up.format.group_n}) {
     if (group) step = std::lcm<size_t>(step, group);
+  }
+  for (const ktk_format& format : {down, given.down.format}) {
+    step = std::lcm(step, depth_step(format));
   }
   return step;
 }
 
-void check_cut(const char* name, uint32_t group, size_t cut) {
+void check_cut(const char* name, size_t group, size_t cut) {
   if (group == 0 || cut % group == 0) return;
   throw std::invalid_argument(std::string(name) + " has groups of " + std::to_string(group) +
                               ", but the layer is split into shards at " + std::to_string(cut) +
@@ -92,7 +104,7 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
   for (const Shard& shard : shards_) {
     check_cut("gate", source.gate.format.group_n, shard.begin);
     check_cut("up", source.up.format.group_n, shard.begin);
-    check_cut("down", source.down.format.group_k, shard.begin);
+    check_cut("down", depth_step(source.down.format), shard.begin);
   }
   struct Job {
     const ktk_matrix* matrix;

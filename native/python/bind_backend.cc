@@ -23,8 +23,13 @@ auto key(const ktk_format& f) {
 
 ktk_format make_format(const std::string& element, const std::string& scale,
                        const std::string& zero, uint32_t group_n, uint32_t group_k) {
-  return {element_from_name(element), element_from_name(scale), element_from_name(zero), group_n,
-          group_k};
+  const ktk_element type = element_from_name(element);
+  const ktk_element scale_type = element_from_name(scale), zero_type = element_from_name(zero);
+  if (!is_ggml(type)) return {type, scale_type, zero_type, group_n, group_k};
+  if (scale_type != KTK_NONE || zero_type != KTK_NONE) {
+    throw nb::value_error((element_name(type) + " has its scales in its blocks").c_str());
+  }
+  return {type, KTK_NONE, KTK_NONE, 1, static_cast<uint32_t>(block_of(type).columns)};
 }
 
 // The table keeps the variant alive: Python may hold a variant longer than its backend.
@@ -41,9 +46,11 @@ std::shared_ptr<BackendTable> load_table(nb::object capsule) {
 }
 
 void bind_format(nb::module_& m) {
-  nb::class_<ktk_format>(m, "Format",
-                         "How weights are stored: (element - zero) * scale per group.\n\n"
-                         "A group spans group_n rows and group_k columns; 0 is the whole extent.")
+  nb::class_<ktk_format>(
+      m, "Format",
+      "How weights are stored: (element - zero) * scale per group.\n\n"
+      "A group spans group_n rows and group_k columns; 0 is the whole extent. ggml's\n"
+      "types (\"q4_k\", or \"ggml:12\") have their scales in their blocks.")
       .def(
           "__init__",
           [](ktk_format* self, const std::string& element, const std::string& scale,
@@ -56,6 +63,13 @@ void bind_format(nb::module_& m) {
       .def_prop_ro("zero", [](const ktk_format& f) { return element_name(f.zero); })
       .def_ro("group_n", &ktk_format::group_n)
       .def_ro("group_k", &ktk_format::group_k)
+      .def_prop_ro(
+          "block",
+          [](const ktk_format& f) {
+            const Block block = block_of(f.element);
+            return std::make_pair(block.columns, block.bytes);
+          },
+          "Elements that fill whole bytes together, and these bytes; (0, 0) if ktk knows none.")
       .def(
           "__eq__",
           [](const ktk_format& a, nb::object b) {

@@ -34,7 +34,8 @@ class PackedMatrix {
       : table_(std::move(table)), variant_(table_->select(variant, force)) {
     const ktk_source source = source_from("weight", data, scale, zero, given, -1, -1);
     matrix_.n = data.shape(0);
-    matrix_.k = data.shape(1) * 8 * data.itemsize() / element_bits(source.format.element);
+    const Block block = block_of(source.format.element);
+    matrix_.k = data.shape(1) * data.itemsize() / block.bytes * block.columns;
     if (matrix_.n == 0 || matrix_.k == 0) throw nb::value_error("weight is empty");
     matrix_.format =
         table_->stored(source.format, stored ? &*stored : nullptr, matrix_.n, matrix_.k);
