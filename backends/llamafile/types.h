@@ -1,7 +1,7 @@
 // What each of ggml's block types is in the normal form.
 #pragma once
 
-#include "normal.h"
+#include "llamafile/normal.h"
 
 namespace ktk::llamafile {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "types.h"
+#include "llamafile/types.h"
 
 namespace ktk::llamafile {
 namespace {

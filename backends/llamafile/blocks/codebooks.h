@@ -13,7 +13,7 @@
 // has a code of IQ1 from which delta is taken away.
 #pragma once
 
-#include "bits.h"
+#include "llamafile/blocks/bits.h"
 #include "llamafile/blocks/grids.h"
 
 namespace ktk::llamafile {

@@ -1,9 +1,9 @@
 // The decoder of a type.
 #pragma once
 
-#include "codebooks.h"
-#include "k_quants.h"
-#include "legacy.h"
+#include "llamafile/blocks/codebooks.h"
+#include "llamafile/blocks/k_quants.h"
+#include "llamafile/blocks/legacy.h"
 
 namespace ktk::llamafile {
 namespace {

@@ -13,7 +13,7 @@
 // low[64]: 32 bytes per 128 columns; byte l holds columns l, l + 32, l + 64, l + 96, two bits each.
 #pragma once
 
-#include "bits.h"
+#include "llamafile/blocks/bits.h"
 
 namespace ktk::llamafile {
 namespace {

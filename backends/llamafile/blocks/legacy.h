@@ -9,7 +9,7 @@
 //   NVFP4          ue4m3[4]            4 x nibbles[8]   of 16 columns: i low, i + 8 high
 #pragma once
 
-#include "bits.h"
+#include "llamafile/blocks/bits.h"
 
 namespace ktk::llamafile {
 namespace {
