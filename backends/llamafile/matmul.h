@@ -4,6 +4,8 @@
 #pragma once
 
 #include "common/ukernel.h"
+#include "llamafile/either.h"
+#include "llamafile/floats/matmul.h"
 #include "llamafile/tile.h"
 
 namespace ktk::llamafile {
@@ -169,8 +171,8 @@ inline void multiply(const ktk_matmul* mm) {
 }
 
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("thin", Dot::kThinRows, multiply_thin),
-    make_ukernel("wide", SIZE_MAX, multiply, scratch_size),
+    make_ukernel("thin", Dot::kThinRows, either<multiply_thin, floats::multiply<Dot>>),
+    make_ukernel("wide", SIZE_MAX, either<multiply, floats::multiply<Dot>>, scratch_size),
 };
 
 }  // namespace
