@@ -31,7 +31,7 @@ class Codes {
 
   // Calls use(j, operand) for the four steps 4 half + j; `unit` points to the first column.
   template <int kHalf, class Use>
-  void for_each_step(const uint8_t* unit, Use use) const {
+  [[gnu::always_inline]] void for_each_step(const uint8_t* unit, Use use) const {
     if constexpr (kBits == 8) {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; ++j) use(j, meant(row(unit, 4 * kHalf + j)));
@@ -92,7 +92,7 @@ struct Operands {
   explicit Operands(const Meaning&) {}
 
   template <int kHalf, class Use>
-  void for_each_step(const uint8_t* unit, Use use) const {
+  [[gnu::always_inline]] void for_each_step(const uint8_t* unit, Use use) const {
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) use(j, Dot::load_bytes(unit + (4 * kHalf + j) * kRowBytes));
   }

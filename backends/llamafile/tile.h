@@ -59,181 +59,121 @@ inline void pin(Register& x) {
   asm("" : "+x"(x));
 }
 
+// Calls use(j, v, operand) for the four steps 4 half + j of every register of columns.
+template <int kHalf, class Weights, class Use>
+[[gnu::always_inline]] inline void for_each_operand(const Weights& weights, const uint8_t* unit,
+                                                    Use use) {
+#pragma GCC unroll 2
+  for (int v = 0; v < kVecs; ++v) {
+    weights.template for_each_step<kHalf>(
+        unit + v * sizeof(Dot::Int),
+        [&](int j, Dot::Int operand) __attribute__((always_inline)) { use(j, v, operand); });
+  }
+}
+
 template <class Weights, class Shape, int kRows>
-class Tile {
+void multiply_tile(const TileArgs& args) {
   using Int = Dot::Int;
   using Float = Dot::Float;
-  // Every third row has a pointer, the two behind it are reached through the index register.
-  static constexpr int kPointers = (kRows + 2) / 3;
-  static constexpr bool kDecodes = Weights::kBits > 0;
+  constexpr bool kDecodes = Weights::kBits > 0;
   // Of codes, or of operands, that a tile passes in a unit.
-  static constexpr size_t kUnitBytes = kDecodes ? Weights::kBits * kRowBytes : kOperandBytes;
-  static constexpr size_t kUnitLines = kUnitBytes / kLine * kTileColumns / kColumns;
-
- public:
-  static void multiply(const TileArgs& args) {
-    Tile tile(args);
-    const uint8_t* factors = tile.t_.factors;
-    const float* params = tile.t_.params;
-#pragma GCC unroll 1
-    for (size_t unit = 0; unit < tile.t_.units; ++unit) {
-      if constexpr (Shape::kHalves) {
-        tile.halves(factors, params);
-      } else {
-        tile.whole(factors, params);
-      }
-      tile.weight_ += kUnitBytes;
-      factors += sizeof(Factor);
-      params += Shape::kParams;
-    }
-  }
-
- private:
-  explicit Tile(const TileArgs& args)
-      : t_(args), weights_(*args.meaning), weight_(args.weight), prefetch_(args.prefetch) {
+  constexpr size_t kUnitBytes = kDecodes ? Weights::kBits * kRowBytes : kOperandBytes;
+  constexpr size_t kUnitLines = kUnitBytes / kLine * kTileColumns / kColumns;
+  constexpr size_t kSlots = kVecs * kUnitSteps;  // operands of a unit
+  constexpr int kGroups = Shape::kHalves ? 2 : 1;
+  // Every third row has a pointer, the two behind it are reached through the index register.
+  constexpr int kPointers = (kRows + 2) / 3;
+  const TileArgs t = args;  // a copy that stores to dst cannot change
+  const Weights weights(*t.meaning);
+  const uint8_t* act[kPointers];
 #pragma GCC unroll 4
-    for (int i = 0; i < kPointers; ++i) act_[i] = t_.act + 3 * i * t_.act_stride;
-  }
-
-  static const int32_t* comp(const uint8_t* factor) {
-    return reinterpret_cast<const Factor*>(factor)->comp;
-  }
-  static Int set1_int(const int32_t* x) { return Dot::set1_int(*x); }
-
-  template <int kHalf>
-  void add_half(Int (&acc)[kRows][kVecs]) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
-      weights_.template for_each_step<kHalf>(
-          weight_ + v * sizeof(Int), [&](int j, Int operand) __attribute__((always_inline)) {
-            fetch((kHalf * kVecs + v) * 4 + j);
-#pragma GCC unroll 16
-            for (int r = 0; r < kRows; ++r) {
-              const uint8_t* a = act_[r / 3] + r % 3 * t_.act_stride + j * kStep;
-              acc[r][v] = Dot::dot(acc[r][v], operand, a);
-            }
-          });
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < kPointers; ++i) act_[i] = hidden(act_[i] + kUnit / 2);
-  }
-
-  // Called for sixteen operands of a unit.
-  void fetch(size_t slot) {
-    constexpr size_t kSlots = kVecs * kUnitSteps;
-    if constexpr (kDecodes) {
-      const size_t line = slot * kUnitLines / kSlots;
-      if (line != (slot + 1) * kUnitLines / kSlots) {
-        prefetch_l2(weight_ + kBytesAhead + line * (kUnitBytes / kUnitLines));
-      }
-    } else if (slot / 4 % kVecs == 0) {
-      prefetch_l2(prefetch_);
-      prefetch_l2(prefetch_ + t_.prefetch_half);
-      prefetch_ += t_.prefetch_step;
-    }
-  }
-
-  void whole(const uint8_t* factors, const float* params) {
-    Int acc[kRows][kVecs];
+  for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
+  const uint8_t* weight = t.weight;
+  const uint8_t* prefetch = t.prefetch;
+  const uint8_t* factors = t.factors;
+  const float* params = t.params;
+  for (size_t unit = 0; unit < t.units; ++unit) {
+    Int acc[kGroups][kRows][kVecs];
     const uint8_t* factor = hidden(factors);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r, factor += t_.act_stride) {
-      const Int start = Dot::kWeightOffset
-                            ? Dot::add(set1_int(comp(factor)), set1_int(comp(factor) + 1))
-                            : Dot::set1_int(0);
+    for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
+      const Factor* f = reinterpret_cast<const Factor*>(factor);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        acc[r][v] = start;
-        pin(acc[r][v]);
+      for (int g = 0; g < kGroups; ++g) {
+        Int start = Dot::set1_int(0);
+        if constexpr (Dot::kWeightOffset) {
+          start = Dot::set1_int(f->comp[g]);
+          if constexpr (kGroups == 1) start = Dot::add(start, Dot::set1_int(f->comp[1]));
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) {
+          acc[g][r][v] = start;
+          pin(acc[g][r][v]);
+        }
       }
     }
-    add_half<0>(acc);
-    add_half<1>(acc);
-    Float scale[kVecs], min[kVecs];
+    const auto half = [&]<int kHalf>() __attribute__((always_inline)) {
+      const auto add = [&](int j, int v, Int operand) __attribute__((always_inline)) {
+        const size_t slot = static_cast<size_t>((kHalf * kVecs + v) * 4 + j);
+        if constexpr (kDecodes) {
+          const size_t line = slot * kUnitLines / kSlots;
+          if (line != (slot + 1) * kUnitLines / kSlots) {
+            prefetch_l2(weight + kBytesAhead + line * (kUnitBytes / kUnitLines));
+          }
+        } else if (v == 0) {
+          prefetch_l2(prefetch);
+          prefetch_l2(prefetch + t.prefetch_half);
+          prefetch += t.prefetch_step;
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r) {
+          Int& sum = acc[kHalf * (kGroups - 1)][r][v];
+          sum = Dot::dot(sum, operand, act[r / 3], t.act_stride, r % 3, j * 4);
+        }
+      };
+      for_each_operand<kHalf>(weights, weight, add);
+#pragma GCC unroll 4
+      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit / 2);
+    };
+    half.template operator()<0>();
+    half.template operator()<1>();
+    weight += kUnitBytes;
+    Float param[2 * kGroups][kVecs];  // scales, minima
+#pragma GCC unroll 4
+    for (int i = 0; i < (Shape::kMins ? 2 : 1) * kGroups; ++i) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
-      scale[v] = Dot::load(params + v * Dot::kLanes);
-      if constexpr (Shape::kMins) min[v] = Dot::load(params + kColumns + v * Dot::kLanes);
+      for (int v = 0; v < kVecs; ++v) param[i][v] = Dot::load(params + i * 32 + v * Dot::kLanes);
     }
     factor = hidden(factors);
-    float* dst = hidden(t_.dst);
+    float* dst = hidden(t.dst);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r, factor += t_.act_stride, dst += t_.dst_stride) {
+    for (int r = 0; r < kRows; ++r, factor += t.act_stride, dst += t.dst_stride) {
       const Factor* f = reinterpret_cast<const Factor*>(factor);
-      const Float act_scale = Dot::set1(f->scale);
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) {
+        pin(acc[0][r][v]);
+        Float value = Dot::convert(acc[0][r][v]);
         float* to = dst + v * Dot::kLanes;
-        Float value = Dot::mul(Dot::convert(acc[r][v]), act_scale);
-        value = Dot::fma(value, scale[v], Dot::load(to));
-        if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), min[v], value);
+        if constexpr (Shape::kHalves) {
+          value = Dot::mul(value, param[0][v]);
+          value = Dot::fma(Dot::convert(acc[1][r][v]), param[1][v], value);
+          if constexpr (Shape::kMins) {
+            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), param[2][v], value);
+            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), param[3][v], value);
+          }
+          value = Dot::fma(value, Dot::set1(f->scale), Dot::load(to));
+        } else {
+          value = Dot::mul(value, Dot::set1(f->scale));
+          value = Dot::fma(value, param[0][v], Dot::load(to));
+          if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), param[1][v], value);
+        }
         Dot::store(to, value);
       }
     }
+    factors += sizeof(Factor);
+    params += Shape::kParams;
   }
-
-  void halves(const uint8_t* factors, const float* params) {
-    Int acc[kRows][kVecs];
-    Float sum[kRows][kVecs];
-    start_half<0>(acc, factors);
-    add_half<0>(acc);
-    scale_half<0>(acc, sum, params);
-    start_half<1>(acc, factors);
-    add_half<1>(acc);
-    scale_half<1>(acc, sum, params);
-    const uint8_t* factor = hidden(factors);
-    float* dst = hidden(t_.dst);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r, factor += t_.act_stride, dst += t_.dst_stride) {
-      const Factor* f = reinterpret_cast<const Factor*>(factor);
-#pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        float* to = dst + v * Dot::kLanes;
-        Float value = sum[r][v];
-        if constexpr (Shape::kMins) {
-          const float* min = params + 2 * kColumns + v * Dot::kLanes;
-          value = Dot::fma(Dot::convert(set1_int(f->comp)), Dot::load(min), value);
-          value = Dot::fma(Dot::convert(set1_int(f->comp + 1)), Dot::load(min + kColumns), value);
-        }
-        Dot::store(to, Dot::fma(value, Dot::set1(f->scale), Dot::load(to)));
-      }
-    }
-  }
-
-  template <int kHalf>
-  void start_half(Int (&acc)[kRows][kVecs], const uint8_t* factors) {
-    const uint8_t* factor = hidden(factors);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r, factor += t_.act_stride) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        acc[r][v] = Dot::kWeightOffset ? set1_int(comp(factor) + kHalf) : Dot::set1_int(0);
-        pin(acc[r][v]);
-      }
-    }
-  }
-
-  template <int kHalf>
-  static void scale_half(Int (&acc)[kRows][kVecs], Float (&sum)[kRows][kVecs],
-                         const float* params) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
-      const Float scale = Dot::load(params + kHalf * kColumns + v * Dot::kLanes);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        const Float value = Dot::convert(acc[r][v]);
-        sum[r][v] = kHalf ? Dot::fma(value, scale, sum[r][v]) : Dot::mul(value, scale);
-        pin(sum[r][v]);
-      }
-    }
-  }
-
-  const TileArgs t_;  // a copy that stores to dst cannot change
-  const Weights weights_;
-  const uint8_t* weight_;
-  const uint8_t* prefetch_;
-  const uint8_t* act_[kPointers];
-};
+}
 
 using MultiplyTile = void (*)(const TileArgs&);
 
@@ -243,7 +183,7 @@ struct Tiles {
 
   template <int kRows = 1>
   constexpr void fill() {
-    of_rows[kRows] = Tile<Weights, Shape, kRows>::multiply;
+    of_rows[kRows] = multiply_tile<Weights, Shape, kRows>;
     if constexpr (kRows < kMaxRows) fill<kRows + 1>();
   }
   constexpr Tiles() : of_rows{} { fill(); }
