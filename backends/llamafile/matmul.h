@@ -18,7 +18,7 @@ struct Kernels {
   MultiplyTile thin[Dot::kThinRows + 1];
   const MultiplyTile* of_rows;
   size_t max_rows;
-  void (*write_operands)(const Meaning&, const uint8_t*, size_t, uint8_t*);
+  WriteOperands write_operands;
   size_t params;  // floats of a unit
 };
 
@@ -113,6 +113,33 @@ inline size_t scratch_size(const ktk_matrix*, size_t) {
   return kStretchUnits * (kOperandBytes + kMaxParams * sizeof(float));
 }
 
+inline WeightStream weight_stream(const ktk_matmul* mm) {
+  return {
+      .begin = reinterpret_cast<const char*>(block_at(mm, mm->n_begin)),
+      .lines = block_offset(mm->matrix, round_up(mm->n_end - mm->n_begin, kColumns)) / kLine,
+      .next = static_cast<const char*>(mm->next),
+  };
+}
+
+// Operands and parameters of the units from `run` on, of which the block has `units_left`.
+struct Stretch {
+  const uint8_t* end;
+  size_t units = 0;
+
+  Stretch(const BlockType& type, const Meaning& meaning, WriteOperands write, size_t unit_params,
+          const uint8_t* run, size_t units_left, uint8_t* operands, float* params)
+      : end(run) {
+    while (units < smaller(kStretchUnits, units_left)) {
+      const size_t count = smaller(kRunUnits, units_left - units);
+      const uint8_t* codes = end + header(type, count).end;
+      load_params(type, end, count, params + units * unit_params);
+      write(meaning, codes, count, operands + units * kOperandBytes);
+      end = codes + count * unit_bytes(type);
+      units += count;
+    }
+  }
+};
+
 inline void multiply(const ktk_matmul* mm) {
   const BlockType& type = block_type(mm->matrix->format.element);
   const Kernels& kernels = kernels_for(type);
@@ -122,11 +149,7 @@ inline void multiply(const ktk_matmul* mm) {
   const size_t tiles = row_tiles * (kColumns / kTileColumns);
   uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
   float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
-  const WeightStream stream = {
-      .begin = reinterpret_cast<const char*>(block_at(mm, mm->n_begin)),
-      .lines = block_offset(mm->matrix, round_up(mm->n_end - mm->n_begin, kColumns)) / kLine,
-      .next = static_cast<const char*>(mm->next),
-  };
+  const WeightStream stream = weight_stream(mm);
   const uint8_t* run = block_at(mm, mm->n_begin);
   TileArgs t = {};
   t.meaning = &meaning;
@@ -136,17 +159,12 @@ inline void multiply(const ktk_matmul* mm) {
     float* dst = mm->dst + (n - mm->n_begin);
     clear_dst(dst, mm->dst_stride, mm->m);
     for (size_t unit = 0; unit < units; unit += t.units) {
-      const uint8_t* first_run = run;
-      for (t.units = 0; t.units < kStretchUnits && unit + t.units < units;) {
-        const size_t run_units = smaller(kRunUnits, units - unit - t.units);
-        const uint8_t* codes = run + header(type, run_units).end;
-        load_params(type, run, run_units, params + t.units * kernels.params);
-        kernels.write_operands(meaning, codes, run_units, operands + t.units * kOperandBytes);
-        run = codes + run_units * unit_bytes(type);
-        t.units += run_units;
-      }
+      const Stretch stretch(type, meaning, kernels.write_operands, kernels.params, run,
+                            units - unit, operands, params);
+      t.units = stretch.units;
       // The tiles of a stretch together fetch as many bytes as it has, those that come next.
-      const size_t bytes = static_cast<size_t>(run - first_run);
+      const size_t bytes = static_cast<size_t>(stretch.end - run);
+      run = stretch.end;
       const size_t share = bytes / tiles + 1;
       size_t ahead = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin);
       t.prefetch_step = share / (2 * kUnitSteps * t.units) + 1;
