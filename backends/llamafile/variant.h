@@ -20,12 +20,13 @@ inline void act_format(const ktk_matrix* matrix, ktk_format* out) {
 }
 
 template <size_t kNumKernels>
-constexpr ktk_variant make_variant(const ktk_ukernel (&ukernels)[kNumKernels]) {
+constexpr ktk_variant make_variant(const ktk_ukernel (&ukernels)[kNumKernels], uint32_t m_step = 1,
+                                   void (*enter)() = nullptr, void (*leave)() = nullptr) {
   return {
       .struct_size = sizeof(ktk_variant),
       .name = KTK_STRING(KTK_TARGET),
       .required_isa = KTK_TARGET_ISA,
-      .tile = {.m_step = 1, .n_step = kColumns, .k_step = kUnit},
+      .tile = {.m_step = m_step, .n_step = kColumns, .k_step = kUnit},
       .act = kActFormat,
       .layout = kLayout,
       .weight_size = either<weight_size, floats::weight_size>,
@@ -36,8 +37,8 @@ constexpr ktk_variant make_variant(const ktk_ukernel (&ukernels)[kNumKernels]) {
       .unpack_act = either<unpack_act, FloatAct::unpack>,
       .ukernels = ukernels,
       .num_ukernels = kNumKernels,
-      .enter = nullptr,
-      .leave = nullptr,
+      .enter = enter,
+      .leave = leave,
       .weight_offset = either<block_offset, floats::weight_offset>,
       .act_format = act_format,
   };
