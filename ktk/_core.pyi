@@ -132,7 +132,12 @@ class VariantInfo:
 
     @property
     def act(self) -> Format:
-        """What an activation is encoded as."""
+        """What an activation is encoded as, where that depends on no weight."""
+
+    def act_of(self, stored: Format, n: int, k: int) -> Format:
+        """
+        What an activation is encoded as that meets an n x k weight of this format.
+        """
 
     @property
     def ukernels(self) -> list[tuple[str, int]]:
@@ -196,6 +201,10 @@ class PackedMatrix:
     def variant(self) -> str: ...
 
     @property
+    def act(self) -> Format:
+        """What activations are encoded as."""
+
+    @property
     def act_size(self) -> int:
         """Bytes of one packed row of activations."""
 
@@ -241,9 +250,9 @@ class Ticket:
 class MoE:
     """The experts of one layer; ktk.MoE is its public face."""
 
-    def __init__(self, backend: object, pool: WorkerPool, num_experts: int, num_experts_per_tok: int, hidden_size: int, intermediate_size: int, activation: int, alpha: float, limit: float | None, clamp_gate_below: bool, variant: str, force: bool, shards: int, stored: Format | None) -> None: ...
+    def __init__(self, backend: object, pool: WorkerPool, num_experts: int, num_experts_per_tok: int, hidden_size: int, intermediate_size: int, activation: int, alpha: float, limit: float | None, clamp_gate_below: bool, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
 
-    def load_expert(self, expert: int, gate: Annotated[NDArray, dict(writable=False)], up: Annotated[NDArray, dict(writable=False)], down: Annotated[NDArray, dict(writable=False)], gate_scale: Annotated[NDArray, dict(writable=False)] | None = None, up_scale: Annotated[NDArray, dict(writable=False)] | None = None, down_scale: Annotated[NDArray, dict(writable=False)] | None = None, gate_zero: Annotated[NDArray, dict(writable=False)] | None = None, up_zero: Annotated[NDArray, dict(writable=False)] | None = None, down_zero: Annotated[NDArray, dict(writable=False)] | None = None, gate_bias: Annotated[NDArray, dict(writable=False)] | None = None, up_bias: Annotated[NDArray, dict(writable=False)] | None = None, down_bias: Annotated[NDArray, dict(writable=False)] | None = None, given: Format | None = None) -> None: ...
+    def load_expert(self, expert: int, gate: Annotated[NDArray, dict(writable=False)], up: Annotated[NDArray, dict(writable=False)], down: Annotated[NDArray, dict(writable=False)], gate_scale: Annotated[NDArray, dict(writable=False)] | None = None, up_scale: Annotated[NDArray, dict(writable=False)] | None = None, down_scale: Annotated[NDArray, dict(writable=False)] | None = None, gate_zero: Annotated[NDArray, dict(writable=False)] | None = None, up_zero: Annotated[NDArray, dict(writable=False)] | None = None, down_zero: Annotated[NDArray, dict(writable=False)] | None = None, gate_bias: Annotated[NDArray, dict(writable=False)] | None = None, up_bias: Annotated[NDArray, dict(writable=False)] | None = None, down_bias: Annotated[NDArray, dict(writable=False)] | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None: ...
 
     def leave_out(self, expert: int) -> None: ...
 
@@ -270,6 +279,9 @@ class MoE:
 
     @property
     def format(self) -> Format | None: ...
+
+    @property
+    def up_format(self) -> Format | None: ...
 
     @property
     def down_format(self) -> Format | None: ...

@@ -78,13 +78,6 @@ std::unique_ptr<Variant> copy_variant(const std::string& backend, const ktk_vari
 
 uint32_t normal_group(uint32_t group, size_t extent) { return group == extent ? 0 : group; }
 
-bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k) {
-  if (a.element != b.element || a.scale != b.scale || a.zero != b.zero) return false;
-  if (a.scale == KTK_NONE && a.zero == KTK_NONE) return true;  // groups mean nothing
-  return normal_group(a.group_n, n) == normal_group(b.group_n, n) &&
-         normal_group(a.group_k, k) == normal_group(b.group_k, k);
-}
-
 std::string join(const std::vector<std::string>& parts) {
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
@@ -98,6 +91,12 @@ const ktk_ukernel& Variant::kernel_for(size_t m) const {
     if (m <= kernel.m_max) return kernel;
   }
   return kernels.back();
+}
+
+ktk_format Variant::act_of(const ktk_matrix& matrix) const {
+  ktk_format format = act;
+  if (act_format) act_format(&matrix, &format);
+  return format;
 }
 
 std::shared_ptr<BackendTable> BackendTable::copy(const ktk_backend* source) {
@@ -164,6 +163,13 @@ const ktk_format& BackendTable::stored(const ktk_format& given, const ktk_format
   throw std::invalid_argument(name + " does not take weights in " + describe(given) +
                               (wanted ? " to store them as " + describe(*wanted) : "") +
                               "; it takes " + known);
+}
+
+bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k) {
+  if (a.element != b.element || a.scale != b.scale || a.zero != b.zero) return false;
+  if (a.scale == KTK_NONE && a.zero == KTK_NONE) return true;  // groups mean nothing
+  return normal_group(a.group_n, n) == normal_group(b.group_n, n) &&
+         normal_group(a.group_k, k) == normal_group(b.group_k, k);
 }
 
 std::string describe(const ktk_format& format) {

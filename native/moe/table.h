@@ -21,6 +21,8 @@ struct Variant : ktk_variant {
 
   // The micro-kernel for m rows.
   const ktk_ukernel& kernel_for(size_t m) const;
+  // What activations are encoded as that are multiplied with a matrix.
+  ktk_format act_of(const ktk_matrix& matrix) const;
 };
 
 // Held by threads without a Python state: enable_shared_from_this makes nanobind hand out the C++
@@ -51,6 +53,8 @@ struct BackendTable : std::enable_shared_from_this<BackendTable> {
                            size_t k) const;
 };
 
+// Whether two formats mean the same for a matrix of n x k.
+bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k);
 // "i8 with f32 scales per 1 x 128", for messages.
 std::string describe(const ktk_format& format);
 

@@ -104,7 +104,14 @@ void bind_variant(nb::module_& m) {
       .def_prop_ro("k_step", [](const VariantInfo& v) { return v.variant->tile.k_step; })
       .def_prop_ro(
           "act", [](const VariantInfo& v) { return v.variant->act; },
-          "What an activation is encoded as.")
+          "What an activation is encoded as, where that depends on no weight.")
+      .def(
+          "act_of",
+          [](const VariantInfo& v, const ktk_format& stored, size_t n, size_t k) {
+            return v.variant->act_of({n, k, stored});
+          },
+          "stored"_a, "n"_a, "k"_a,
+          "What an activation is encoded as that meets an n x k weight of this format.")
       .def_prop_ro(
           "ukernels",
           [](const VariantInfo& v) {

@@ -72,6 +72,7 @@ class PackedMatrix {
     return out;
   }
 
+  ktk_format act() const { return variant_.act_of(matrix_); }
   size_t act_size() const { return variant_.act_size(&matrix_); }
   size_t padded(size_t m) const { return round_up(m, variant_.tile.m_step); }
 
@@ -210,6 +211,7 @@ void bind_packed(nb::module_& m) {
       .def_prop_ro("nbytes", &PackedMatrix::nbytes)
       .def_prop_ro("format", &PackedMatrix::format)
       .def_prop_ro("variant", &PackedMatrix::variant)
+      .def_prop_ro("act", &PackedMatrix::act, "What activations are encoded as.")
       .def_prop_ro("act_size", &PackedMatrix::act_size, "Bytes of one packed row of activations.")
       .def_prop_ro(
           "buffer", [](nb::handle self) { return nb::cast<PackedMatrix&>(self).buffer(self); },

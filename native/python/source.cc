@@ -142,4 +142,11 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
   return source;
 }
 
+Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats) {
+  if (!formats) return {};
+  if (const ktk_format* all = std::get_if<ktk_format>(&*formats)) return {*all, *all, *all};
+  const auto& [gate, up, down] = std::get<1>(*formats);
+  return {gate, up, down};
+}
+
 }  // namespace ktk

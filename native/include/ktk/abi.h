@@ -184,8 +184,9 @@ typedef struct ktk_variant {
   size_t (*weight_offset)(const ktk_matrix* matrix, size_t n);
 
   /* Since 1.1. What a packed activation is where it depends on the weight that it meets; `act` is
-   * then that of the first stored format. NULL: `act` holds for all. Gate and up of an expert read
-   * the same activations, so that their formats must ask for the same. */
+   * then that of the first stored format. NULL: `act` holds for all. The packed rows of one format
+   * and depth are the same bytes whatever weight they were packed for: gate and up of an expert
+   * read the same rows, and are refused where their formats ask for different ones. */
   void (*act_format)(const ktk_matrix* matrix, ktk_format* format);
 } ktk_variant;
 
