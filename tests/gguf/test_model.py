@@ -21,6 +21,7 @@ from ktk.cli import app
 CASES = {
     ("Q4_K", "Q4_K", "Q6_K"): "LLAMAFILE",
     ("Q8_0", "Q8_0", "Q8_0"): "LLAMAFILE",
+    ("Q4_K", "Q5_K", "F16"): "LLAMAFILE",
     ("BF16", "BF16", "BF16"): "BF16",
     ("F16", "F16", "F16"): "BF16",
     ("F32", "F32", "F32"): "BF16",
