@@ -5,10 +5,10 @@
 //   A 5: rows 16-31      C 2                C 3
 //
 // B tiles are operands (codes.h) with the sign of the weights; a row of 128 bytes is a row of B 6
-// and one of B 7. A stretch of two runs is written to scratch, 16 KiB, before all rows pass over
-// it. A tile is as deep as a group of the type, 32 or 16, because the scales change there, and its
-// sums can only leave through memory. They are scaled and added to dst while the next unit is
-// multiplied: at once, that would wait for the stores and the tiles would wait for it.
+// and one of B 7. A run is written to scratch, 8 KiB, before all rows pass over it. A tile is as
+// deep as a group of the type, 32 or 16, because the scales change there, and its sums can only
+// leave through memory. They are scaled and added to dst while the next unit is multiplied: at
+// once, that would wait for the stores and the tiles would wait for it.
 //
 // Sums are exact and meet the roundings that tile.h lists, so a row has the same bits here and in
 // the micro-kernel for few rows.
@@ -24,7 +24,7 @@ constexpr size_t kTileRows = 16;
 constexpr size_t kBlockRows = 2 * kTileRows;
 constexpr size_t kBlockValues = kBlockRows * kColumns;
 
-// Operands and parameters of a stretch; C of the unit that is being multiplied, and of the one
+// Operands and parameters of a run; C of the unit that is being multiplied, and of the one
 // before it, each of up to two groups.
 inline size_t amx_scratch_size(const ktk_matrix* matrix, size_t m) {
   return scratch_size(matrix, m) + 2 * 2 * kBlockValues * sizeof(int32_t);
@@ -107,35 +107,35 @@ struct Pending {
 };
 
 template <class Shape>
-inline void multiply_amx_blocks(const ktk_matmul* mm, const BlockType& type,
+inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
                                 WriteOperands write_signed) {
   constexpr size_t kGroups = Shape::kScales;  // of a unit
-  const Meaning meaning(type, 0);
+  const Meaning meaning(runs.type, 0);
   const TileRows tile_rows(mm->m, kUnit / kGroups);
-  const size_t units = num_units(mm->matrix);
   const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
   const uint8_t* act = static_cast<const uint8_t*>(mm->act);
   uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
-  float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
+  float* params = reinterpret_cast<float*>(operands + kRunUnits * kOperandBytes);
   int32_t* c = reinterpret_cast<int32_t*>(operands + scratch_size(mm->matrix, mm->m));
   int32_t* c_before = c + 2 * kBlockValues;
   const WeightStream stream = weight_stream(mm);
+  // All units of all rows together fetch as many lines as a run has, those that come next.
+  const size_t run_lines = (runs.full.end + kRunUnits * unit_bytes(runs.type)) / kLine;
+  const size_t share = run_lines / (row_blocks * kRunUnits) + 1;
   const uint8_t* run = block_at(mm, mm->n_begin);
   Pending<Shape> pending = {};
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     float* dst = mm->dst + (n - mm->n_begin);
     clear_dst(dst, mm->dst_stride, mm->m);
-    for (size_t unit = 0, count; unit < units; unit += count) {
+    for (size_t unit = 0, count; unit < runs.units; unit += count) {
       pending.add();  // its parameters are about to be overwritten
       pending.rows = 0;
-      const Stretch stretch(type, meaning, write_signed, Shape::kParams, run, units - unit,
-                            operands, params);
-      count = stretch.units;
+      count = smaller(kRunUnits, runs.units - unit);
+      const Header& at = runs.of(count);
+      load_params(runs.type, at, run, count, params);
+      write_signed(meaning, run + at.end, count, operands);
       tile_memory_barrier();
-      // All units of all rows together fetch the stretch that comes next.
-      const size_t lines = static_cast<size_t>(stretch.end - run) / kLine;
-      const size_t share = lines / (row_blocks * count) + 1;
-      run = stretch.end;
+      run += at.end + count * unit_bytes(runs.type);
       size_t line = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) / kLine;
       for (size_t row = 0; row < mm->m; row += kBlockRows) {
         const size_t rows = smaller(kBlockRows, mm->m - row);
@@ -169,31 +169,31 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const BlockType& type,
 }
 
 template <class Shape>
-inline void multiply_amx_as(const ktk_matmul* mm, const BlockType& type) {
-  switch (type.bits) {
+inline void multiply_amx_as(const ktk_matmul* mm, const Runs& runs) {
+  switch (runs.type.bits) {
     case 2:
-      return multiply_amx_blocks<Shape>(mm, type, write_operands<2, 0>);
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<2, 0>);
     case 3:
-      return multiply_amx_blocks<Shape>(mm, type, write_operands<3, 0>);
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<3, 0>);
     case 4:
-      return multiply_amx_blocks<Shape>(mm, type, write_operands<4, 0>);
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<4, 0>);
     case 5:
-      return multiply_amx_blocks<Shape>(mm, type, write_operands<5, 0>);
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<5, 0>);
     case 6:
-      return multiply_amx_blocks<Shape>(mm, type, write_operands<6, 0>);
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<6, 0>);
     default:
-      return multiply_amx_blocks<Shape>(mm, type, write_operands<8, 0>);
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<8, 0>);
   }
 }
 
 inline void multiply_amx(const ktk_matmul* mm) {
-  const BlockType& type = block_type(mm->matrix->format.element);
-  if (type.group == 16) {
-    if (type.has_dmin) return multiply_amx_as<Shape<true, true>>(mm, type);
-    return multiply_amx_as<Shape<true, false>>(mm, type);
+  const Runs runs(mm->matrix);
+  if (runs.type.group == 16) {
+    if (runs.type.has_dmin) return multiply_amx_as<Shape<true, true>>(mm, runs);
+    return multiply_amx_as<Shape<true, false>>(mm, runs);
   }
-  if (type.has_dmin) return multiply_amx_as<Shape<false, true>>(mm, type);
-  multiply_amx_as<Shape<false, false>>(mm, type);
+  if (runs.type.has_dmin) return multiply_amx_as<Shape<false, true>>(mm, runs);
+  multiply_amx_as<Shape<false, false>>(mm, runs);
 }
 
 }  // namespace

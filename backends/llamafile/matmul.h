@@ -1,6 +1,6 @@
 // The products: `multiply_thin` for few rows, which wait for memory and decode weights as they
-// read them, strictly in order; `multiply` for more, which decode a stretch of two runs to operands
-// in L1 before all rows pass over them.
+// read them, strictly in order; `multiply` for more, which decode a run to operands in L1 before
+// all rows pass over it.
 #pragma once
 
 #include "common/ukernel.h"
@@ -10,8 +10,6 @@
 
 namespace ktk::llamafile {
 namespace {
-
-constexpr size_t kStretchUnits = 2 * kRunUnits;
 
 // What depends on a type.
 struct Kernels {
@@ -73,12 +71,26 @@ inline const uint8_t* block_at(const ktk_matmul* mm, size_t n) {
   return static_cast<const uint8_t*>(mm->weight) + block_offset(mm->matrix, n);
 }
 
+// Runs of a type: full ones, and the last one of a block.
+struct Runs {
+  const BlockType& type;
+  size_t units;  // of a block
+  Header full, last;
+
+  explicit Runs(const ktk_matrix* matrix)
+      : type(block_type(matrix->format.element)),
+        units(num_units(matrix)),
+        full(header(type, kRunUnits)),
+        last(header(type, units % kRunUnits)) {}
+
+  const Header& of(size_t run_units) const { return run_units == kRunUnits ? full : last; }
+};
+
 inline void multiply_thin(const ktk_matmul* mm) {
-  const BlockType& type = block_type(mm->matrix->format.element);
-  const Kernels& kernels = kernels_for(type);
+  const Runs runs(mm->matrix);
+  const Kernels& kernels = kernels_for(runs.type);
   const MultiplyTile multiply_tile = kernels.thin[mm->m];
-  const Meaning meaning(type);
-  const size_t units = num_units(mm->matrix);
+  const Meaning meaning(runs.type);
   alignas(kLine) float params[kRunUnits * kMaxParams];
   const uint8_t* run = block_at(mm, mm->n_begin);
   TileArgs t = {};
@@ -90,11 +102,12 @@ inline void multiply_thin(const ktk_matmul* mm) {
     clear_dst(dst, mm->dst_stride, mm->m);
     t.act = static_cast<const uint8_t*>(mm->act);
     t.factors = t.act + factor_offset(mm->matrix);
-    for (size_t unit = 0; unit < units; unit += t.units) {
-      t.units = smaller(kRunUnits, units - unit);
-      const uint8_t* codes = run + header(type, t.units).end;
+    for (size_t unit = 0; unit < runs.units; unit += t.units) {
+      t.units = smaller(kRunUnits, runs.units - unit);
+      const Header& at = runs.of(t.units);
+      const uint8_t* codes = run + at.end;
       for (const uint8_t* line = run; line != codes; line += kLine) prefetch_l2(line + kBytesAhead);
-      load_params(type, run, t.units, params);
+      load_params(runs.type, at, run, t.units, params);
       for (size_t c = 0; c < kColumns; c += kTileColumns) {
         t.weight = codes + 4 * c;
         t.params = params + c;
@@ -103,14 +116,14 @@ inline void multiply_thin(const ktk_matmul* mm) {
       }
       t.act += t.units * kUnit;
       t.factors += t.units * sizeof(Factor);
-      run = codes + t.units * unit_bytes(type);
+      run = codes + t.units * unit_bytes(runs.type);
     }
   }
 }
 
-// Operands and parameters of a stretch.
+// Operands and parameters of a run.
 inline size_t scratch_size(const ktk_matrix*, size_t) {
-  return kStretchUnits * (kOperandBytes + kMaxParams * sizeof(float));
+  return kRunUnits * (kOperandBytes + kMaxParams * sizeof(float));
 }
 
 inline WeightStream weight_stream(const ktk_matmul* mm) {
@@ -121,54 +134,34 @@ inline WeightStream weight_stream(const ktk_matmul* mm) {
   };
 }
 
-// Operands and parameters of the units from `run` on, of which the block has `units_left`.
-struct Stretch {
-  const uint8_t* end;
-  size_t units = 0;
-
-  Stretch(const BlockType& type, const Meaning& meaning, WriteOperands write, size_t unit_params,
-          const uint8_t* run, size_t units_left, uint8_t* operands, float* params)
-      : end(run) {
-    while (units < smaller(kStretchUnits, units_left)) {
-      const size_t count = smaller(kRunUnits, units_left - units);
-      const uint8_t* codes = end + header(type, count).end;
-      load_params(type, end, count, params + units * unit_params);
-      write(meaning, codes, count, operands + units * kOperandBytes);
-      end = codes + count * unit_bytes(type);
-      units += count;
-    }
-  }
-};
-
 inline void multiply(const ktk_matmul* mm) {
-  const BlockType& type = block_type(mm->matrix->format.element);
-  const Kernels& kernels = kernels_for(type);
-  const Meaning meaning(type);
-  const size_t units = num_units(mm->matrix);
+  const Runs runs(mm->matrix);
+  const Kernels& kernels = kernels_for(runs.type);
+  const Meaning meaning(runs.type);
   const size_t row_tiles = (mm->m + kernels.max_rows - 1) / kernels.max_rows;
   const size_t tiles = row_tiles * (kColumns / kTileColumns);
   uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
-  float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
+  float* params = reinterpret_cast<float*>(operands + kRunUnits * kOperandBytes);
   const WeightStream stream = weight_stream(mm);
+  // The tiles of a run together fetch as many bytes as it has, those that come next.
+  const size_t share = (runs.full.end + kRunUnits * unit_bytes(runs.type)) / tiles + 1;
   const uint8_t* run = block_at(mm, mm->n_begin);
   TileArgs t = {};
   t.meaning = &meaning;
   t.act_stride = mm->act_stride;
   t.dst_stride = mm->dst_stride;
+  t.prefetch_half = share / (2 * kRunUnits * kUnitSteps) + 1;
+  t.prefetch_step = 2 * t.prefetch_half;
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     float* dst = mm->dst + (n - mm->n_begin);
     clear_dst(dst, mm->dst_stride, mm->m);
-    for (size_t unit = 0; unit < units; unit += t.units) {
-      const Stretch stretch(type, meaning, kernels.write_operands, kernels.params, run,
-                            units - unit, operands, params);
-      t.units = stretch.units;
-      // The tiles of a stretch together fetch as many bytes as it has, those that come next.
-      const size_t bytes = static_cast<size_t>(stretch.end - run);
-      run = stretch.end;
-      const size_t share = bytes / tiles + 1;
+    for (size_t unit = 0; unit < runs.units; unit += t.units) {
+      t.units = smaller(kRunUnits, runs.units - unit);
+      const Header& at = runs.of(t.units);
+      load_params(runs.type, at, run, t.units, params);
+      kernels.write_operands(meaning, run + at.end, t.units, operands);
+      run += at.end + t.units * unit_bytes(runs.type);
       size_t ahead = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin);
-      t.prefetch_step = share / (2 * kUnitSteps * t.units) + 1;
-      t.prefetch_half = t.prefetch_step * kUnitSteps * t.units;
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;

@@ -32,25 +32,31 @@ inline Dot::Float load_d(const BlockType& type, const uint8_t* d) {
 
 // All products here are exact, see normal.h. Minima of halves come with -1 / kOffset: they are
 // multiplied with Factor::comp.
-inline void load_params(const BlockType& type, const uint8_t* run, size_t units, float* params) {
-  const Header at = header(type, units);
-  const size_t groups = kUnit / type.group;  // of a unit
-  const Dot::Float min_factor = Dot::set1(groups == 2 ? -1.0f / kOffset : 1.0f);
-  for (size_t g = 0; g < units * groups; ++g) {
-    const size_t i = g * type.group / type.d_group;
-    float* to =
-        params + g % groups * kColumns + g / groups * kColumns * groups * (type.has_dmin ? 2 : 1);
-    for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
-      const size_t at_d = i * kColumns + c, at_g = g * kColumns + c;
-      Dot::Float scale = load_d(type, run + at.d + at_d * d_bytes(type));
-      if (type.has_sub) scale = Dot::mul(scale, Dot::load_i8(run + at.sub + at_g));
-      Dot::store(to + c, scale);
-      if (!type.has_dmin) continue;
-      Dot::Float min = Dot::mul(
-          Dot::load_f16(reinterpret_cast<const uint16_t*>(run + at.dmin) + at_d), min_factor);
-      if (type.has_min) min = Dot::mul(min, Dot::load_u8(run + at.min + at_g));
-      Dot::store(to + groups * kColumns + c, min);
+inline void load_params(const BlockType& type, const Header& at, const uint8_t* run, size_t units,
+                        float* params) {
+  const bool halves = type.group == 16;
+  const size_t groups = halves ? 2 : 1;                                       // of a unit
+  const size_t d_step = type.d_group > kUnit ? 0 : d_bytes(type) * kColumns;  // of a group
+  const Dot::Float min_factor = Dot::set1(halves ? -1.0f / kOffset : 1.0f);
+  const uint8_t *d = run + at.d, *dmin = run + at.dmin, *sub = run + at.sub, *min = run + at.min;
+  for (size_t unit = 0; unit < units; ++unit) {
+    for (size_t g = 0; g < groups; ++g) {
+      for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+        Dot::Float scale = load_d(type, d + c * d_bytes(type));
+        if (type.has_sub) scale = Dot::mul(scale, Dot::load_i8(sub + c));
+        Dot::store(params + g * kColumns + c, scale);
+        if (!type.has_dmin) continue;
+        Dot::Float value =
+            Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(dmin) + c), min_factor);
+        if (type.has_min) value = Dot::mul(value, Dot::load_u8(min + c));
+        Dot::store(params + (groups + g) * kColumns + c, value);
+      }
+      d += d_step;
+      dmin += d_step;
+      sub += kColumns;
+      min += kColumns;
     }
+    params += groups * kColumns * (type.has_dmin ? 2 : 1);
   }
 }
 
