@@ -134,6 +134,10 @@ class VariantInfo:
     def act(self) -> Format:
         """What an activation is encoded as, where that depends on no weight."""
 
+    @property
+    def has_act_format(self) -> bool:
+        """Whether act_of() may depend on the weight."""
+
     def act_of(self, stored: Format, n: int, k: int) -> Format:
         """
         What an activation is encoded as that meets an n x k weight of this format.
@@ -171,6 +175,11 @@ class Backend:
     def stored_as(self, given: Format, n: int, k: int) -> Format:
         """
         What an n x k weight is stored as by default; ValueError if it is not taken.
+        """
+
+    def share_activations(self, gate: Format, up: Format, n: int, k: int) -> bool:
+        """
+        Whether gate and up [n, k] of an expert may be stored in these formats.
         """
 
     def default_variant(self) -> str:

@@ -4,11 +4,11 @@
 //   A 4: rows 0-15       C 0                C 1
 //   A 5: rows 16-31      C 2                C 3
 //
-// B tiles are operands (codes.h) with the sign of the weights; a row of 128 bytes is a row of B 6
-// and one of B 7. A run is written to scratch, 8 KiB, before all rows pass over it. A tile is as
-// deep as a group of the type, 32 or 16, because the scales change there, and its sums can only
-// leave through memory. They are scaled and added to dst while the next unit is multiplied: at
-// once, that would wait for the stores and the tiles would wait for it.
+// B tiles are operands (operands.h) with the sign of the weights; a row of 128 bytes is a row of B
+// 6 and one of B 7. A stretch of two runs is written to scratch, 16 KiB, before all rows pass over
+// it. A tile is as deep as a group of the type, 32 or 16, because the scales change there, and its
+// sums can only leave through memory. They are scaled and added to dst while the next unit is
+// multiplied: at once, that would wait for the stores and the tiles would wait for it.
 //
 // Sums are exact and meet the roundings that tile.h lists, so a row has the same bits here and in
 // the micro-kernel for few rows.
@@ -16,6 +16,7 @@
 
 #include "common/amx.h"
 #include "llamafile/matmul.h"
+#include "llamafile/operands.h"
 
 namespace ktk::llamafile {
 namespace {
@@ -24,10 +25,10 @@ constexpr size_t kTileRows = 16;
 constexpr size_t kBlockRows = 2 * kTileRows;
 constexpr size_t kBlockValues = kBlockRows * kColumns;
 
-// Operands and parameters of a run; C of the unit that is being multiplied, and of the one
+// Operands and parameters of a stretch; C of the unit that is being multiplied, and of the one
 // before it, each of up to two groups.
-inline size_t amx_scratch_size(const ktk_matrix* matrix, size_t m) {
-  return scratch_size(matrix, m) + 2 * 2 * kBlockValues * sizeof(int32_t);
+inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
+  return kStretchBytes + 2 * 2 * kBlockValues * sizeof(int32_t);
 }
 
 // C = A x B of one group of 32 (or 16) rows, stored as rows of 32 columns.
@@ -112,30 +113,30 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
   constexpr size_t kGroups = Shape::kScales;  // of a unit
   const Meaning meaning(runs.type, 0);
   const TileRows tile_rows(mm->m, kUnit / kGroups);
+  const size_t units = runs.units;
   const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
   const uint8_t* act = static_cast<const uint8_t*>(mm->act);
   uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
-  float* params = reinterpret_cast<float*>(operands + kRunUnits * kOperandBytes);
-  int32_t* c = reinterpret_cast<int32_t*>(operands + scratch_size(mm->matrix, mm->m));
+  float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
+  int32_t* c = reinterpret_cast<int32_t*>(operands + kStretchBytes);
   int32_t* c_before = c + 2 * kBlockValues;
   const WeightStream stream = weight_stream(mm);
-  // All units of all rows together fetch as many lines as a run has, those that come next.
-  const size_t run_lines = (runs.full.end + kRunUnits * unit_bytes(runs.type)) / kLine;
-  const size_t share = run_lines / (row_blocks * kRunUnits) + 1;
   const uint8_t* run = block_at(mm, mm->n_begin);
   Pending<Shape> pending = {};
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     float* dst = mm->dst + (n - mm->n_begin);
     clear_dst(dst, mm->dst_stride, mm->m);
-    for (size_t unit = 0, count; unit < runs.units; unit += count) {
+    for (size_t unit = 0, count; unit < units; unit += count) {
       pending.add();  // its parameters are about to be overwritten
       pending.rows = 0;
-      count = smaller(kRunUnits, runs.units - unit);
-      const Header& at = runs.of(count);
-      load_params(runs.type, at, run, count, params);
-      write_signed(meaning, run + at.end, count, operands);
+      const Stretch stretch(runs, meaning, write_signed, Shape::kParams, run, units - unit,
+                            operands, params);
+      count = stretch.units;
       tile_memory_barrier();
-      run += at.end + count * unit_bytes(runs.type);
+      // All units of all rows together fetch the stretch that comes next.
+      const size_t lines = static_cast<size_t>(stretch.end - run) / kLine;
+      const size_t share = lines / (row_blocks * count) + 1;
+      run = stretch.end;
       size_t line = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) / kLine;
       for (size_t row = 0; row < mm->m; row += kBlockRows) {
         const size_t rows = smaller(kBlockRows, mm->m - row);
@@ -188,11 +189,12 @@ inline void multiply_amx_as(const ktk_matmul* mm, const Runs& runs) {
 
 inline void multiply_amx(const ktk_matmul* mm) {
   const Runs runs(mm->matrix);
-  if (runs.type.group == 16) {
-    if (runs.type.has_dmin) return multiply_amx_as<Shape<true, true>>(mm, runs);
+  const BlockType& type = runs.type;
+  if (type.group == 16) {
+    if (type.has_dmin) return multiply_amx_as<Shape<true, true>>(mm, runs);
     return multiply_amx_as<Shape<true, false>>(mm, runs);
   }
-  if (runs.type.has_dmin) return multiply_amx_as<Shape<false, true>>(mm, runs);
+  if (type.has_dmin) return multiply_amx_as<Shape<false, true>>(mm, runs);
   multiply_amx_as<Shape<false, false>>(mm, runs);
 }
 

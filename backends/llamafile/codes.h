@@ -21,10 +21,9 @@ struct Meaning {
 
 // One register of columns of a unit. Types of up to four bits look their values up, linear ones
 // too; the others are all linear.
-template <int kBits_, int kOffset = Dot::kWeightOffset>
+template <int kBits, int kOffset = Dot::kWeightOffset>
 class Codes {
  public:
-  static constexpr int kBits = kBits_;
   using Int = Dot::Int;
 
   explicit Codes(const Meaning& meaning)
@@ -86,37 +85,6 @@ class Codes {
 
   Int meaning_;
 };
-
-// Operands that are ready: a row of 128 bytes for every step.
-struct Operands {
-  static constexpr int kBits = 0;
-  explicit Operands(const Meaning&) {}
-
-  template <int kHalf, class Use>
-  [[gnu::always_inline]] void for_each_step(const uint8_t* unit, Use use) const {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) use(j, Dot::load_bytes(unit + (4 * kHalf + j) * kRowBytes));
-  }
-};
-
-constexpr size_t kOperandBytes = kUnitSteps * kRowBytes;  // of a unit
-
-// Makes operands of the codes of some units.
-template <int kBits, int kOffset = Dot::kWeightOffset>
-void write_operands(const Meaning& meaning, const uint8_t* unit, size_t units, uint8_t* to) {
-  const Codes<kBits, kOffset> codes(meaning);
-  for (; units > 0; --units, unit += kBits * kRowBytes, to += kOperandBytes) {
-    for (size_t at = 0; at < kRowBytes; at += sizeof(Dot::Int)) {
-      const auto store = [&](size_t step, Dot::Int x) {
-        Dot::store_bytes(to + step * kRowBytes + at, x);
-      };
-      codes.template for_each_step<0>(unit + at, [&](size_t j, Dot::Int x) { store(j, x); });
-      codes.template for_each_step<1>(unit + at, [&](size_t j, Dot::Int x) { store(4 + j, x); });
-    }
-  }
-}
-
-using WriteOperands = void (*)(const Meaning&, const uint8_t*, size_t, uint8_t*);
 
 }  // namespace
 }  // namespace ktk::llamafile

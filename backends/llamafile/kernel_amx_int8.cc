@@ -7,7 +7,7 @@ namespace {
 
 // Few rows wait for memory, or for the operands: they are decoded as they are read.
 constexpr ktk_ukernel kAmxUkernels[] = {
-    make_ukernel("thin", Dot::kThinRows, either<multiply_thin, floats::multiply<Dot>>),
+    make_ukernel("vnni_4x32", Dot::kMaxRows, either<multiply, floats::multiply<Dot>>),
     make_ukernel("amx_32x32", SIZE_MAX, either<multiply_amx, floats::multiply<Dot>>,
                  amx_scratch_size),
 };

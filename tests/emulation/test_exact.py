@@ -160,7 +160,7 @@ def test_ggml_products_have_the_bits_of_vnni(name: str, m: int, n: int) -> None:
     """The sums of a group are exact, and what follows is rounded in the same order."""
     backend, variant = find("LLAMAFILE", "amx_int8")
     fmt = _core.Format(name)
-    k = 5 * 256 + fmt.group_k  # whole runs, and one that is begun
+    k = 5 * 256 + fmt.group_k  # more than two stretches of two runs, and not whole runs
     rng = np.random.default_rng(11)
     rows = random_blocks(name, (n, k), rng)
     act = rng.standard_normal((m, k)).astype(np.float32)
