@@ -101,7 +101,7 @@ class GgufCheckpoint:
 
         Gate, up and down are each given as the file has them, without a copy, where the backend
         takes that; otherwise decoded to f32. So are gate and up where the backend could not
-        multiply both with the same activations, matrices that have a scale beside them, and a part
+        multiply both with the same activations, floats that have a scale beside them, and a part
         whose type differs from expert to expert.
 
         Raises
@@ -122,8 +122,13 @@ class GgufCheckpoint:
         """Return the arguments of `MoE.load_expert`."""
         arrays: dict[str, Any] = {}
         for part, matrix in self.blocks(layer, number).items():
-            as_stored = matrix.format == given[part] and matrix.scale is None
-            arrays[part] = matrix.array() if as_stored else matrix.floats().float()
+            scaled = matrix.scale is not None
+            if matrix.format != given[part] or (matrix.plain and scaled):
+                arrays[part] = matrix.floats().float()
+                continue
+            arrays[part] = matrix.array()
+            if scaled:
+                arrays[f"{part}_scale"] = np.array([matrix.scale], np.float32)
         formats = tuple(given[part] for part in PARTS)
         if any(fmt.element not in PLAIN for fmt in formats):
             arrays["given"] = formats if len(set(formats)) > 1 else formats[0]
@@ -159,9 +164,12 @@ class GgufCheckpoint:
 def _given(backend: Backend, matrices: list[Blocks]) -> Format:
     """Return what to give a part of all experts as; `matrices` show all of its types."""
     first = matrices[0]
-    alike = all(m.format == first.format and m.scale is None for m in matrices)
-    if alike and (first.plain or not _refusal(backend, first, first.format)):
+    alike = all(matrix.format == first.format for matrix in matrices)
+    scaled = any(matrix.scale is not None for matrix in matrices)
+    if alike and first.plain and not scaled:
         return _checked(backend, first, first.format)
+    if alike and not first.plain and not _refusal(backend, first, first.format):
+        return first.format
     return _checked(backend, first, _F32)
 
 
