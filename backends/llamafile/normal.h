@@ -56,10 +56,6 @@ struct Run {
   uint16_t dmin[kRunColumns / 32];
 };
 
-inline float table_value(const BlockType& type, uint8_t code) {
-  return static_cast<float>(type.linear ? code - type.offset : type.table[code]);
-}
-
 // 2^(e - 128): half of what OCP says, because the table has twice the values. No NaN.
 inline float f32_from_half_e8m0(uint8_t e) {
   const uint32_t bits = e < 2 ? 0x200000u << e : static_cast<uint32_t>(e - 1) << 23;
@@ -87,24 +83,28 @@ inline float d_value(const BlockType& type, uint16_t d) {
   __builtin_unreachable();
 }
 
-// The first `columns` values of a run, a multiple of the block. Products from left to right: a zero
-// keeps the sign that it has in ggml's formulas.
-inline void values(const BlockType& type, const Run& run, size_t columns, float* out) {
-  float table[256];
-  for (size_t i = 0; i < size_t{1} << type.bits; ++i) {
-    table[i] = table_value(type, static_cast<uint8_t>(i));
+// Sixteen values of one group. Products from left to right: a zero keeps the sign that it has in
+// ggml's formulas.
+template <bool kLinear>
+inline void group_values(const BlockType& type, const float* table, float scale, float min,
+                         const uint8_t* code, float* out) {
+  const int offset = type.offset;
+  for (size_t i = 0; i < kSmallestGroup; ++i) {
+    out[i] = scale * (kLinear ? static_cast<float>(code[i] - offset) : table[code[i]]) + min;
   }
-  for (size_t begin = 0; begin < columns; begin += type.group) {
-    const size_t g = begin / type.group;
-    const float scale = d_value(type, run.d[begin / type.d_group]) * static_cast<float>(run.sub[g]);
-    const uint8_t* code = run.code + begin;
-    if (type.has_dmin) {
-      const float min =
-          f32_from_f16(run.dmin[begin / type.d_group]) * static_cast<float>(run.min[g]);
-      for (size_t i = 0; i < type.group; ++i) out[begin + i] = scale * table[code[i]] + min;
-    } else {
-      for (size_t i = 0; i < type.group; ++i) out[begin + i] = scale * table[code[i]];
-    }
+}
+
+// The first `columns` values of a run, a multiple of the block.
+inline void values(const BlockType& type, const Run& run, size_t columns, float* out) {
+  float table[16];
+  for (size_t i = 0; i < 16; ++i) table[i] = static_cast<float>(type.table[i]);
+  for (size_t i = 0; i < columns; i += kSmallestGroup) {
+    const size_t d = i / type.d_group, g = i / type.group;
+    const float scale = d_value(type, run.d[d]) * static_cast<float>(run.sub[g]);
+    float min = -0.0f;  // which changes no sum, not even one of zeros
+    if (type.has_dmin) min = f32_from_f16(run.dmin[d]) * static_cast<float>(run.min[g]);
+    const auto write = type.linear ? group_values<true> : group_values<false>;
+    write(type, table, scale, min, run.code + i, out + i);
   }
 }
 

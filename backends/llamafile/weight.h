@@ -120,22 +120,33 @@ inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size
   }
 }
 
+// Rows [begin, end) of one block, run by run, so that its lines are read once.
+inline void unpack_block(const ktk_matrix* matrix, const BlockType& type, const uint8_t* block,
+                         size_t begin, size_t end, float* out, size_t out_stride) {
+  for (size_t k = 0; k < matrix->k; k += kRunColumns) {
+    const size_t depth = smaller(kRunColumns, matrix->k - k), units = depth / kUnit;
+    const uint8_t* codes = block + header(type, units).end;
+    for (size_t column = begin; column < end; ++column) {
+      Run run;
+      unpack_header(type, block, units, column, &run);
+      for (size_t i = 0; i < units; ++i) {
+        unpack_unit(type.bits, codes + i * unit_bytes(type), column, run.code + i * kUnit);
+      }
+      values(type, run, depth, out + (column - begin) * out_stride + k);
+    }
+    block = codes + units * unit_bytes(type);
+  }
+}
+
 inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                           size_t n_end, float* out, size_t out_stride) {
   const BlockType& type = block_type(matrix->format.element);
-  for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
-    const size_t column = n % kColumns;
-    const uint8_t* from = static_cast<const uint8_t*>(packed) + block_offset(matrix, n - column);
-    for (size_t k = 0; k < matrix->k; k += kRunColumns) {
-      const size_t depth = smaller(kRunColumns, matrix->k - k), units = depth / kUnit;
-      Run run;
-      unpack_header(type, from, units, column, &run);
-      from += header(type, units).end;
-      for (size_t i = 0; i < units; ++i, from += unit_bytes(type)) {
-        unpack_unit(type.bits, from, column, run.code + i * kUnit);
-      }
-      values(type, run, depth, out + k);
-    }
+  for (size_t n = n_begin; n < n_end;) {
+    const size_t begin = n % kColumns, end = smaller(kColumns, begin + (n_end - n));
+    const uint8_t* block = static_cast<const uint8_t*>(packed) + block_offset(matrix, n - begin);
+    unpack_block(matrix, type, block, begin, end, out, out_stride);
+    n += end - begin;
+    out += (end - begin) * out_stride;
   }
 }
 

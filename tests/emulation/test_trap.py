@@ -70,6 +70,7 @@ def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path
         ("AMXINT8", "amx_int8", "tdpbsud"),
         ("AMXINT4", "amx_int8", "tdpbsud"),
         ("RAWINT4", "amx_int8", "tdpbsud"),
+        ("LLAMAFILE", "amx_int8", "tdpbssd"),
     ],
 )
 @pytest.mark.parametrize(("module", "examples"), [("conformance", 15), ("conformance_moe", 4)])

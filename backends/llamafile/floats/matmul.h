@@ -19,7 +19,6 @@ namespace ktk::llamafile::floats {
 namespace {
 
 constexpr size_t kRunLines = 256;  // 16 KiB of weights stay in L1 while several tiles pass
-constexpr size_t kStepLines = 8;   // between two turns of fetching
 
 // What a line of weights is for a product in V.
 template <class V, ktk_element kElement>
@@ -61,16 +60,17 @@ struct TileWork {
   float* dst;
   size_t dst_stride;
   bool first;  // sums start at zero, not at dst
+  // Every pass fetches a part of what comes next: one address per line of weights.
   const WeightStream* stream;
-  size_t line, turn, turns;  // of the weights in the stream; who comes when to fetch what is next
+  size_t ahead;       // line of the stream that the first pass begins with
+  size_t share;       // lines of a pass
+  size_t ahead_step;  // bytes between two addresses
 };
 
 // The registers of columns of one pass.
-template <class W, class V, size_t kM, class Share>
+template <class W, class V, size_t kM>
 inline void multiply_columns(const TileWork& work, size_t pass) {
-  constexpr bool kLone = __is_same(Share, LoneShare);
   constexpr size_t kVectors = vectors_at_once<V>(kM);
-  constexpr size_t kStepDepth = kStepLines / W::kLines;
   const char* weight = work.weight + pass * kVectors * V::kLanes * W::kBytes;
   float* dst = work.dst + pass * kVectors * V::kLanes;
   typename V::Float acc[kM][kVectors];
@@ -82,33 +82,22 @@ inline void multiply_columns(const TileWork& work, size_t pass) {
     }
   }
   RowPointers<kM> act(work.act, work.act_stride);
-  const size_t steps = (work.depth + kStepDepth - 1) / kStepDepth;
-  const Share share(*work.stream, work.turn + pass, work.turns, work.line, steps, kStepLines);
-  for (size_t k = 0, step = 0; k < work.depth; ++step) {
-    const char* ahead = nullptr;
-    if constexpr (kLone) {
-      ahead = share.at(step, bytes_ahead(kM));
-    } else {
-      share.template prefetch<kStepLines>(step, weight);
-    }
+  const char* ahead = work.stream->at(work.ahead + pass * work.share);
 #pragma GCC unroll 1
-    for (const size_t end = smaller(k + kStepDepth, work.depth); k < end; ++k) {
-      if constexpr (kLone) {
+  for (size_t k = 0; k < work.depth; ++k) {
 #pragma GCC unroll 2
-        for (size_t i = 0; i < W::kLines; ++i, ahead += kLine) prefetch_l2(ahead);
-      }
-      typename V::Float w[kVectors];
+    for (size_t i = 0; i < W::kLines; ++i, ahead += work.ahead_step) prefetch_l2(ahead);
+    typename V::Float w[kVectors];
 #pragma GCC unroll 4
-      for (size_t j = 0; j < kVectors; ++j) w[j] = W::load(weight + j * V::kLanes * W::kBytes);
+    for (size_t j = 0; j < kVectors; ++j) w[j] = W::load(weight + j * V::kLanes * W::kBytes);
 #pragma GCC unroll 12
-      for (size_t i = 0; i < kM; ++i) {
-        const typename V::Float a = V::set1(*reinterpret_cast<const float*>(act.row(i)));
+    for (size_t i = 0; i < kM; ++i) {
+      const typename V::Float a = V::set1(*reinterpret_cast<const float*>(act.row(i)));
 #pragma GCC unroll 4
-        for (size_t j = 0; j < kVectors; ++j) multiply_add(acc[i][j], a, w[j]);
-      }
-      weight += kColumns * W::kBytes;
-      act.advance(sizeof(float));
+      for (size_t j = 0; j < kVectors; ++j) multiply_add(acc[i][j], a, w[j]);
     }
+    weight += kColumns * W::kBytes;
+    act.advance(sizeof(float));
   }
 #pragma GCC unroll 12
   for (size_t i = 0; i < kM; ++i) {
@@ -121,10 +110,7 @@ inline void multiply_columns(const TileWork& work, size_t pass) {
 
 template <class W, class V, size_t kM>
 void multiply_tile(const TileWork& work) {
-  if (work.turns == 1) return multiply_columns<W, V, kM, LoneShare>(work, 0);
-  for (size_t pass = 0; pass < passes<V>(kM); ++pass) {
-    multiply_columns<W, V, kM, LinearShare>(work, pass);
-  }
+  for (size_t pass = 0; pass < passes<V>(kM); ++pass) multiply_columns<W, V, kM>(work, pass);
 }
 
 template <class V>
@@ -159,25 +145,29 @@ inline void multiply_as(const ktk_matmul* mm) {
   // Tiles of nearly equal height: 13 rows are 7 + 6 and not 12 + 1.
   const size_t tiles = (mm->m + kMostRows<V> - 1) / kMostRows<V>;
   const size_t height = (mm->m + tiles - 1) / tiles;
+  // A lone pass fetches every line soon before it is used, several share fetching the next run.
   const size_t turns = tiles * passes<V>(height);
-  const size_t run = turns == 1 ? k : smaller(k, kRunLines / W::kLines);
+  const size_t distance = turns == 1 ? bytes_ahead(mm->m) / kLine : kRunLines;
+  const size_t share = turns == 1 ? 0 : kRunLines / turns + 1;
+  constexpr size_t kRun = kRunLines / W::kLines;
   for (size_t block = 0; block < blocks; ++block) {
-    for (size_t begin = 0; begin < k; begin += run) {
+    for (size_t begin = 0; begin < k; begin += kRun) {
       const size_t line = block * bytes / kLine + begin * W::kLines;
-      for (size_t row = 0, turn = 0; row < mm->m; row += height, turn += passes<V>(height)) {
+      size_t ahead = line + distance;
+      for (size_t row = 0; row < mm->m; row += height, ahead += share * passes<V>(height)) {
         multiply_rows<W, V>({
             .act = static_cast<const char*>(mm->act) + row * mm->act_stride + begin * sizeof(float),
             .act_stride = mm->act_stride,
             .weight = stream.begin + line * kLine,
             .rows = smaller(mm->m - row, height),
-            .depth = smaller(run, k - begin),
+            .depth = smaller(kRun, k - begin),
             .dst = mm->dst + row * mm->dst_stride + block * kColumns,
             .dst_stride = mm->dst_stride,
             .first = begin == 0,
             .stream = &stream,
-            .line = line,
-            .turn = turn,
-            .turns = turns,
+            .ahead = ahead,
+            .share = share,
+            .ahead_step = turns == 1 ? kLine : kLine / turns + 1,
         });
       }
     }
