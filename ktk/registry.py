@@ -202,11 +202,7 @@ def _open(info: BackendInfo) -> Backend:
     from ktk.backend import Backend
 
     if not info.built:
-        raise BackendNotFound(
-            f"backend {info.name!r} is not part of this build of ktk {info.version}: it is made "
-            "only where its library or its architecture is present; install it there and rebuild "
-            "ktk from source"
-        )
+        raise _not_built(info)
     assert info.entry is not None
     # A plug-in may raise anything, and one that calls sys.exit() must not end its user's program.
     try:
@@ -258,8 +254,28 @@ def _built() -> frozenset[str] | None:
 
 
 def _is_built(value: str, built: frozenset[str] | None) -> bool:
-    package, _, module = value.partition(":")[0].rpartition(".")
-    return built is None or package != "ktk.backends" or module in built
+    package = value.partition(":")[0].rpartition(".")[0]
+    return built is None or package != "ktk.backends" or _module(value) in built
+
+
+def _module(value: str) -> str:
+    """Return the last name of the module that the value of an entry point names."""
+    return value.partition(":")[0].rpartition(".")[2]
+
+
+def _not_built(info: BackendInfo) -> BackendError:
+    """Say why a backend is not part of this build."""
+    from ktk.backends._built import ARCHITECTURE, ELSEWHERE
+
+    if needs := ELSEWHERE.get(_module(info.value)):
+        return BackendUnsupported(
+            f"backend {info.name!r} needs an {needs} processor; this ktk {info.version} is built "
+            f"for {ARCHITECTURE}"
+        )
+    return BackendNotFound(
+        f"backend {info.name!r} is not part of this build of ktk {info.version}; rebuild ktk from "
+        "source"
+    )
 
 
 def _not_found(name: str, names: list[str]) -> str:

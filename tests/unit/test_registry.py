@@ -14,6 +14,7 @@ import pytest
 import ktk
 from ktk import registry
 from ktk.aliases import ALIASES
+from ktk.backends import _built
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -268,12 +269,21 @@ def test_a_backend_left_out_of_the_build_is_marked(
 ) -> None:
     monkeypatch.setattr(registry, "_built", lambda: frozenset({"bf16"}))
     plugins.announce("BF16", "ktk.backends.bf16", "ktk")
-    plugins.announce("KML", "ktk.backends.kml", "ktk")
-    plugins.announce("OTHER", "acme.kml")
+    plugins.announce("OLD", "ktk.backends.old", "ktk")
+    plugins.announce("OTHER", "acme.old")
     built = {name: info.built for name, info in registry.backends().items()}
-    assert built == {"BF16": True, "KML": False, "OTHER": True}
-    with pytest.raises(BackendNotFound, match="'KML' is not part of this build of ktk"):
-        registry.load_backend("KML")
+    assert built == {"BF16": True, "OLD": False, "OTHER": True}
+    with pytest.raises(BackendNotFound, match="'OLD' is not part of this build of ktk"):
+        registry.load_backend("OLD")
+
+
+def test_a_backend_of_another_architecture_says_which() -> None:
+    here = _built.ARCHITECTURE
+    name, there = {"x86_64": ("KML", "aarch64"), "aarch64": ("AMXINT8", "x86_64")}[here]
+    assert not registry.backends()[name].built
+    needs = rf"^backend '{name}' needs an {there} processor; this ktk \S+ is built for {here}$"
+    with pytest.raises(BackendUnsupported, match=needs):
+        registry.load_backend(name)
 
 
 def test_errors_are_one_tree() -> None:
