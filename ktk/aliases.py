@@ -70,7 +70,7 @@ _TABLE = (
     ),
     Alias("MOE_INT8", ("BLIS", "KML", "AMXINT8"), "int8 by the platform's own library"),
     Alias("MOE_INT4", ("AMXINT4",), "4 bits, quantised while loading"),
-    Alias("INT8", ("AMXINT8",), "int8 with a scale per output row"),
+    Alias("INT8", ("AMXINT8", "KML"), "int8 with a scale per output row"),
     Alias("AMXBF16", ("BF16",), "bf16"),
     Alias("AMXFP8", ("FP8",), "E4M3 with scales per 128 x 128"),
 )
