@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import ktk
 from ktk import registry
+from ktk.errors import BackendError, BackendUnsupported
 from ktk.testing.subject import Subject
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -82,10 +83,22 @@ def load(name: str) -> ktk.Backend:
 
 
 def subjects(config: pytest.Config) -> Iterator[Any]:
-    """Yield a parameter for each backend and variant; those that cannot run are skipped."""
+    """Yield a parameter for each backend and variant; those that cannot run are skipped.
+
+    A backend that was asked for by name has to load.
+    """
     wanted = config.getoption("--ktk-variant")
-    for name in config.getoption("--ktk-backend") or ktk.backends():
-        backend = load(name)
+    named = config.getoption("--ktk-backend")
+    for name in named or ktk.backends():
+        try:
+            backend = load(name)
+        except BackendError as error:
+            if named:
+                raise pytest.UsageError(str(error)) from error
+            if not isinstance(error, BackendUnsupported):
+                raise
+            yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=str(error)))
+            continue
         for variant in backend.variants:
             if wanted and variant.name not in wanted:
                 continue
