@@ -48,17 +48,16 @@ struct Candidate {
   std::vector<std::string> reasons;  // one for each mode that does not work
 
   std::string refusal() const {
-    return name + (library ? " (" + library->path() + "): " : ": ") + join(reasons, "; ");
+    const bool elsewhere = library && library->path() != name;
+    return name + (elsewhere ? " (" + library->path() + "): " : ": ") + join(reasons, "; ");
   }
 };
 
 // Empty if the mode works.
 std::string try_mode(const LibraryMode& mode, const VendorLibrary& library) {
-  std::vector<std::string> missing;
   for (const char* symbol : mode.symbols) {
-    if (!library.find(symbol)) missing.emplace_back(symbol);
+    if (!library.find(symbol)) return "does not export " + std::string(symbol);
   }
-  if (!missing.empty()) return "does not export " + join(missing, ", ");
   try {
     mode.adopt(library);
   } catch (const std::runtime_error& error) {
@@ -124,14 +123,15 @@ LibrarySearch find_library(const LibraryRequest& request) {
 }
 
 std::string LibrarySearch::failure(const LibraryRequest& request) const {
-  const std::string variable = request.variable;
-  std::string text;
-  if (const char* wanted = chosen(request)) {
-    text = variable + "=" + wanted + " cannot be used";
-    if (!absent.empty()) text += ": there is no such library";
+  std::string text = request.variable;
+  const char* wanted = chosen(request);
+  if (wanted && !absent.empty()) {
+    text.append("=").append(wanted).append(": there is no such library");
+  } else if (wanted) {
+    text += " names what cannot be used";
   } else {
-    text = variable + " is not set, and of " + join(request.names, ", ") +
-           " none that can be used is in LD_LIBRARY_PATH or the system's folders of libraries";
+    text.append(" is not set, and of ").append(join(request.names, ", "));
+    text += " none that can be used is in LD_LIBRARY_PATH or the system's folders of libraries";
   }
   return refused.empty() ? text : text + ": " + join(refused, "; ");
 }

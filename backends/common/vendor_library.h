@@ -60,7 +60,7 @@ struct LibrarySearch {
   std::shared_ptr<const VendorLibrary> library;  // NULL: none was found
   std::vector<std::string> modes;                // that work with it, best first
   std::vector<std::string> absent;               // names of no library here
-  std::vector<std::string> refused;              // "NAME (PATH): reason" of those tried before
+  std::vector<std::string> refused;              // "NAME (PATH): MODE REASON" of what did not work
 
   // What was looked for, where, and what was wrong with what was there.
   std::string failure(const LibraryRequest& request) const;

@@ -53,7 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the Hypothesis profile."""
+    """Load the Hypothesis profile, and the backends that were asked for: these have to load."""
+    try:
+        for name in config.getoption("--ktk-backend") or ():
+            load(name)
+    except BackendError as error:
+        raise pytest.UsageError(str(error)) from error
     chosen = dict(PROFILES[config.getoption("--ktk-profile")])
     if examples := config.getoption("--ktk-examples"):
         chosen["max_examples"] = examples
@@ -83,20 +88,12 @@ def load(name: str) -> ktk.Backend:
 
 
 def subjects(config: pytest.Config) -> Iterator[Any]:
-    """Yield a parameter for each backend and variant; those that cannot run are skipped.
-
-    A backend that was asked for by name has to load.
-    """
+    """Yield a parameter for each backend and variant; those that cannot run are skipped."""
     wanted = config.getoption("--ktk-variant")
-    named = config.getoption("--ktk-backend")
-    for name in named or ktk.backends():
+    for name in config.getoption("--ktk-backend") or ktk.backends():
         try:
             backend = load(name)
-        except BackendError as error:
-            if named:
-                raise pytest.UsageError(str(error)) from error
-            if not isinstance(error, BackendUnsupported):
-                raise
+        except BackendUnsupported as error:
             yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=str(error)))
             continue
         for variant in backend.variants:
