@@ -27,6 +27,7 @@ from ktk.errors import (
     CheckpointError,
     CheckpointFormatError,
 )
+from ktk.model import Model
 from ktk.moe import MoE, Ticket
 from ktk.pool import default_pool
 from ktk.registry import BackendInfo, backends, load_backend
@@ -45,6 +46,7 @@ __all__ = [
     "Format",
     "MoE",
     "MoEConfig",
+    "Model",
     "Ticket",
     "WorkerPool",
     "backends",

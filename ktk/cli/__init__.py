@@ -67,6 +67,51 @@ def demo(
     run_demo(checkpoint=checkpoint, layer=layer, names=backend or None)
 
 
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="Folder or GGUF file of a model.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    backend: Annotated[str, typer.Option(help="What the weights are for; see ktk backends.")],
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Columns that share a scale, 0 for whole rows; default: those of the source, or "
+            "what the backend likes best.",
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers such as 0-3,5; default: all that have experts."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the layers that an earlier run finished.")
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Experts that are encoded at a time; default: one per CPU."),
+    ] = None,
+) -> None:
+    """Write the experts of a model as a backend stores them, to be loaded often."""
+    from ktk.cli.convert import parse_layers, run_convert
+
+    try:
+        wanted = None if layers is None else parse_layers(layers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--layers") from None
+    run_convert(
+        source,
+        output,
+        backend=backend,
+        group_size=group_size,
+        layers=wanted,
+        resume=resume,
+        threads=threads,
+    )
+
+
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},

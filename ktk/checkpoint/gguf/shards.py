@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ class TensorSet:
         """Return the names of all tensors."""
         return list(self._tensors)
 
+    def paths(self) -> list[Path]:
+        """Return the files."""
+        return sorted(self._files)
+
     def info(self, name: str) -> TensorInfo:
         """Return shape, type and place of a tensor."""
         try:
@@ -75,6 +80,11 @@ class TensorSet:
         data = self._files[info.file].data
         start = info.begin + begin * nbytes
         return np.frombuffer(data, np.uint8, count * nbytes, start).reshape(count, nbytes)
+
+    def release(self) -> None:
+        """Let go of the pages that were read; whoever still uses them reads them again."""
+        for file in self._files.values():
+            file.data.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Forget the mapped files; arrays that are still in use keep theirs."""
