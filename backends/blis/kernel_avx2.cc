@@ -38,6 +38,8 @@ constexpr ktk_variant make_variant(const char* name, const ktk_ukernel* ukernel)
       .enter = nullptr,
       .leave = nullptr,
       .weight_offset = rows_offset,
+      .act_format = nullptr,
+      .export_weight = Sgemm::export_weight,
   };
 }
 
@@ -49,6 +51,7 @@ constexpr ktk_variant make_lpgemm() {
   variant.pack_weight = Lpgemm::pack_weight;
   variant.unpack_weight = Lpgemm::unpack_weight;
   variant.weight_offset = Lpgemm::weight_offset;
+  variant.export_weight = Lpgemm::export_weight;
   return variant;
 }
 

@@ -41,6 +41,15 @@ struct Lpgemm {
     });
   }
 
+  static void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                            size_t n_end, const ktk_target* target) {
+    const float* scale = weight_scale(matrix, packed);
+    for (size_t n = n_begin; n < n_end; ++n) export_scale(target, n, scale[n]);
+    for_each_code(matrix, packed, n_begin, n_end, [target](size_t n, size_t k, int32_t code) {
+      target_row(target, n)[k] = static_cast<int8_t>(code);
+    });
+  }
+
   static size_t scratch_size(const ktk_matrix*, size_t m) { return m * kColumns * sizeof(int32_t); }
 
   static void run(const ktk_matmul* mm) {

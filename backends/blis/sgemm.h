@@ -47,6 +47,16 @@ struct Sgemm {
     }
   }
 
+  static void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                            size_t n_end, const ktk_target* target) {
+    const float* scale = weight_scale(matrix, packed);
+    for (size_t n = n_begin; n < n_end; ++n) {
+      export_scale(target, n, scale[n]);
+      memcpy(target_row(target, n), static_cast<const int8_t*>(packed) + rows_offset(matrix, n),
+             matrix->k);
+    }
+  }
+
   // Widened activations of a group, widened weights of a tile, their product.
   static size_t scratch_size(const ktk_matrix*, size_t m) {
     return ((m + kColumns) * kStride + m * kColumns) * sizeof(float);

@@ -22,5 +22,14 @@ inline void with_rows(const ktk_matrix* matrix, const ktk_source* source, Pack p
   }
 }
 
+// Where row n of codes goes, and its scale.
+inline int8_t* target_row(const ktk_target* target, size_t n) {
+  return static_cast<int8_t*>(target->data) + n * target->data_stride;
+}
+inline void export_scale(const ktk_target* target, size_t n, float scale) {
+  char* at = static_cast<char*>(target->scale) + n * target->scale_stride;
+  *reinterpret_cast<float*>(at) = scale;
+}
+
 }  // namespace
 }  // namespace ktk::blis

@@ -31,7 +31,7 @@ def cases() -> Iterator[Any]:
                 yield from ((name, variant.name, module) for module in MODULES)
 
 
-@pytest.mark.parametrize(("name", "variant", "module"), cases())
+@pytest.mark.parametrize(("name", "variant", "module"), list(cases()))
 def test_backend_conforms(
     name: str, variant: str, module: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
