@@ -14,9 +14,10 @@
 //   columns 0..127    | block 0  | block 1  |            one call of the library each,
 //   columns 128..255  | block 4  | ...                   one sequential stream for a tile
 //
-// The last tile has the columns that are left, the last block of a tile the depth that is left.
-// Blocks are opaque, and differ between libraries and between CPUs. About 4 bytes for each column
-// of a block are the library's sums of codes.
+// The last tile has the columns that are left, the last block of a tile the depth that is left,
+// padded with zeros to 16 columns and 64 codes: libraries have code of its own for odd sizes, and
+// bugs in it. Blocks are opaque, and differ between libraries and between CPUs. About 4 bytes for
+// each column of a block are the library's sums of codes.
 #pragma once
 
 #include <stddef.h>
@@ -33,6 +34,7 @@ const Calls* calls;
 
 constexpr char kRowsLayout[] = "i8-rows";
 constexpr size_t kCodes = 64;  // rows of codes are padded to a multiple
+constexpr size_t kCallColumns = 16;
 
 // A call costs half a microsecond: wider tiles waste less of it, narrower ones divide better among
 // workers. 128 x 512 codes take 4 us from memory at 16 GB/s. The depth is that of an activation's
@@ -59,9 +61,15 @@ inline size_t rows_offset(const ktk_matrix* m, size_t n) { return n * row_bytes(
 
 // --- lpgemm
 
+// What the library is told of a block.
+inline int64_t call_columns(size_t columns) {
+  return static_cast<int64_t>(round_up(columns, kCallColumns));
+}
+inline int64_t call_depth(size_t depth) { return static_cast<int64_t>(round_up(depth, kCodes)); }
+
 inline size_t block_bytes(size_t columns, size_t depth) {
-  const size_t bytes = calls->reorder_size('r', 't', 'B', static_cast<int64_t>(depth),
-                                           static_cast<int64_t>(columns), nullptr);
+  const size_t bytes =
+      calls->reorder_size('r', 't', 'B', call_depth(depth), call_columns(columns), nullptr);
   return round_up(bytes, KTK_ALIGNMENT);
 }
 

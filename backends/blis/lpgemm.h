@@ -74,8 +74,8 @@ struct Lpgemm {
   // c[m][kColumns] = a x block.
   static void multiply(size_t m, size_t columns, size_t depth, const int8_t* a, size_t lda,
                        const int8_t* block, int32_t* c) {
-    const int64_t k = static_cast<int64_t>(depth);
-    calls->gemm_s8('r', 'n', 't', static_cast<int64_t>(m), static_cast<int64_t>(columns), k, 1, a,
+    const int64_t k = call_depth(depth);
+    calls->gemm_s8('r', 'n', 't', static_cast<int64_t>(m), call_columns(columns), k, 1, a,
                    static_cast<int64_t>(lda), 'n', block, k, 'r', 0, c, kColumns, nullptr);
   }
 
@@ -86,6 +86,7 @@ struct Lpgemm {
     int8_t* block = static_cast<int8_t*>(packed) + tile_offset(matrix, n);
     for (size_t g = 0; g < num_groups(matrix); ++g) {
       const size_t depth = group_depth(matrix, g);
+      memset(plain + columns * kDepth, 0, (kColumns - columns) * kDepth);
       for (size_t i = 0; i < columns; ++i) {
         for (size_t k = 0; k < depth; k += kCodes) {
           rows.codes(n + i, g * kDepth + k, plain + i * kDepth + k);
@@ -94,7 +95,7 @@ struct Lpgemm {
       const size_t bytes = block_bytes(columns, depth);
       memset(block, 0, bytes);  // the library need not write its padding
       calls->reorder('r', 't', 'B', reinterpret_cast<const int8_t*>(plain), block,
-                     static_cast<int64_t>(depth), static_cast<int64_t>(columns), kDepth, nullptr);
+                     call_depth(depth), call_columns(columns), kDepth, nullptr);
       block += bytes;
     }
   }

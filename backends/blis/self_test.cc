@@ -10,11 +10,12 @@
 namespace ktk::blis {
 namespace {
 
-// Sizes off every step, a whole block, and one row of it: libraries have code of its own for that.
+// Whole blocks and such as end a matrix, and one row: libraries have code of its own for that.
 struct Size {
   size_t m, n, k;
 };
-constexpr Size kSizes[] = {{5, 48, 64}, {33, kColumns, kDepth}, {1, kColumns, kDepth}, {3, 70, 18}};
+constexpr Size kSizes[] = {
+    {5, 48, 64}, {33, kColumns, kDepth}, {1, kColumns, kDepth}, {3, 16, 192}};
 
 constexpr size_t kStride = kColumns + 1;  // of products; the last column has to stay as it is
 constexpr int32_t kUntouched = 0x5a5a00;  // a float holds it, and no product is as large
