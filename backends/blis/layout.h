@@ -15,9 +15,11 @@
 //   columns 128..255  | block 4  | ...                   one sequential stream for a tile
 //
 // The last tile has the columns that are left, the last block of a tile the depth that is left,
-// padded with zeros to 16 columns and 64 codes: libraries have code of its own for odd sizes, and
-// bugs in it. Blocks are opaque, and differ between libraries and between CPUs. About 4 bytes for
-// each column of a block are the library's sums of codes.
+// both padded with zeros, to 16 columns and 64 codes: for odd sizes libraries have code of their
+// own, which the self-test would have to cover.
+//
+// Blocks are opaque, and differ between libraries and between CPUs. About 4 bytes for each column
+// of a block are the library's sums of codes.
 #pragma once
 
 #include <stddef.h>

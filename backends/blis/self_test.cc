@@ -10,7 +10,7 @@
 namespace ktk::blis {
 namespace {
 
-// Whole blocks and such as end a matrix, and one row: libraries have code of its own for that.
+// Whole blocks and such as end a matrix, and one row: libraries have code of their own for that.
 struct Size {
   size_t m, n, k;
 };

@@ -56,15 +56,14 @@ def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
     for name, exactly in _candidates({matrix.format.element for matrix in formats.values()}):
         try:
             backend = load_backend(name)
-            given = formats if exactly else checkpoint.formats_for(layer, backend)
+            given = checkpoint.formats_for(layer, backend)
         except (BackendError, CheckpointFormatError) as error:
             reasons.append(f"{name}: {error}")
             continue
-        refusals = [why for matrix in given.values() if (why := matrix.refusal(backend))]
-        if not refusals:
+        if given == formats or not exactly:
             _log.info("layer %d, stored as %s, is computed by %s", layer.number, stored, name)
             return backend
-        reasons.append(f"{name}: {refusals[0]}")
+        reasons.append(f"{name}: takes it only after decoding")
     raise CheckpointFormatError(
         f"layer {layer.number} is stored as {stored}, and no backend takes that: "
         + "; ".join(reasons)

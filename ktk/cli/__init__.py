@@ -18,15 +18,13 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"ktk {version('ktk')}")
+        version()
         raise typer.Exit
 
 
 @app.callback()
 def ktk(
-    version: Annotated[
+    show_version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
@@ -34,6 +32,45 @@ def ktk(
     ] = False,
 ) -> None:
     """CPU kernels for the routed experts of Mixture-of-Experts models."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version
+
+    typer.echo(f"ktk {version('ktk')}")
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Look at CPU, memory, limits, drivers and backends: what is in the way, and what helps.
+
+    The exit status is 1 if there is a problem.
+    """
+    from ktk.cli.health import show
+
+    if not show(as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(help="Folder of safetensors or packed files, or a GGUF file.")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.
+
+    The exit status is 1 if a layer is incomplete or damaged.
+    """
+    from ktk.cli.contents import show
+
+    if not show(path, as_json=json):
+        raise typer.Exit(1)
 
 
 @app.command()
