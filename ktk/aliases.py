@@ -1,9 +1,9 @@
 """Names that users of other programs type, and what they mean here: one table.
 
 An alias is no backend. `ktk.load_backend` returns the backend it stands for, the first of its list
-that is installed; where a package registers a backend under the same name, that one is taken. What
-a layer is stored as follows from the weights that are loaded into it, so `format` matters only
-where there are none yet: it says which weights `ktk bench` makes.
+that is installed and can run on this machine; where a package registers a backend under the same
+name, that one is taken. What a layer is stored as follows from the weights that are loaded into it,
+so `format` matters only where there are none yet: it says which weights `ktk bench` makes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Alias:
     name
         What the user types.
     backends
-        What it stands for; the first one that is installed counts.
+        What it stands for; the first one that is installed and can run here counts.
     meaning
         The weights that the name promises to take.
     format
@@ -36,10 +36,6 @@ class Alias:
     backends: tuple[str, ...]
     meaning: str
     format: Format | None = None
-
-    def target(self, installed: Collection[str]) -> str | None:
-        """Return the backend it stands for; None where none of them is installed."""
-        return next((name for name in self.backends if name in installed), None)
 
 
 # The method names of kt-kernel that are not the names of backends here.
@@ -70,7 +66,7 @@ _TABLE = (
     ),
     Alias("MOE_INT8", ("BLIS", "KML", "AMXINT8"), "int8 by the platform's own library"),
     Alias("MOE_INT4", ("AMXINT4",), "4 bits, quantised while loading"),
-    Alias("INT8", ("AMXINT8",), "int8 with a scale per output row"),
+    Alias("INT8", ("AMXINT8", "KML"), "int8 with a scale per output row"),
     Alias("AMXBF16", ("BF16",), "bf16"),
     Alias("GGUF", ("LLAMAFILE",), "any of ggml's types, as GGUF files have them"),
     Alias("AMXFP8", ("FP8",), "E4M3 with scales per 128 x 128"),

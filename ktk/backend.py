@@ -20,11 +20,17 @@ class Backend:
         The checked table, for :class:`ktk._core.PackedMatrix` and other tools.
     info : BackendInfo
         Where the backend came from.
+    library : dict[str, str] or None
+        For a backend on a library of the machine: which one was found (``"library"``, a path), in
+        what ``"mode"`` it is used, and what else there is to say. None for all others.
     """
 
-    def __init__(self, core: _core.Backend, info: BackendInfo) -> None:
+    def __init__(
+        self, core: _core.Backend, info: BackendInfo, library: dict[str, str] | None = None
+    ) -> None:
         self.core = core
         self.info = info
+        self.library = library
 
     @property
     def name(self) -> str:

@@ -35,7 +35,7 @@ class BackendIncompatible(BackendError):
 
 
 class BackendUnsupported(BackendError):
-    """The backend is fine, but this CPU lacks instruction sets that it needs."""
+    """The backend is fine, but this machine lacks an instruction set or a library that it needs."""
 
 
 class CheckpointError(RuntimeError):

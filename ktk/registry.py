@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, NoReturn
@@ -27,6 +27,7 @@ from ktk.errors import (
 )
 
 if TYPE_CHECKING:
+    from ktk.aliases import Alias
     from ktk.backend import Backend
 
 GROUP = "ktk.backends"
@@ -146,12 +147,15 @@ def find_backend(name: str, *, distribution: str | None = None) -> BackendInfo:
 
 
 def aliases() -> dict[str, str]:
-    """Return the aliases that mean something here, with the backend that each stands for."""
+    """Return the aliases that mean something here, with the backend that each stands for.
+
+    Backends are loaded where an alias stands for one of several, of which some may not run here.
+    """
     from ktk.aliases import ALIASES
 
     providers = _providers()
     usable = _usable(providers)
-    targets = {name: alias.target(usable) for name, alias in ALIASES.items()}
+    targets = {name: _target(alias, usable) for name, alias in ALIASES.items()}
     return {
         name: target
         for name, target in targets.items()
@@ -164,6 +168,23 @@ def _usable(providers: Mapping[str, list[BackendInfo]]) -> list[str]:
     return [name for name, infos in providers.items() if any(info.built for info in infos)]
 
 
+def _target(alias: Alias, usable: Collection[str]) -> str | None:
+    """Return the first backend that an alias stands for and that can run here, else the last."""
+    names = [name for name in alias.backends if name in usable]
+    return next((name for name in names[:-1] if _can_run(name)), names[-1] if names else None)
+
+
+def _can_run(name: str) -> bool:
+    """Whether nothing is missing on this machine. A backend that is broken should say so itself."""
+    try:
+        load_backend(name)
+    except BackendUnsupported:
+        return False
+    except BackendError:
+        return True
+    return True
+
+
 def _resolve(name: str, providers: Mapping[str, list[BackendInfo]]) -> str:
     """Return the registered name that is meant; one that is registered wins over an alias."""
     from ktk.aliases import find_alias
@@ -171,7 +192,7 @@ def _resolve(name: str, providers: Mapping[str, list[BackendInfo]]) -> str:
     if name in providers:
         return name
     alias = find_alias(name, providers)
-    target = alias.target(_usable(providers)) if alias else None
+    target = _target(alias, _usable(providers)) if alias else None
     if target is None:
         raise BackendNotFound(_not_found(name, list(providers)))
     return target
@@ -202,15 +223,15 @@ def _open(info: BackendInfo) -> Backend:
     from ktk.backend import Backend
 
     if not info.built:
-        raise BackendNotFound(
-            f"backend {info.name!r} is not part of this build of ktk {info.version}: it is made "
-            "only where its library or its architecture is present; install it there and rebuild "
-            "ktk from source"
-        )
+        raise _not_built(info)
     assert info.entry is not None
     # A plug-in may raise anything, and one that calls sys.exit() must not end its user's program.
     try:
-        capsule = info.entry.load().__ktk_backend__()
+        plugin = info.entry.load()
+        capsule = plugin.__ktk_backend__()
+        library = plugin.__ktk_library__() if hasattr(plugin, "__ktk_library__") else None
+    except BackendUnsupported as error:
+        raise BackendUnsupported(f"backend {info} cannot run here: {error}") from error
     except (Exception, SystemExit) as error:
         raise BackendImportError(_failed(info, error)) from error
     try:
@@ -219,7 +240,7 @@ def _open(info: BackendInfo) -> Backend:
         raise BackendIncompatible(f"backend {info} {error}; {_remedy(info, error)}") from error
     except Exception as error:
         raise BackendImportError(_failed(info, error)) from error
-    return Backend(core, info)
+    return Backend(core, info, library)
 
 
 def _providers() -> dict[str, list[BackendInfo]]:
@@ -258,8 +279,28 @@ def _built() -> frozenset[str] | None:
 
 
 def _is_built(value: str, built: frozenset[str] | None) -> bool:
-    package, _, module = value.partition(":")[0].rpartition(".")
-    return built is None or package != "ktk.backends" or module in built
+    package = value.partition(":")[0].rpartition(".")[0]
+    return built is None or package != "ktk.backends" or _module(value) in built
+
+
+def _module(value: str) -> str:
+    """Return the last name of the module that the value of an entry point names."""
+    return value.partition(":")[0].rpartition(".")[2]
+
+
+def _not_built(info: BackendInfo) -> BackendError:
+    """Say why a backend is not part of this build."""
+    from ktk.backends._built import ARCHITECTURE, ELSEWHERE
+
+    if needs := ELSEWHERE.get(_module(info.value)):
+        return BackendUnsupported(
+            f"backend {info.name!r} needs an {needs} processor; this ktk {info.version} is built "
+            f"for {ARCHITECTURE}"
+        )
+    return BackendNotFound(
+        f"backend {info.name!r} is not part of this build of ktk {info.version}; rebuild ktk from "
+        "source"
+    )
 
 
 def _not_found(name: str, names: list[str]) -> str:

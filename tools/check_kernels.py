@@ -1,6 +1,6 @@
 """Check the object code of libraries that are compiled per instruction set.
 
-    check_kernels.py ARCHIVE...
+    check_kernels.py [--nm NM] [--objdump OBJDUMP] ARCHIVE...
 
 Symbols: an archive defines one global symbol, named like the archive, and no weak one: the linker
 keeps a single copy of a weak symbol, and if that copy was compiled for AVX-512 the program dies on
@@ -13,6 +13,7 @@ not unrolled, which costs more than half of the speed and nothing fails.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -21,10 +22,16 @@ from pathlib import Path
 
 LOCAL = set("tbdrns")  # nm prints local symbols in lower case
 MAY_CALL = {"memcpy", "memmove", "memset", "_GLOBAL_OFFSET_TABLE_"}
+# Of x86-64, then of aarch64.
 PRODUCT = re.compile(
     r"v?(tdp\w+|pdpbusd|pdpwssd|dpbf16ps|fn?m(add|sub)\d+[ps]s|pmaddwd|pmaddubsw)$"
+    r"|(smmla|sdot|sm(ul|la)l2?|bfmmla|bfdot|fml[as])$"
 )
-STACK = re.compile(r"%[xyz]mm\d+.*\(%rsp\)|\(%rsp\).*%[xyz]mm\d+")
+STACK = re.compile(
+    r"%[xyz]mm\d+.*\(%rsp\)|\(%rsp\).*%[xyz]mm\d+"
+    r"|[qv]\d+.*\[(sp|x29)\b"
+)
+JUMP = re.compile(r"j|b$|b\.|cbn?z$|tbn?z$")
 LEAST_PRODUCTS = 2  # fewer in a loop: a tail, not a hot loop
 PRODUCTS_PER_MOVE = 8  # an accumulator in memory costs two moves a product
 
@@ -40,19 +47,20 @@ class Instruction:
     @property
     def target(self) -> int | None:
         """Where a jump goes."""
-        if not self.name.startswith("j") or "*" in self.operands:
+        if not JUMP.match(self.name) or "*" in self.operands:
             return None
-        return int(self.operands.split()[0], 16)
+        # x86: "3a0 <name+0x20>". aarch64 has a register before it: "x3, 3a0 <name+0x20>".
+        return int(self.operands.partition("<")[0].split()[-1], 16)
 
 
 def run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def symbol_offences(archive: Path) -> list[str]:
+def symbol_offences(archive: Path, nm: str) -> list[str]:
     expected = archive.stem.removeprefix("lib")
     found, seen = [], False
-    for line in run("nm", "--format=posix", archive).splitlines():
+    for line in run(nm, "--format=posix", archive).splitlines():
         fields = line.split()
         if len(fields) < 2 or line.endswith(":"):
             continue
@@ -69,14 +77,14 @@ def symbol_offences(archive: Path) -> list[str]:
     return found
 
 
-def functions(archive: Path) -> dict[str, list[Instruction]]:
+def functions(archive: Path, objdump: str) -> dict[str, list[Instruction]]:
     """Disassemble; names are those of the symbol table, kept in order."""
     result: dict[str, list[Instruction]] = {}
     current: list[Instruction] = []
-    for line in run("objdump", "-d", "--no-show-raw-insn", archive).splitlines():
+    for line in run(objdump, "-d", "--no-show-raw-insn", archive).splitlines():
         if header := re.match(r"[0-9a-f]+ <(.+)>:$", line):
             current = result.setdefault(header[1], [])
-        elif code := re.match(r"\s*([0-9a-f]+):\s+(?:\{\w+\} )?(\w+)\s*(.*)$", line):
+        elif code := re.match(r"\s*([0-9a-f]+):\s+(?:\{\w+\} )?([\w.]+)\s*(.*)$", line):
             current.append(Instruction(int(code[1], 16), code[2], code[3]))
     return result
 
@@ -89,10 +97,10 @@ def innermost_loops(code: list[Instruction]) -> list[list[Instruction]]:
     return [[i for i in code if first <= i.address <= last] for first, last in inner]
 
 
-def spill_offences(archive: Path) -> tuple[int, list[str]]:
+def spill_offences(archive: Path, objdump: str) -> tuple[int, list[str]]:
     """Count the hot loops, and name those that move vectors to or from the stack."""
     loops, found = 0, []
-    for name, code in functions(archive).items():
+    for name, code in functions(archive, objdump).items():
         for body in innermost_loops(code):
             products = sum(bool(PRODUCT.match(i.name)) for i in body)
             if products < LEAST_PRODUCTS:
@@ -107,15 +115,20 @@ def spill_offences(archive: Path) -> tuple[int, list[str]]:
     return loops, found
 
 
-def main(paths: list[str]) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nm", default="nm")
+    parser.add_argument("--objdump", default="objdump")
+    parser.add_argument("archives", nargs="+", type=Path)
+    arguments = parser.parse_args()
     problems = []
-    for archive in map(Path, paths):
-        loops, spills = spill_offences(archive)
-        problems += symbol_offences(archive) + spills
+    for archive in arguments.archives:
+        loops, spills = spill_offences(archive, arguments.objdump)
+        problems += symbol_offences(archive, arguments.nm) + spills
         print(f"{archive.name}: {loops} multiplying loops")
     print("\n".join(problems))
     return bool(problems)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,17 +1,26 @@
-// 8-bit symmetric quantisation and the 16 x 16 dword transpose, for codecs of any x86 variant.
+// 8-bit symmetric quantisation, and the 16 x 16 dword transpose of x86 layouts, for codecs.
 //
 // Everything sits in an unnamed namespace: each kernel library keeps the copy that was compiled
-// with its own flags. Vectors are handled 16 floats at a time, one AVX-512 or two AVX2 registers.
+// with its own flags. Vectors are handled 16 floats at a time: one register of AVX-512, two of AVX2
+// or four of NEON.
 #pragma once
 
-#include <immintrin.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "common/f16.h"
+#if defined(__aarch64__)
+#include "common/int8_neon.h"
+#else
+#include <immintrin.h>
+#endif
 
 namespace ktk {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+// In int8_neon.h.
+#elif defined(__AVX512F__)
 struct F32x16 {
   __m512 v;
 };
@@ -93,6 +102,15 @@ inline void store_product(float* out, __m128i q, float factor) {
 }
 #endif
 
+#if !defined(__aarch64__)
+inline __m128i load_bytes(const uint8_t* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+}
+inline void store_bytes(uint8_t* p, __m128i bytes) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+#endif
+
 // Elements that are quantised: how 16 of them are read, and the largest magnitude of a row. The
 // magnitude is found on the bit patterns, whose order is that of the values; NaN and Inf come out
 // as something above the largest float.
@@ -121,7 +139,9 @@ inline uint16_t absmax_u16(const uint16_t* p, size_t count) {
 struct ElementF16 {
   using Storage = uint16_t;
   static F32x16 load(const uint16_t* p) { return load_f16(p); }
-  static float absmax(const uint16_t* p, size_t count) { return _cvtsh_ss(absmax_u16(p, count)); }
+  static float absmax(const uint16_t* p, size_t count) {
+    return f32_from_f16(absmax_u16(p, count));
+  }
 };
 
 struct ElementBf16 {
@@ -167,6 +187,7 @@ inline I32x16 quantise(F32x16 x, SymmetricScale s) {
   return s.factor > 0 ? round_product(x, s.factor) : round_quotient(x, s.scale);
 }
 
+#if !defined(__aarch64__)
 // Stores 16 rows of 16 dwords as 16 columns, with every byte's top bit flipped: two's complement
 // becomes offset binary. tile[r][c] = rows[c][r].
 inline void transpose_to_offset_binary(const uint8_t rows[16][64], uint8_t* tile) {
@@ -190,6 +211,7 @@ inline void transpose_to_offset_binary(const uint8_t rows[16][64], uint8_t* tile
     }
   }
 }
+#endif
 
 }  // namespace
 }  // namespace ktk

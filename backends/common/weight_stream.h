@@ -31,12 +31,17 @@ namespace {
 
 // Not _mm_prefetch: gcc 12 takes a function that only prefetches for one without effect and drops
 // calls of it.
+#if defined(__aarch64__)
+inline void prefetch_l1(const void* line) { asm volatile("prfm pldl1keep, [%0]" : : "r"(line)); }
+inline void prefetch_l2(const void* line) { asm volatile("prfm pldl2keep, [%0]" : : "r"(line)); }
+#else
 inline void prefetch_l1(const void* line) {
   asm volatile("prefetcht0 %0" : : "m"(*static_cast<const char*>(line)));
 }
 inline void prefetch_l2(const void* line) {
   asm volatile("prefetcht1 %0" : : "m"(*static_cast<const char*>(line)));
 }
+#endif
 
 struct WeightStream {
   static constexpr size_t kLine = 64;

@@ -1,1 +1,3 @@
+ARCHITECTURE: str
 MODULES: tuple[str, ...]
+ELSEWHERE: dict[str, str]

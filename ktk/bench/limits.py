@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ktk import _probe
+from ktk import _core, _probe
 from ktk.bench.machine import last_level_cache_bytes, undisturbed
 from ktk.system import available_memory
 
@@ -121,14 +121,21 @@ def roofline(limits: Limits, *, nbytes: float, flops: float, units: Iterable[str
     )
 
 
-def variant_units(variant: _Variant) -> tuple[str, ...]:
+def variant_units(variant: _Variant, *, library: bool = False) -> tuple[str, ...]:
     """Return the units that the instruction sets of a variant offer for its activations.
 
-    `variant` is one of `Backend.variants`.
+    Parameters
+    ----------
+    variant
+        One of `Backend.variants`.
+    library
+        The backend multiplies with a library of the machine (`Backend.library`), whose code may
+        use all that the CPU has, whatever the variant itself requires.
     """
     integer = variant.act.element in ("i8", "u8", "i4", "u4")
     units = INTEGER_UNITS if integer else FLOAT_UNITS
-    return tuple(unit for unit, isa in units.items() if isa in variant.required_isa)
+    usable = _core.detected_isa() if library else variant.required_isa
+    return tuple(unit for unit, isa in units.items() if isa in usable)
 
 
 def default_buffer_bytes() -> int:

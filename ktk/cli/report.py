@@ -29,7 +29,10 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class BackendReport:
-    """One provider of a backend; `error` is why it does not load, `runs` what would run here."""
+    """One provider of a backend; `error` is why it does not load, `runs` what would run here.
+
+    `library` is `Backend.library`.
+    """
 
     name: str
     distribution: str
@@ -39,14 +42,17 @@ class BackendReport:
     runs: str | None
     error: str | None
     error_kind: str | None
+    library: dict[str, str] | None
     variants: list[VariantReport]
 
 
 def report(info: BackendInfo) -> BackendReport:
     """Load one provider and say what it can do here. A broken one is reported, not raised."""
     error: BackendError | None = None
+    library: dict[str, str] | None = None
     variants: list[VariantReport] = []
     try:
+        library = open_backend(info).library
         variants = _variants(info)
     except BackendError as caught:
         error = caught
@@ -59,6 +65,7 @@ def report(info: BackendInfo) -> BackendReport:
         runs=next((variant.name for variant in variants if variant.default), None),
         error=str(error) if error else None,
         error_kind=type(error).__name__ if error else None,
+        library=library,
         variants=variants,
     )
 
@@ -127,6 +134,8 @@ def _table(reports: list[BackendReport]) -> Table:
             table.add_row(
                 entry.name if first else "", origin if first else "", variant.name, _state(variant)
             )
+        for word, text in (entry.library or {}).items():
+            table.add_row("", "", word, _text(text))
         if entry.rivals:
             others = ", ".join(entry.rivals)
             table.add_row("", "", "", f"[yellow]also provided by {others}: pass distribution=[/]")

@@ -135,7 +135,7 @@ def _measure_all(
                 notes.append(f"{what}: this CPU lacks {', '.join(variant.missing_isa)}")
                 continue
             with console.status(f"running {what}"):
-                machine.look(variant_units(variant))
+                machine.look(variant_units(variant, library=backend.library is not None))
                 try:
                     rows.append(measure(task, backend, variant, pool))
                 except (BackendError, CheckpointFormatError, ValueError) as error:

@@ -79,7 +79,7 @@ def measure(task: Task, backend: Backend, variant: Any, pool: Any) -> Measured:
     moe, quantized = _load(task, backend, variant=variant.name, pool=pool)
     load_seconds = time.perf_counter() - began
     got = moe(task.check.hidden, task.check.ids, task.check.weights).double()
-    units = variant_units(variant)
+    units = variant_units(variant, library=backend.library is not None)
     return Measured(
         backend=backend.name,
         variant=variant.name,

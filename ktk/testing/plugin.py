@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import ktk
 from ktk import registry
+from ktk.errors import BackendError, BackendUnsupported
 from ktk.testing import strategies
 from ktk.testing.subject import Subject
 
@@ -53,7 +54,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the Hypothesis profile."""
+    """Load the Hypothesis profile, and the backends that were asked for: these have to load."""
+    try:
+        for name in config.getoption("--ktk-backend") or ():
+            load(name)
+    except BackendError as error:
+        raise pytest.UsageError(str(error)) from error
     chosen = dict(PROFILES[config.getoption("--ktk-profile")])
     if examples := config.getoption("--ktk-examples"):
         chosen["max_examples"] = examples
@@ -86,7 +92,11 @@ def subjects(config: pytest.Config) -> Iterator[Any]:
     """Yield a parameter for each backend and variant; those that cannot run are skipped."""
     wanted = config.getoption("--ktk-variant")
     for name in config.getoption("--ktk-backend") or ktk.backends():
-        backend = load(name)
+        try:
+            backend = load(name)
+        except BackendUnsupported as error:
+            yield pytest.param(None, id=name, marks=pytest.mark.skip(reason=str(error)))
+            continue
         for variant in backend.variants:
             if wanted and variant.name not in wanted:
                 continue
@@ -102,6 +112,9 @@ def with_conversions(config: pytest.Config, only_kept: bool) -> Iterator[Any]:
     """Yield a parameter for each backend, variant and conversion of weights."""
     for one in subjects(config):
         (subject,) = one.values
+        if subject is None:  # cannot run here
+            yield pytest.param(None, None, id=one.id, marks=one.marks)
+            continue
         pairs = [
             pair for pair in strategies.conversions(subject.backend) if pair.kept or not only_kept
         ]

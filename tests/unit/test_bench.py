@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 import ktk
-from ktk import Format
+from ktk import Format, _core
 from ktk.bench import machine
 from ktk.bench.accuracy import reference
 from ktk.bench.cli import app
@@ -25,6 +25,7 @@ from ktk.bench.inputs import DISTRIBUTIONS, ExpertWeights, random_experts, route
 from ktk.bench.limits import Limits, measure_limits, roofline, variant_units
 from ktk.bench.shapes import SHAPES, find_shape
 from ktk.bench.weights import choose_format, label, recipe
+from ktk.errors import BackendUnsupported
 from ktk.quantize import quantize
 
 KEYS = {
@@ -71,6 +72,12 @@ def test_limit_takes_the_best_unit_the_instruction_sets_offer() -> None:
     assert LIMITS.peak(variant_units(int8)) == 2000e9
     assert "avx512_fma" not in variant_units(int8), "floating-point units do not multiply int8"
     assert variant_units(Variant(["avx2"], Act("f32"))) == ("avx2_fma",)
+
+
+def test_a_library_may_use_all_that_the_cpu_has() -> None:
+    codecs = Variant(["avx2"], Act("i8"))
+    best = variant_units(Variant(_core.detected_isa(), Act("i8")))
+    assert variant_units(codecs, library=True) == best
 
 
 def test_unmeasured_units_leave_the_memory_bound() -> None:
@@ -265,6 +272,10 @@ def test_all_formats_run_by_label() -> None:
 
 @pytest.mark.parametrize("name", sorted(ktk.backends()))
 def test_every_backend_and_format_can_be_measured(name: str) -> None:
+    try:
+        ktk.load_backend(name)
+    except BackendUnsupported as error:  # a library is missing
+        pytest.skip(str(error))
     lines = run_cli("--backend", name, "--tokens", "1", "--format", "all")
     formats = [label(fmt) for fmt in ktk.load_backend(name).formats]
     assert [line["format"] for line in lines] == formats

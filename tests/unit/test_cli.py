@@ -83,7 +83,10 @@ def test_a_variant_that_cannot_run_has_its_reason() -> None:
     done = run_ktk("backends", "--json", KTK_ISA="avx2")
     assert done.returncode == 0, done.stderr
     for entry in json.loads(done.stdout)["backends"]:
-        if entry["distribution"] != "ktk":
+        if entry["distribution"] != "ktk" or entry["error_kind"] == "BackendUnsupported":
+            continue
+        if entry["library"]:  # which has its own ways to choose instructions
+            assert {isa for v in entry["variants"] for isa in v["required_isa"]} == {"avx2"}
             continue
         assert entry["runs"] == "avx2"
         for variant in entry["variants"]:

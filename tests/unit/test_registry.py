@@ -14,6 +14,7 @@ import pytest
 import ktk
 from ktk import registry
 from ktk.aliases import ALIASES
+from ktk.backends import _built
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -73,7 +74,9 @@ def core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ktk._core, "Backend", backend)
     monkeypatch.setattr(
         "ktk.backend.Backend",
-        lambda core, info: SimpleNamespace(info=info, variants=core.variants),
+        lambda core, info, library: SimpleNamespace(
+            info=info, variants=core.variants, library=library
+        ),
     )
 
 
@@ -237,6 +240,28 @@ def test_missing_instruction_sets_are_named(plugins: Plugins, core: None) -> Non
     assert len(opened.variants) == 2, "the table can still be looked at"
 
 
+def unsupported(reason: str) -> Any:
+    def hook() -> None:
+        raise BackendUnsupported(reason)
+
+    return hook
+
+
+def test_a_backend_may_say_that_this_machine_lacks_something(plugins: Plugins) -> None:
+    plugins.add("FAKE", __ktk_backend__=unsupported("there is no libfake.so"))
+    expected = "^backend FAKE of acme 1.2 cannot run here: there is no libfake.so$"
+    with pytest.raises(BackendUnsupported, match=expected):
+        registry.load_backend("FAKE")
+
+
+def test_a_backend_on_a_library_says_which(plugins: Plugins, core: None) -> None:
+    facts = {"library": "/opt/libfake.so.1", "mode": "fast"}
+    plugins.add("FAKE", __ktk_backend__=table(), __ktk_library__=lambda: facts)
+    plugins.add("PLAIN", __ktk_backend__=table())
+    assert registry.load_backend("FAKE").library == facts
+    assert registry.load_backend("PLAIN").library is None
+
+
 def test_a_failure_is_remembered(plugins: Plugins) -> None:
     calls = []
 
@@ -268,12 +293,21 @@ def test_a_backend_left_out_of_the_build_is_marked(
 ) -> None:
     monkeypatch.setattr(registry, "_built", lambda: frozenset({"bf16"}))
     plugins.announce("BF16", "ktk.backends.bf16", "ktk")
-    plugins.announce("KML", "ktk.backends.kml", "ktk")
-    plugins.announce("OTHER", "acme.kml")
+    plugins.announce("OLD", "ktk.backends.old", "ktk")
+    plugins.announce("OTHER", "acme.old")
     built = {name: info.built for name, info in registry.backends().items()}
-    assert built == {"BF16": True, "KML": False, "OTHER": True}
-    with pytest.raises(BackendNotFound, match="'KML' is not part of this build of ktk"):
-        registry.load_backend("KML")
+    assert built == {"BF16": True, "OLD": False, "OTHER": True}
+    with pytest.raises(BackendNotFound, match="'OLD' is not part of this build of ktk"):
+        registry.load_backend("OLD")
+
+
+def test_a_backend_of_another_architecture_says_which() -> None:
+    here = _built.ARCHITECTURE
+    name, there = {"x86_64": ("KML", "aarch64"), "aarch64": ("AMXINT8", "x86_64")}[here]
+    assert not registry.backends()[name].built
+    needs = rf"^backend '{name}' needs an {there} processor; this ktk \S+ is built for {here}$"
+    with pytest.raises(BackendUnsupported, match=needs):
+        registry.load_backend(name)
 
 
 def test_errors_are_one_tree() -> None:
@@ -301,6 +335,26 @@ def test_the_first_installed_backend_of_an_alias_counts(plugins: Plugins, core: 
     assert registry.load_backend("MOE_INT8").info.name == "AMXINT8"
     plugins.add("BLIS", __ktk_backend__=table())
     assert registry.load_backend("MOE_INT8").info.name == "BLIS"
+
+
+def test_an_alias_passes_over_what_cannot_run_here(plugins: Plugins, core: None) -> None:
+    plugins.add("BLIS", __ktk_backend__=unsupported("there is no libblis.so"))
+    plugins.add("AMXINT8", __ktk_backend__=table())
+    assert registry.load_backend("MOE_INT8").info.name == "AMXINT8"
+    assert registry.aliases()["MOE_INT8"] == "AMXINT8"
+
+
+def test_an_alias_of_nothing_that_can_run_says_why(plugins: Plugins) -> None:
+    plugins.add("BLIS", __ktk_backend__=unsupported("there is no libblis.so"))
+    with pytest.raises(BackendUnsupported, match=r"there is no libblis\.so"):
+        registry.load_backend("MOE_INT8")
+
+
+def test_an_alias_hides_no_broken_backend(plugins: Plugins, core: None) -> None:
+    plugins.add("BLIS", __ktk_backend__=lambda: 1 / 0)
+    plugins.add("AMXINT8", __ktk_backend__=table())
+    with pytest.raises(BackendImportError, match="ZeroDivisionError"):
+        registry.load_backend("MOE_INT8")
 
 
 def test_a_backend_outside_this_build_is_no_target_of_an_alias(

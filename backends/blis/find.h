@@ -1,0 +1,24 @@
+// Finds the library that this process computes with.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "blis/library.h"
+#include "common/vendor_library.h"
+
+namespace ktk::blis {
+
+struct Found {
+  Calls calls{};
+  bool lpgemm = false, sgemm = false;
+  std::string layout;   // of lpgemm's packed weights
+  LibraryFacts facts;   // for Python
+  std::string warning;  // worth telling the user; may be empty
+  std::string failure;  // why nothing was found, and what to install; empty if something was
+  std::shared_ptr<const VendorLibrary> library;
+};
+
+Found find();
+
+}  // namespace ktk::blis

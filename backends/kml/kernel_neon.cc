@@ -1,0 +1,64 @@
+// Plain Armv8-A: products of bytes as words, two of them added there and pairs of words then added
+// to int32 sums. Codes of activations are at most 127 in size and those of weights 128, so that two
+// products are 32512 at most and fit.
+//
+//   sum of a column:   k 0 1 8 9 | k 2 3 10 11 | k 4 5 12 13 | k 6 7 14 15
+//
+// 2 rows x 8 columns take 16 registers of sums.
+#include "kml/variant.h"
+
+namespace ktk::kml {
+namespace {
+
+template <size_t kM>
+struct Sums {
+  int32x4_t v[kM][8];
+
+  Sums() {
+#pragma GCC unroll 2
+    for (size_t i = 0; i < kM; ++i) {
+#pragma GCC unroll 8
+      for (size_t j = 0; j < 8; ++j) v[i][j] = vdupq_n_s32(0);
+    }
+  }
+
+  void add(const int8_t* line, const int8_t* const (&rows)[kM], size_t k) {
+    // Eight k of a row twice, so that they meet either half of a register of weights.
+    int8x16_t first[kM], second[kM];
+#pragma GCC unroll 2
+    for (size_t i = 0; i < kM; ++i) {
+      const int64x2_t both = vreinterpretq_s64_s8(vld1q_s8(rows[i] + k));
+      first[i] = vreinterpretq_s8_s64(vdupq_laneq_s64(both, 0));
+      second[i] = vreinterpretq_s8_s64(vdupq_laneq_s64(both, 1));
+    }
+#pragma GCC unroll 4
+    for (size_t j = 0; j < 4; ++j) {
+      keep_order();
+      const int8x16_t w0 = vld1q_s8(line + 16 * j), w1 = vld1q_s8(line + kLineBytes + 16 * j);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kM; ++i) {
+        int16x8_t even = vmull_s8(vget_low_s8(w0), vget_low_s8(first[i]));
+        even = vmlal_s8(even, vget_low_s8(w1), vget_low_s8(second[i]));
+        int16x8_t odd = vmull_high_s8(w0, first[i]);
+        odd = vmlal_high_s8(odd, w1, second[i]);
+        v[i][2 * j] = vpadalq_s16(v[i][2 * j], even);
+        v[i][2 * j + 1] = vpadalq_s16(v[i][2 * j + 1], odd);
+      }
+    }
+  }
+
+  int32x4_t total(size_t row, size_t half) const {
+    const int32x4_t* column = v[row] + 4 * half;
+    return vpaddq_s32(vpaddq_s32(column[0], column[1]), vpaddq_s32(column[2], column[3]));
+  }
+};
+
+constexpr ktk_ukernel kUkernel = make_ukernel("gemm_2x8", matmul<Sums, 2>);
+
+}  // namespace
+}  // namespace ktk::kml
+
+extern "C" {
+extern const ktk_variant KTK_VARIANT(kml);
+constexpr ktk_variant KTK_VARIANT(kml) = ktk::kml::make_variant(ktk::kml::kUkernel);
+}
