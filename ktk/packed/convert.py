@@ -219,12 +219,17 @@ class Conversion:
                 "another folder"
             )
         earlier = read_index(self.output)
-        for what in ("backend", "group_size", "source"):
+        for what in ("backend", "group_size"):
             if getattr(earlier, what) != getattr(mine, what):
                 raise CheckpointError(
                     f"{self.output} was begun with the {what} {getattr(earlier, what)}, not "
                     f"{getattr(mine, what)}: choose another folder"
                 )
+        if earlier.source != source:
+            raise CheckpointError(
+                f"{self.output} was begun from {earlier.source_name}, whose files were not those "
+                f"of {self.source}: choose another folder"
+            )
         return replace(earlier, layers=tuple(sorted({*earlier.layers, *mine.layers})))
 
     def _check_empty(self) -> None:
