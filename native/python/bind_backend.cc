@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "core/cpu.h"
@@ -23,8 +24,13 @@ auto key(const ktk_format& f) {
 
 ktk_format make_format(const std::string& element, const std::string& scale,
                        const std::string& zero, uint32_t group_n, uint32_t group_k) {
-  return {element_from_name(element), element_from_name(scale), element_from_name(zero), group_n,
-          group_k};
+  const ktk_element type = element_from_name(element);
+  const ktk_element scale_type = element_from_name(scale), zero_type = element_from_name(zero);
+  if (!is_ggml(type)) return {type, scale_type, zero_type, group_n, group_k};
+  if (scale_type != KTK_NONE || zero_type != KTK_NONE) {
+    throw nb::value_error((element_name(type) + " has its scales in its blocks").c_str());
+  }
+  return {type, KTK_NONE, KTK_NONE, 1, static_cast<uint32_t>(block_of(type).columns)};
 }
 
 // The table keeps the variant alive: Python may hold a variant longer than its backend.
@@ -41,9 +47,11 @@ std::shared_ptr<BackendTable> load_table(nb::object capsule) {
 }
 
 void bind_format(nb::module_& m) {
-  nb::class_<ktk_format>(m, "Format",
-                         "How weights are stored: (element - zero) * scale per group.\n\n"
-                         "A group spans group_n rows and group_k columns; 0 is the whole extent.")
+  nb::class_<ktk_format>(
+      m, "Format",
+      "How weights are stored: (element - zero) * scale per group.\n\n"
+      "A group spans group_n rows and group_k columns; 0 is the whole extent. ggml's\n"
+      "types (\"q4_k\", or \"ggml:12\") have their scales in their blocks.")
       .def(
           "__init__",
           [](ktk_format* self, const std::string& element, const std::string& scale,
@@ -56,6 +64,13 @@ void bind_format(nb::module_& m) {
       .def_prop_ro("zero", [](const ktk_format& f) { return element_name(f.zero); })
       .def_ro("group_n", &ktk_format::group_n)
       .def_ro("group_k", &ktk_format::group_k)
+      .def_prop_ro(
+          "block",
+          [](const ktk_format& f) {
+            const Block block = block_of(f.element);
+            return std::make_pair(block.columns, block.bytes);
+          },
+          "Elements that fill whole bytes together, and these bytes; (0, 0) if ktk knows none.")
       .def(
           "__eq__",
           [](const ktk_format& a, nb::object b) {
@@ -90,7 +105,17 @@ void bind_variant(nb::module_& m) {
       .def_prop_ro("k_step", [](const VariantInfo& v) { return v.variant->tile.k_step; })
       .def_prop_ro(
           "act", [](const VariantInfo& v) { return v.variant->act; },
-          "What an activation is encoded as.")
+          "What an activation is encoded as, where that depends on no weight.")
+      .def_prop_ro(
+          "has_act_format", [](const VariantInfo& v) { return v.variant->act_format != nullptr; },
+          "Whether act_of() may depend on the weight.")
+      .def(
+          "act_of",
+          [](const VariantInfo& v, const ktk_format& stored, size_t n, size_t k) {
+            return v.variant->act_of({n, k, stored});
+          },
+          "stored"_a, "n"_a, "k"_a,
+          "What an activation is encoded as that meets an n x k weight of this format.")
       .def_prop_ro(
           "ukernels",
           [](const VariantInfo& v) {
@@ -137,6 +162,16 @@ void bind_backend(nb::module_& m) {
           },
           "given"_a, "n"_a, "k"_a,
           "What an n x k weight is stored as by default; ValueError if it is not taken.")
+      .def(
+          "share_activations",
+          [](const BackendTable& b, const ktk_format& gate, const ktk_format& up, size_t n,
+             size_t k) {
+            return std::all_of(b.variants.begin(), b.variants.end(), [&](const auto& variant) {
+              return variant->share_acts({n, k, gate}, {n, k, up});
+            });
+          },
+          "gate"_a, "up"_a, "n"_a, "k"_a,
+          "Whether gate and up [n, k] of an expert may be stored in these formats.")
       .def(
           "default_variant", [](const BackendTable& b) { return b.select("").name; },
           "Name of the best variant that runs here; RuntimeError with the reasons if none does.");

@@ -34,7 +34,8 @@ class PackedMatrix {
       : table_(std::move(table)), variant_(table_->select(variant, force)) {
     const ktk_source source = source_from("weight", data, scale, zero, given, -1, -1);
     matrix_.n = data.shape(0);
-    matrix_.k = data.shape(1) * 8 * data.itemsize() / element_bits(source.format.element);
+    const Block block = block_of(source.format.element);
+    matrix_.k = data.shape(1) * data.itemsize() / block.bytes * block.columns;
     if (matrix_.n == 0 || matrix_.k == 0) throw nb::value_error("weight is empty");
     matrix_.format =
         table_->stored(source.format, stored ? &*stored : nullptr, matrix_.n, matrix_.k);
@@ -71,6 +72,7 @@ class PackedMatrix {
     return out;
   }
 
+  ktk_format act() const { return variant_.act_of(matrix_); }
   size_t act_size() const { return variant_.act_size(&matrix_); }
   size_t padded(size_t m) const { return round_up(m, variant_.tile.m_step); }
 
@@ -209,6 +211,7 @@ void bind_packed(nb::module_& m) {
       .def_prop_ro("nbytes", &PackedMatrix::nbytes)
       .def_prop_ro("format", &PackedMatrix::format)
       .def_prop_ro("variant", &PackedMatrix::variant)
+      .def_prop_ro("act", &PackedMatrix::act, "What activations are encoded as.")
       .def_prop_ro("act_size", &PackedMatrix::act_size, "Bytes of one packed row of activations.")
       .def_prop_ro(
           "buffer", [](nb::handle self) { return nb::cast<PackedMatrix&>(self).buffer(self); },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,16 @@ import torch
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.gguf.architectures import Metadata
-from ktk.checkpoint.gguf.blocks import Blocks, type_name
+from ktk.checkpoint.gguf.blocks import PLAIN, Blocks, type_name
 from ktk.checkpoint.gguf.layout import PARTS, GgufLayer, Layers
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
+
+
+_F32 = Format("f32")
 
 
 class GgufCheckpoint:
@@ -96,8 +99,10 @@ class GgufCheckpoint:
     def reader(self, layer: GgufLayer, backend: Backend) -> Callable[[int], dict[str, Any]]:
         """Return what reads an expert for `MoE.load_expert`: blocks where they are taken.
 
-        With blocks comes `given`, the one format of gate, up and down. Where they differ, or one of
-        them is not taken, all three are floats.
+        Gate, up and down are each given as the file has them, without a copy, where the backend
+        takes that; otherwise decoded to f32. So are gate and up where the backend could not
+        multiply both with the same activations, matrices that have a scale beside them, and a part
+        whose type differs from expert to expert.
 
         Raises
         ------
@@ -105,32 +110,29 @@ class GgufCheckpoint:
             The backend takes neither.
         """
         read = [self.blocks(layer, number) for number in self._typed(layer)]
-        given = read[0]["gate"].format
-        if not self.has_floats(layer) and all(
-            matrix.format == given
-            and matrix.scale is None
-            and not _refusal(backend, matrix, matrix.format)
-            for blocks in read
-            for matrix in blocks.values()
-        ):
-            return lambda number: {**self._stored(layer, number), "given": given}
-        for blocks in read:
-            for matrix in blocks.values():
-                plain = matrix.plain and matrix.scale is None
-                if reason := _refusal(backend, matrix, matrix.format if plain else Format("f32")):
-                    raise CheckpointFormatError(
-                        f"{matrix.name} has the type {matrix.type}: {reason}"
-                    )
-        return lambda number: dict(self.expert(layer, number))
+        given = {part: _given(backend, [blocks[part] for blocks in read]) for part in PARTS}
+        n, k = read[0]["gate"].shape
+        gate, up = (backend.core.stored_as(given[part], n, k) for part in ("gate", "up"))
+        if not backend.core.share_activations(gate, up, n, k):
+            for part in ("gate", "up"):
+                given[part] = _checked(backend, read[0][part], _F32)
+        return lambda number: self._arrays(layer, number, given)
+
+    def _arrays(self, layer: GgufLayer, number: int, given: Mapping[str, Format]) -> dict[str, Any]:
+        """Return the arguments of `MoE.load_expert`."""
+        arrays: dict[str, Any] = {}
+        for part, matrix in self.blocks(layer, number).items():
+            as_stored = matrix.format == given[part] and matrix.scale is None
+            arrays[part] = matrix.array() if as_stored else matrix.floats().float()
+        formats = tuple(given[part] for part in PARTS)
+        if any(fmt.element not in PLAIN for fmt in formats):
+            arrays["given"] = formats if len(set(formats)) > 1 else formats[0]
+        return {**arrays, **self._expert_biases(layer, number)}
 
     def _typed(self, layer: GgufLayer) -> range:
         """Return the experts that show all types: one stands for those that share a tensor."""
         stacked = all(place.stacked for place in layer.weights.values())
         return range(1 if stacked else layer.config.num_experts)
-
-    def _stored(self, layer: GgufLayer, number: int) -> dict[str, Any]:
-        arrays = {part: matrix.array() for part, matrix in self.blocks(layer, number).items()}
-        return {**arrays, **self._expert_biases(layer, number)}
 
     def _blocks(self, layer: GgufLayer, part: str, number: int) -> Blocks:
         place = layer.weights[part]
@@ -152,6 +154,22 @@ class GgufCheckpoint:
             row = Blocks(self.tensors.rows(place.name, number, 1), type_name(info), None, str(info))
             found[f"{part}_bias"] = row.floats()[0, place.first : place.first + place.count]
         return found
+
+
+def _given(backend: Backend, matrices: list[Blocks]) -> Format:
+    """Return what to give a part of all experts as; `matrices` show all of its types."""
+    first = matrices[0]
+    alike = all(m.format == first.format and m.scale is None for m in matrices)
+    if alike and (first.plain or not _refusal(backend, first, first.format)):
+        return _checked(backend, first, first.format)
+    return _checked(backend, first, _F32)
+
+
+def _checked(backend: Backend, matrix: Blocks, fmt: Format) -> Format:
+    """Return the format; raise if the backend does not take the matrix in it."""
+    if reason := _refusal(backend, matrix, fmt):
+        raise CheckpointFormatError(f"{matrix.name} has the type {matrix.type}: {reason}")
+    return fmt
 
 
 def _refusal(backend: Backend, matrix: Blocks, fmt: Format) -> str:

@@ -29,7 +29,7 @@ extern "C" {
 
 /* MAJOR: a field moved or changed its meaning. MINOR: a field was appended. */
 #define KTK_ABI_MAJOR 1
-#define KTK_ABI_MINOR 0
+#define KTK_ABI_MINOR 1
 
 /* Name (and type tag) of the PyCapsule that carries a `const ktk_backend *`; the capsule is what
  * `__ktk_backend__()` of a backend's module returns. The table must outlive the process. */
@@ -57,7 +57,9 @@ typedef uint64_t ktk_isa;
 #define KTK_ISA_ARM_BF16 ((ktk_isa)1 << 35)
 #define KTK_ISA_SVE ((ktk_isa)1 << 36)
 
-/* What one element of a matrix is. ggml's types are KTK_GGML + ggml_type. */
+/* What one element of a matrix is. ggml's types are KTK_GGML + ggml_type: their rows are made of
+ * blocks that have the scales within, so that their format has neither scale nor zero, and group_k
+ * is the elements of a block. */
 typedef uint32_t ktk_element;
 enum {
   KTK_NONE = 0,
@@ -143,7 +145,8 @@ typedef struct ktk_variant {
   const char* name;     /* the instruction set: "amx_int8", "avx2" ... */
   ktk_isa required_isa; /* all of these bits */
   ktk_tile tile;
-  ktk_format act; /* what a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... */
+  ktk_format
+      act; /* what a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... (act_format) */
 
   /* Weight codec. Variants of a backend that share `layout` read each other's packed weights. */
   const char* layout;
@@ -179,6 +182,13 @@ typedef struct ktk_variant {
   /* Offset in bytes of where a product that begins at column n starts to read a packed matrix: what
    * ktk_matmul.next is made of. NULL: the layout has no such place, and `next` stays NULL. */
   size_t (*weight_offset)(const ktk_matrix* matrix, size_t n);
+
+  /* Since 1.1. What a packed activation is where it depends on the weight that it meets; `act` is
+   * then that of the first stored format. Rows of one such format and depth are the same bytes
+   * whatever weight they were packed for, so that gate and up of an expert, which read the same
+   * rows, may be stored in two formats that ask for the same activations. NULL: `act` holds for
+   * all, and gate and up are stored in one format. */
+  void (*act_format)(const ktk_matrix* matrix, ktk_format* format);
 } ktk_variant;
 
 /* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */

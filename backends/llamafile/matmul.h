@@ -1,0 +1,129 @@
+// The product. A tile of rows passes over a run of 32 columns at a time: strictly in the order of
+// memory if it is the only one, and over a run that stays in L1 if there are several.
+#pragma once
+
+#include "common/ukernel.h"
+#include "llamafile/either.h"
+#include "llamafile/floats/matmul.h"
+#include "llamafile/tile.h"
+
+namespace ktk::llamafile {
+namespace {
+
+// Tiles of a type, by their number of rows.
+struct Kernels {
+  const MultiplyTile* of_rows;
+  size_t max_rows;
+};
+
+template <int kBits, bool kHalves, bool kMins>
+inline Kernels kernels() {
+  constexpr int kMaxRows = kHalves ? Dot::kMaxHalfRows : Dot::kMaxRows;
+  return {kTiles<kBits, Shape<kHalves, kMins>, kMaxRows>.of_rows, kMaxRows};
+}
+
+inline Kernels kernels_for(const BlockType& type) {
+  const bool halves = type.group == 16;
+  switch (type.bits) {
+    case 2:
+      return type.has_dmin ? kernels<2, true, true>() : kernels<2, false, false>();
+    case 3:
+      return halves ? kernels<3, true, false>() : kernels<3, false, false>();
+    case 4:
+      if (halves) return kernels<4, true, false>();
+      return type.has_dmin ? kernels<4, false, true>() : kernels<4, false, false>();
+    case 5:
+      return type.has_dmin ? kernels<5, false, true>() : kernels<5, false, false>();
+    case 6:
+      return kernels<6, true, false>();
+    default:
+      return kernels<8, false, false>();
+  }
+}
+
+inline void clear_dst(float* dst, size_t dst_stride, size_t m) {
+  for (size_t r = 0; r < m; ++r, dst += dst_stride) {
+    for (size_t i = 0; i < kColumns; i += Dot::kLanes) Dot::store(dst + i, Dot::set1(0));
+  }
+}
+
+inline const uint8_t* block_at(const ktk_matmul* mm, size_t n) {
+  return static_cast<const uint8_t*>(mm->weight) + block_offset(mm->matrix, n);
+}
+
+// Columns [n_begin, n_end) of the packed matrix, which are contiguous.
+inline WeightStream weight_stream(const ktk_matmul* mm) {
+  const size_t columns = round_up(mm->n_end - mm->n_begin, kColumns);
+  return {
+      .begin = reinterpret_cast<const char*>(block_at(mm, mm->n_begin)),
+      .lines = block_offset(mm->matrix, columns) / kLine,
+      .next = static_cast<const char*>(mm->next),
+  };
+}
+
+// How far ahead of its use a lone tile fetches memory. It leads the prefetcher of L2: from close by
+// when it waits for memory, from further away when it computes as long.
+inline size_t bytes_ahead(const BlockType& type, size_t rows) {
+  return 2 * rows <= type.bits ? 512 : 8192;
+}
+
+inline void multiply(const ktk_matmul* mm) {
+  const Runs runs(mm->matrix);
+  const Kernels kernels = kernels_for(runs.type);
+  const Meaning meaning(runs.type);
+  const size_t row_tiles = (mm->m + kernels.max_rows - 1) / kernels.max_rows;
+  const size_t tiles = row_tiles * (kColumns / kTileColumns);
+  const bool is_lone = tiles == 1;
+  const WeightStream stream = weight_stream(mm);
+  // A lone tile fetches line by line. Several share fetching the next run.
+  const size_t codes_bytes = kRunUnits * unit_bytes(runs.type);
+  const size_t run_bytes = runs.full.end + codes_bytes;
+  const size_t share = is_lone ? 0 : run_bytes / tiles + 1;
+  const size_t distance = is_lone ? bytes_ahead(runs.type, mm->m) : run_bytes;
+  const uint8_t* run = block_at(mm, mm->n_begin);
+  alignas(kLine) float params[kRunUnits * kMaxParams];
+  TileArgs t = {};
+  t.meaning = &meaning;
+  t.act_stride = mm->act_stride;
+  t.dst_stride = mm->dst_stride;
+  t.prefetch_step = is_lone ? kLine : share * kLine * kColumns / kTileColumns / codes_bytes + 1;
+  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
+    float* dst = mm->dst + (n - mm->n_begin);
+    clear_dst(dst, mm->dst_stride, mm->m);
+    for (size_t unit = 0; unit < runs.units; unit += t.units) {
+      t.units = smaller(kRunUnits, runs.units - unit);
+      const Header& at = runs.of(t.units);
+      const uint8_t* codes = run + at.end;
+      size_t ahead =
+          static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) + distance;
+      if (is_lone) {
+        for (const uint8_t* line = run; line != codes; line += kLine) prefetch_l2(line + distance);
+        ahead += at.end;
+      }
+      load_params(runs.type, at, run, t.units, params);
+      // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
+      for (size_t i = 0, row = 0; i < row_tiles; ++i) {
+        const size_t row_end = mm->m * (i + 1) / row_tiles;
+        const uint8_t* act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
+        t.act = act + unit * kUnit;
+        t.factors = act + factor_offset(mm->matrix) + unit * sizeof(Factor);
+        for (size_t c = 0; c < kColumns; c += kTileColumns, ahead += share) {
+          t.prefetch = reinterpret_cast<const uint8_t*>(stream.at(ahead / kLine));
+          t.codes = codes + 4 * c;
+          t.params = params + c;
+          t.dst = dst + row * mm->dst_stride + c;
+          kernels.of_rows[row_end - row](t);
+        }
+        row = row_end;
+      }
+      run = codes + t.units * unit_bytes(runs.type);
+    }
+  }
+}
+
+constexpr ktk_ukernel kUkernels[] = {
+    make_ukernel("tiles", either<multiply, floats::multiply<Dot>>),
+};
+
+}  // namespace
+}  // namespace ktk::llamafile

@@ -1,0 +1,183 @@
+// One tile of the product: kRows rows of act x kVecs registers of columns, unit by unit.
+//
+//                  weight v0   v1          int32 sums over a unit, or over half of one
+//   act row 0  k0..k3  x  |    |     ->    acc[0][0]  acc[0][1]
+//   act row 1  k0..k3  x  |    |     ->    acc[1][0]  acc[1][1]
+//     :      (broadcast)                     :
+//
+// and at the end of each unit, in this order in every micro-kernel, with a = act scale:
+//
+//   one group      dst = fma(float(sum) * a, scale, dst)         then, with minima,
+//                  dst = fma(a * (sum of act codes), min, dst)
+//   two groups     t   = float(sum 0) * scale 0
+//                  t   = fma(float(sum 1), scale 1, t)           then, with minima,
+//                  t   = fma(sum of act codes 0, min 0, t), and the same for 1
+//                  dst = fma(t, a, dst)
+//
+// Sums are exact, so a row has the same bits whichever tile it is in. Every tile decodes codes as
+// it goes: that takes instructions for which other ports have time, and no memory but the run
+// itself, which stays in L1 for all rows.
+#pragma once
+
+#include "common/weight_stream.h"
+#include "llamafile/codes.h"
+#include "llamafile/params.h"
+
+namespace ktk::llamafile {
+namespace {
+
+struct TileArgs {
+  const Meaning* meaning;
+  const uint8_t* codes;  // first unit, columns of the tile
+  const float* params;   // the same
+  size_t units;
+  const uint8_t* act;      // first row of the tile, first unit
+  const uint8_t* factors;  // the same
+  size_t act_stride;
+  float* dst;
+  size_t dst_stride;
+  // What the tile fetches: as many lines as it reads codes from, prefetch_step bytes apart.
+  const uint8_t* prefetch;
+  size_t prefetch_step;
+};
+
+// The same pointer, but gcc 12 does not know: it would compute the address of every row before the
+// loops, and spill them.
+template <class T>
+inline T* hidden(T* pointer) {
+  asm("" : "+r"(pointer));
+  return pointer;
+}
+
+// Keeps an accumulator apart from its neighbours, which gcc 12 would otherwise merge and split
+// again.
+template <class Register>
+inline void pin(Register& x) {
+  asm("" : "+x"(x));
+}
+
+template <int kBits, class Shape, int kRows>
+void multiply_tile(const TileArgs& args) {
+  using Int = Dot::Int;
+  using Float = Dot::Float;
+  constexpr int kGroups = Shape::kHalves ? 2 : 1;
+  constexpr size_t kLines = kBits * kTileColumns * 4 / kLine;  // of a unit
+  constexpr size_t kOperands = kVecs * kUnitSteps;             // the same
+  // Every third row has a pointer, the two behind it are reached through the index register.
+  constexpr int kPointers = (kRows + 2) / 3;
+  const TileArgs t = args;  // a copy that stores to dst cannot change
+  const Codes<kBits> operands(*t.meaning);
+  const uint8_t* act[kPointers];
+#pragma GCC unroll 4
+  for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
+  const uint8_t* codes = t.codes;
+  const uint8_t* prefetch = t.prefetch;
+  const uint8_t* factors = t.factors;
+  const float* params = t.params;
+  for (size_t unit = 0; unit < t.units; ++unit) {
+    Int acc[kGroups][kRows][kVecs];
+    const uint8_t* factor = hidden(factors);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
+      const Factor* f = reinterpret_cast<const Factor*>(factor);
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroups; ++g) {
+        Int start = Dot::set1_int(0);
+        if constexpr (Dot::kWeightOffset) {
+          start = Dot::set1_int(f->comp[g]);
+          if constexpr (kGroups == 1) start = Dot::add(start, Dot::set1_int(f->comp[1]));
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) {
+          acc[g][r][v] = start;
+          pin(acc[g][r][v]);
+        }
+      }
+    }
+    const auto add_half = [&]<int kHalf>() __attribute__((always_inline)) {
+      auto& sums = acc[kHalf * (kGroups - 1)];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        const auto add = [&](int j, Int operand) __attribute__((always_inline)) {
+          const size_t index = static_cast<size_t>((kHalf * kVecs + v) * 4 + j);
+          if (index * kLines / kOperands != (index + 1) * kLines / kOperands) {
+            prefetch_l2(prefetch);
+            prefetch += t.prefetch_step;
+          }
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) {
+            sums[r][v] = Dot::dot(sums[r][v], operand, act[r / 3], t.act_stride, r % 3, j * 4);
+          }
+        };
+        operands.template for_each_step<kHalf>(codes + v * sizeof(Int), add);
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit / 2);
+    };
+    add_half.template operator()<0>();
+    add_half.template operator()<1>();
+    codes += kBits * kRowBytes;
+    // Scales, then minima: in registers if there are enough of them.
+    constexpr int kKept = Shape::kHalves && Shape::kMins ? 0 : 2;
+    Float kept[2][kVecs];
+#pragma GCC unroll 2
+    for (int i = 0; i < kKept; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        if (i * kColumns < Shape::kParams)
+          kept[i][v] = Dot::load(params + i * kColumns + v * Dot::kLanes);
+      }
+    }
+    const auto param = [&](int i, int v) __attribute__((always_inline)) {
+      return kKept ? kept[i][v] : Dot::load(params + i * kColumns + v * Dot::kLanes);
+    };
+    factor = hidden(factors);
+    float* dst = hidden(t.dst);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, factor += t.act_stride, dst += t.dst_stride) {
+      const Factor* f = reinterpret_cast<const Factor*>(factor);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        pin(acc[0][r][v]);
+        float* to = dst + v * Dot::kLanes;
+        Float value = Dot::convert(acc[0][r][v]);
+        if constexpr (Shape::kHalves) {
+          value = Dot::mul(value, param(0, v));
+          value = Dot::fma(Dot::convert(acc[1][r][v]), param(1, v), value);
+          if constexpr (Shape::kMins) {
+            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), param(2, v), value);
+            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), param(3, v), value);
+          }
+          value = Dot::fma(value, Dot::set1(f->scale), Dot::load(to));
+        } else {
+          value = Dot::mul(value, Dot::set1(f->scale));
+          value = Dot::fma(value, param(0, v), Dot::load(to));
+          if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), param(1, v), value);
+        }
+        Dot::store(to, value);
+      }
+    }
+    factors += sizeof(Factor);
+    params += Shape::kParams;
+  }
+}
+
+using MultiplyTile = void (*)(const TileArgs&);
+
+template <int kBits, class Shape, int kMaxRows>
+struct Tiles {
+  MultiplyTile of_rows[kMaxRows + 1];
+
+  template <int kRows = 1>
+  constexpr void fill() {
+    of_rows[kRows] = multiply_tile<kBits, Shape, kRows>;
+    if constexpr (kRows < kMaxRows) fill<kRows + 1>();
+  }
+  constexpr Tiles() : of_rows{} { fill(); }
+};
+
+template <int kBits, class Shape, int kMaxRows>
+inline constexpr Tiles<kBits, Shape, kMaxRows> kTiles;
+
+}  // namespace
+}  // namespace ktk::llamafile
