@@ -11,8 +11,6 @@
 
 namespace {
 
-inline float f32_from_f16(uint16_t half) { return _cvtsh_ss(half); }
-
 // Sixteen consecutive elements of a row as bf16.
 template <ktk_element kElement>
 inline __m256i load_bf16(const char* row) {

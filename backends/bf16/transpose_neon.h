@@ -8,10 +8,6 @@
 
 namespace {
 
-inline float f32_from_f16(uint16_t half) {
-  return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half))), 0);
-}
-
 // Four consecutive values, rounded to nearest even.
 inline uint16x4_t bf16_from_f32(float32x4_t value) {
   const uint32x4_t bits = vreinterpretq_u32_f32(value), high = vshrq_n_u32(bits, 16);

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "common/bf16.h"
+#include "common/f16.h"
 #include "layout.h"
 
 #if defined(__aarch64__)
@@ -23,7 +24,7 @@ inline uint16_t element_as_bf16(const char* element) {
     return bf16_from_f32(value);
   }
   memcpy(&half, element, sizeof half);
-  return kElement == KTK_F16 ? bf16_from_f32(f32_from_f16(half)) : half;
+  return kElement == KTK_F16 ? bf16_from_f32(ktk::f32_from_f16(half)) : half;
 }
 
 // A step that n or k ends in: through a copy that is padded with zeros.

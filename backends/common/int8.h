@@ -8,6 +8,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "common/f16.h"
+
 #if defined(__aarch64__)
 #include "common/int8_neon.h"
 #else
@@ -102,7 +104,6 @@ inline void store_product(float* out, __m128i q, float factor) {
 #endif
 
 #if !defined(__aarch64__)
-inline float f32_from_f16(uint16_t half) { return _cvtsh_ss(half); }
 inline __m128i load_bytes(const uint8_t* p) {
   return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }

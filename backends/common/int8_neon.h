@@ -31,9 +31,6 @@ inline F32x16 load_bf16(const uint16_t* p) {
   return four<F32x16>(
       [p](int i) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p + 4 * i), 16)); });
 }
-inline float f32_from_f16(uint16_t half) {
-  return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half))), 0);
-}
 inline int8x16_t load_bytes(const uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
 inline void store_bytes(uint8_t* p, int8x16_t bytes) { vst1q_u8(p, vreinterpretq_u8_s8(bytes)); }
 // Both round to nearest even, whatever FPCR says.
