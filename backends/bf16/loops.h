@@ -11,7 +11,7 @@
 // its part of it, a few cache lines per step, so that memory is read while the core computes.
 #pragma once
 
-#include <immintrin.h>
+#include <stddef.h>
 
 #include "common/weight_stream.h"
 #include "layout.h"

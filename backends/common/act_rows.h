@@ -5,7 +5,7 @@
 // multiple of 4 KiB apart.
 #pragma once
 
-#include <immintrin.h>
+#include <stddef.h>
 #include <string.h>
 
 #include "common/bf16.h"
@@ -41,10 +41,12 @@ struct ActRowsBf16 {
       char* line = static_cast<char*>(act) + row * act_stride;
       uint16_t* out = reinterpret_cast<uint16_t*>(line) + k_begin;
       size_t i = 0;
+#if defined(__AVX2__)
       for (; i + 16 <= count; i += 16) {
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
                             bf16_from_f32(_mm256_loadu_ps(x + i), _mm256_loadu_ps(x + i + 8)));
       }
+#endif
       for (; i < count; ++i) out[i] = bf16_from_f32(x[i]);
       pad_act_row<2, kDepth>(matrix, k_end, line);
     }

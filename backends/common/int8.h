@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "common/f16.h"
+
 #if defined(__aarch64__)
 #include "common/int8_neon.h"
 #else

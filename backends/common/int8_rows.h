@@ -1,5 +1,5 @@
-// Rows of a weight matrix as they are given, on their way into a layout of int8 with a scale per row:
-// codes of kDepth columns at a time, zero behind the end of the row.
+// Rows of a weight matrix as they are given, on their way into a layout of int8 with a scale per
+// row: codes of kDepth columns at a time, zero behind the end of the row.
 #pragma once
 
 #include "common/int8.h"

@@ -1,6 +1,16 @@
 // KML: int8 weights with a scale per row on aarch64, quantised from floats when loaded, or ready.
-#include "ktk/module.h"
+// Products are our own, or those of the Kunpeng Math Library where that is found.
+#include "common/library_module.h"
+#include "kml/find.h"
+#include "ktk/target.h"
 
+#define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
+#define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
+#define KTK_ADDRESS_(isa) &KTK_VARIANT_OF(isa),
+
+KTK_VARIANTS(KTK_DECLARE_)
+
+namespace ktk::kml {
 namespace {
 
 constexpr ktk_format kFormats[] = {{KTK_I8, KTK_F32, KTK_NONE, 1, 0}};
@@ -12,6 +22,51 @@ constexpr ktk_accept kAccepts[] = {
     {{KTK_I8, KTK_F32, KTK_NONE, 1, 0}, 0},
 };
 
-}  // namespace
+// The table, and all that it points at. Never destroyed: workers may be in the library when the
+// process ends.
+struct Table {
+  Found found = find();
+  std::vector<const ktk_variant*> variants;
+  ktk_backend backend{};
 
-KTK_BACKEND_MODULE("KML", kFormats, kAccepts)
+  Table() {
+    if (found.library) variants.push_back(library_variant(&found.calls));
+    variants.insert(variants.end(), {KTK_VARIANTS(KTK_ADDRESS_)});
+    backend = {
+        .struct_size = sizeof(ktk_backend),
+        .abi_major = KTK_ABI_MAJOR,
+        .abi_minor = KTK_ABI_MINOR,
+        .name = "KML",
+        .formats = kFormats,
+        .num_formats = std::size(kFormats),
+        .accepts = kAccepts,
+        .num_accepts = std::size(kAccepts),
+        .variants = variants.data(),
+        .num_variants = variants.size(),
+    };
+  }
+};
+
+const Table& table() {
+  static const Table* const made = new Table;
+  return *made;
+}
+
+nanobind::capsule backend() {
+  if (!table().found.warning.empty()) warn(table().found.warning);
+  return nanobind::capsule(&table().backend, KTK_CAPSULE_NAME);
+}
+
+nanobind::object library() {
+  return table().found.library ? nanobind::object(to_dict(table().found.facts)) : nanobind::none();
+}
+
+}  // namespace
+}  // namespace ktk::kml
+
+NB_MODULE(KTK_BACKEND, m) {
+  m.def("__ktk_backend__", ktk::kml::backend,
+        "Look for the library and return the backend table as a PyCapsule.");
+  m.def("__ktk_library__", ktk::kml::library,
+        "Return what there is to say about the library; None where there is none.");
+}

@@ -149,7 +149,7 @@ std::string brand() {
 #elif defined(__aarch64__)
 
 constexpr ktk_isa kDotprod = KTK_ISA_NEON | KTK_ISA_DOTPROD;
-// As its compiler flags: Armv8.6 brings I8MM and BF16 together.
+// Armv8.6 brings I8MM and BF16 together.
 constexpr ktk_isa kI8mm = kDotprod | KTK_ISA_I8MM | KTK_ISA_ARM_BF16;
 
 constexpr Cap kCaps[] = {
