@@ -27,6 +27,7 @@ from ktk.errors import (
     CheckpointError,
     CheckpointFormatError,
 )
+from ktk.ktmoe import KTMoEWrapper, generate_gpu_experts_masks
 from ktk.moe import MoE, Ticket
 from ktk.pool import default_pool
 from ktk.registry import BackendInfo, backends, load_backend
@@ -43,12 +44,14 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "Format",
+    "KTMoEWrapper",
     "MoE",
     "MoEConfig",
     "Ticket",
     "WorkerPool",
     "backends",
     "default_pool",
+    "generate_gpu_experts_masks",
     "get_include",
     "load_backend",
 ]
