@@ -28,6 +28,7 @@ from ktk.errors import (
     CheckpointFormatError,
 )
 from ktk.ktmoe import KTMoEWrapper, generate_gpu_experts_masks
+from ktk.model import Model
 from ktk.moe import MoE, Ticket
 from ktk.pool import default_pool
 from ktk.registry import BackendInfo, backends, load_backend
@@ -47,6 +48,7 @@ __all__ = [
     "KTMoEWrapper",
     "MoE",
     "MoEConfig",
+    "Model",
     "Ticket",
     "WorkerPool",
     "backends",

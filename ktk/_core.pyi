@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 
-ABI: tuple = (1, 0)
+ABI: tuple = (1, 1)
 
 def detected_isa() -> list[str]:
     """
@@ -66,7 +66,8 @@ class Format:
     """
     How weights are stored: (element - zero) * scale per group.
 
-    A group spans group_n rows and group_k columns; 0 is the whole extent.
+    A group spans group_n rows and group_k columns; 0 is the whole extent. ggml's
+    types ("q4_k", or "ggml:12") have their scales in their blocks.
     """
 
     def __init__(self, element: str, scale: str = 'none', zero: str = 'none', group_n: int = 1, group_k: int = 0) -> None: ...
@@ -85,6 +86,12 @@ class Format:
 
     @property
     def group_k(self) -> int: ...
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """
+        Elements that fill whole bytes together, and these bytes; (0, 0) if ktk knows none.
+        """
 
     def __eq__(self, arg: object, /) -> bool: ...
 
@@ -124,8 +131,17 @@ class VariantInfo:
     def k_step(self) -> int: ...
 
     @property
+    def exports(self) -> bool:
+        """Whether packed weights can be had in the form that a checkpoint has."""
+
+    @property
     def act(self) -> Format:
-        """What an activation is encoded as."""
+        """What an activation is encoded as, where that depends on no weight."""
+
+    def act_of(self, stored: Format, n: int, k: int) -> Format:
+        """
+        What an activation is encoded as that meets an n x k weight of this format.
+        """
 
     @property
     def ukernels(self) -> list[tuple[str, int]]:
@@ -156,9 +172,15 @@ class Backend:
     def variants(self) -> list[VariantInfo]:
         """Variants, best first."""
 
-    def stored_as(self, given: Format, n: int, k: int) -> Format:
+    def stored_as(self, given: Format, n: int, k: int, wanted: Format | None = None) -> Format:
         """
-        What an n x k weight is stored as by default; ValueError if it is not taken.
+        What an n x k weight is stored as: `wanted`, or the backend's choice. ValueError if it
+        is not taken.
+        """
+
+    def packed_size(self, stored: Format, n: int, k: int, variant: str = '') -> int:
+        """
+        Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.
         """
 
     def default_variant(self) -> str:
@@ -189,6 +211,10 @@ class PackedMatrix:
     def variant(self) -> str: ...
 
     @property
+    def act(self) -> Format:
+        """What activations are encoded as."""
+
+    @property
     def act_size(self) -> int:
         """Bytes of one packed row of activations."""
 
@@ -201,6 +227,12 @@ class PackedMatrix:
 
     def unpack(self, n_begin: int = 0, n_end: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
         """Rows [n_begin, n_end) as stored, f32."""
+
+    def exported(self) -> tuple:
+        """
+        Data, scale and zero point in the stored format, as the bytes of their rows; packing
+        them again gives the same matrix. ValueError if the backend cannot.
+        """
 
     def padded(self, m: int) -> int:
         """m rounded up to the variant's m_step."""
@@ -234,9 +266,9 @@ class Ticket:
 class MoE:
     """The experts of one layer; ktk.MoE is its public face."""
 
-    def __init__(self, backend: object, pool: WorkerPool, num_experts: int, num_experts_per_tok: int, hidden_size: int, intermediate_size: int, activation: int, alpha: float, limit: float | None, clamp_gate_below: bool, variant: str, force: bool, shards: int, stored: Format | None) -> None: ...
+    def __init__(self, backend: object, pool: WorkerPool, num_experts: int, num_experts_per_tok: int, hidden_size: int, intermediate_size: int, activation: int, alpha: float, limit: float | None, clamp_gate_below: bool, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
 
-    def load_expert(self, expert: int, gate: Annotated[NDArray, dict(writable=False)], up: Annotated[NDArray, dict(writable=False)], down: Annotated[NDArray, dict(writable=False)], gate_scale: Annotated[NDArray, dict(writable=False)] | None = None, up_scale: Annotated[NDArray, dict(writable=False)] | None = None, down_scale: Annotated[NDArray, dict(writable=False)] | None = None, gate_zero: Annotated[NDArray, dict(writable=False)] | None = None, up_zero: Annotated[NDArray, dict(writable=False)] | None = None, down_zero: Annotated[NDArray, dict(writable=False)] | None = None, gate_bias: Annotated[NDArray, dict(writable=False)] | None = None, up_bias: Annotated[NDArray, dict(writable=False)] | None = None, down_bias: Annotated[NDArray, dict(writable=False)] | None = None, given: Format | None = None) -> None: ...
+    def load_expert(self, expert: int, gate: Annotated[NDArray, dict(writable=False)], up: Annotated[NDArray, dict(writable=False)], down: Annotated[NDArray, dict(writable=False)], gate_scale: Annotated[NDArray, dict(writable=False)] | None = None, up_scale: Annotated[NDArray, dict(writable=False)] | None = None, down_scale: Annotated[NDArray, dict(writable=False)] | None = None, gate_zero: Annotated[NDArray, dict(writable=False)] | None = None, up_zero: Annotated[NDArray, dict(writable=False)] | None = None, down_zero: Annotated[NDArray, dict(writable=False)] | None = None, gate_bias: Annotated[NDArray, dict(writable=False)] | None = None, up_bias: Annotated[NDArray, dict(writable=False)] | None = None, down_bias: Annotated[NDArray, dict(writable=False)] | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None: ...
 
     def leave_out(self, expert: int) -> None: ...
 
@@ -263,6 +295,9 @@ class MoE:
 
     @property
     def format(self) -> Format | None: ...
+
+    @property
+    def up_format(self) -> Format | None: ...
 
     @property
     def down_format(self) -> Format | None: ...

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ktk.backend import Backend
 
 Array = Any  # numpy, torch or anything else that speaks DLPack
+#: A format for gate, up and down, or one for each of them.
+Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
 _CONFIG_FIELDS = {f.name for f in fields(MoEConfig)}
 _EXPERT_ARRAYS = (
     *("gate", "up", "down", "gate_scale", "up_scale", "down_scale"),
@@ -64,8 +66,9 @@ class MoE:
     shards : int, optional
         Parts of the intermediate size that weights are divided into; by default one per NUMA
         node that has workers.
-    weight_format : Format, optional
-        What to store weights as, where the backend offers a choice.
+    weight_format : Format or tuple of three, optional
+        What to store weights as, where the backend offers a choice: all of them, or gate, up and
+        down.
 
     Raises
     ------
@@ -82,7 +85,7 @@ class MoE:
         force: bool = False,
         pool: _core.WorkerPool | None = None,
         shards: int | None = None,
-        weight_format: _core.Format | None = None,
+        weight_format: Formats | None = None,
         **sizes: Any,
     ) -> None:
         unknown = sizes.keys() - _CONFIG_FIELDS
@@ -114,7 +117,7 @@ class MoE:
 
     @classmethod
     def from_checkpoint(
-        cls, path: str | Path, layer: int, backend: str | Backend = "BF16", **options: Any
+        cls, path: str | Path, layer: int, backend: str | Backend | None = None, **options: Any
     ) -> MoE:
         """Load the experts of one layer of a checkpoint.
 
@@ -125,10 +128,12 @@ class MoE:
             split one, or a directory that holds one model in GGUF files.
         layer : int
             Number of the layer.
-        backend : str or Backend
-            What computes it.
+        backend : str or Backend, optional
+            What computes it. By default the format of the weights decides: see
+            :func:`ktk.checkpoint.default_backend`.
         **options
-            Keywords of :class:`MoE`.
+            ``experts``: the slots to load, by default all; the others take no memory.
+            ``physical_to_logical_map``: as of :meth:`load`. And the keywords of :class:`MoE`.
 
         Raises
         ------
@@ -146,7 +151,7 @@ class MoE:
         down: Array | Sequence[Array | None],
         *,
         physical_to_logical_map: Sequence[int] | Array | None = None,
-        given: _core.Format | None = None,
+        given: Formats | None = None,
         **arrays: Array | Sequence[Array | None] | None,
     ) -> MoE:
         """Pack all experts; the arrays may go afterwards.
@@ -161,8 +166,8 @@ class MoE:
         physical_to_logical_map : sequence of int, optional
             Slot p is filled with expert ``physical_to_logical_map[p]`` of the arrays. By default
             slot p holds expert p.
-        given : Format, optional
-            What the arrays hold, where their dtypes do not tell.
+        given : Format or tuple of three, optional
+            What the arrays hold, where their dtypes do not tell: all, or gate, up and down.
         **arrays
             ``gate_scale``, ``gate_zero``, ``gate_bias`` and the same for up and down, with a
             leading dimension of experts; as in :meth:`load_expert`.
@@ -205,7 +210,7 @@ class MoE:
         up: Array,
         down: Array,
         *,
-        given: _core.Format | None = None,
+        given: Formats | None = None,
         **arrays: Array | None,
     ) -> None:
         """Pack one expert; the arrays may go afterwards.
@@ -216,10 +221,19 @@ class MoE:
             Slot to fill.
         gate, up : array [intermediate_size, hidden_size]
         down : array [hidden_size, intermediate_size]
-            f32, f16 or bf16, or what else the backend accepts; see :mod:`ktk.quantize`.
-        given : Format, optional
+            f32, f16 or bf16, or what else the backend accepts; see :mod:`ktk.quantize`. Two 4-bit
+            elements share a uint8; ggml's types are uint8 [rows, bytes of a row].
+        given : Format or tuple of three, optional
             What the arrays hold, where their dtypes do not tell: 8-bit floats, which pass as bytes,
-            and two 4-bit elements to a uint8.
+            4-bit elements and ggml's blocks. One for all, or one for each of gate, up and down; a
+            None among them stands for what the dtype says.
+
+        Raises
+        ------
+        ValueError
+            The backend does not take what is given; an array has another shape than the sizes of
+            the layer mean; or gate and up are given in formats whose products want activations in
+            two encodings, while tokens are encoded once for both.
         **arrays
             ``gate_scale`` and ``gate_zero`` [groups of n, groups of k] (or [n]: one per row),
             ``gate_bias`` [n], and the same for up and down.
@@ -310,8 +324,18 @@ class MoE:
 
     @property
     def format(self) -> _core.Format | None:
-        """What gate and up are stored as; None before an expert is loaded."""
+        """What gate is stored as, and mostly up and down; None before an expert is loaded."""
         return self._core.format
+
+    @property
+    def up_format(self) -> _core.Format | None:
+        """What up is stored as; None before an expert is loaded."""
+        return self._core.up_format
+
+    @property
+    def down_format(self) -> _core.Format | None:
+        """What down is stored as; None before an expert is loaded."""
+        return self._core.down_format
 
     @property
     def nbytes(self) -> int:

@@ -27,11 +27,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ktk._core import Format
 
-__all__ = ["Quantized", "quantize"]
+__all__ = ["Quantized", "from_bytes", "quantize"]
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _SMALL_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -78,6 +79,18 @@ class Quantized:
             exponent = scale.to(torch.float64) - _UE8M0_BIAS
             scale = torch.where(scale == 255, torch.nan, torch.exp2(exponent))
         return values * _spread(self.format, scale.to(dtype), n, k)
+
+
+def from_bytes(format: Format, data: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Quantized:
+    """Make a matrix of the bytes of its rows, uint8 [rows, bytes]; empty rows where it has none."""
+
+    def view(rows: np.ndarray, element: str) -> torch.Tensor | None:
+        kind = torch.int8 if element == "i8" else _FLOATS.get(element, torch.uint8)
+        return torch.from_numpy(rows).view(kind) if rows.shape[1] else None
+
+    stored = view(data, format.element)
+    assert stored is not None, "a matrix has columns"
+    return Quantized(format, stored, view(scale, format.scale), view(zero, format.zero))
 
 
 def quantize(weight: torch.Tensor, format: Format, *, search: bool = False) -> Quantized:

@@ -32,6 +32,7 @@ constexpr ktk_variant make_variant(const ktk_ukernel (&ukernels)[kNumKernels], u
       .enter = enter,
       .leave = leave,
       .weight_offset = block_offset,
+      .export_weight = export_weight,
   };
 }
 

@@ -138,5 +138,23 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
   }
 }
 
+inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                          size_t n_end, const ktk_target* target) {
+  const float* scale = weight_scale(matrix, packed);
+  for (size_t n = n_begin; n < n_end; ++n) {
+    const uint8_t* column = static_cast<const uint8_t*>(packed) +
+                            block_offset(matrix, n / kColumns * kColumns) +
+                            n % kColumns / 16 * kTileBytes + n % 16 * 4;
+    uint8_t* row = static_cast<uint8_t*>(target->data) + n * target->data_stride;
+    for (size_t k = 0; k < matrix->k; k += 4) {
+      const uint8_t* from = column + k / kDepth * kStepBytes + k % kDepth / 4 * 64;
+      // From offset binary: the sign bit is the other way round.
+      for (size_t i = 0; i < 4 && k + i < matrix->k; ++i) row[k + i] = from[i] ^ 0x80;
+    }
+    char* to = static_cast<char*>(target->scale) + n * target->scale_stride;
+    *reinterpret_cast<float*>(to) = scale[n];
+  }
+}
+
 }  // namespace
 }  // namespace ktk::amxint8

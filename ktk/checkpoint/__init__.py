@@ -3,11 +3,13 @@
 `families` is the table of naming schemes and `storage` the one of how a matrix is stored under any
 of them; a new family or scheme is a row there. `config` reads sizes, activation function and
 quantisation from config.json, `index` finds and maps tensors, `experts` joins them.
-`gguf` does the same for GGUF files, and `open` chooses between the two.
+`gguf` does the same for GGUF files, and `open` chooses between the two. `default` chooses a backend
+by what is stored, and `load` makes layers.
 """
 
+from ktk.checkpoint.default import default_backend
 from ktk.checkpoint.describe import Description, describe
 from ktk.checkpoint.load import load_moe
 from ktk.checkpoint.open import open_checkpoint
 
-__all__ = ["Description", "describe", "load_moe", "open_checkpoint"]
+__all__ = ["Description", "default_backend", "describe", "load_moe", "open_checkpoint"]

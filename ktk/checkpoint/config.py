@@ -10,11 +10,17 @@ from typing import Any
 from ktk.checkpoint.quantization import Quantization, read_quantization
 from ktk.errors import CheckpointError
 
+# Where models of several modalities keep the language model's entries, outermost first.
+_NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
+
 # The first name that is present counts. `intermediate_size` is the dense layers' size in models
 # that also have the other one.
 _NAMES = {
     "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
-    "num_experts_per_tok": ("num_experts_per_tok", "moe_topk", "moe_k"),
+    "num_experts_per_tok": (
+        *("num_experts_per_tok", "num_experts_per_token"),
+        *("moe_topk", "moe_top_k", "moe_k", "top_k_experts"),
+    ),
     "hidden_size": ("hidden_size",),
     "intermediate_size": ("moe_intermediate_size", "intermediate_size"),
 }
@@ -36,7 +42,8 @@ _OAI_LIMIT = 7.0
 class ExpertConfig:
     """The routed experts of one model, in the words of `Backend.moe`.
 
-    `activation` may be a name that ktk does not know; `arguments` refuses it.
+    `activation` may be a name that ktk does not know; `arguments` refuses it. `num_layers` is what
+    the model runs, where it says so: layers after these predict further tokens (MTP).
     """
 
     model_type: str
@@ -48,6 +55,7 @@ class ExpertConfig:
     activation_limit: float | None = None
     activation_alpha: float = _OAI_ALPHA
     quantization: Quantization = field(default_factory=Quantization)
+    num_layers: int | None = None
 
     def arguments(self, **overrides: Any) -> dict[str, Any]:
         """Return keyword arguments for `Backend.moe`; `overrides` win over the activation's."""
@@ -79,13 +87,15 @@ def read_config(folder: Path) -> ExpertConfig:
     """
     path = folder / "config.json"
     document = read_json(path)
-    # Models of several modalities keep the language model's entries one level down.
-    text = document.get("text_config")
-    entries = {**document, **text} if isinstance(text, dict) else document
+    entries = document
+    for name in _NESTED:
+        inner = entries.get(name)
+        entries = {**entries, **inner} if isinstance(inner, dict) else entries
     sizes: dict[str, Any] = {field: _size(path, entries, field) for field in _NAMES}
-    model_type = str(entries.get("model_type", "unknown"))
+    layers = entries.get("num_hidden_layers")
     return ExpertConfig(
-        model_type=model_type,
+        model_type=str(entries.get("model_type", "unknown")),
+        num_layers=layers if isinstance(layers, int) else None,
         **sizes,
         **_activation(entries),
         quantization=read_quantization(entries),
@@ -110,6 +120,13 @@ def _size(path: Path, entries: dict[str, Any], field: str) -> int:
         value = entries.get(name)
         if value is None:
             continue
+        if isinstance(value, list) and value:
+            # Hunyuan has an entry per layer.
+            if any(one != value[0] for one in value):
+                raise CheckpointError(
+                    f"{path}: {name} is {value}; ktk reads models whose experts are all alike"
+                )
+            value = value[0]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(f"{path}: {name} is {value!r}, expected a positive integer")
         return value

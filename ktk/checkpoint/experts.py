@@ -16,8 +16,10 @@ from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig, read_config
 from ktk.checkpoint.families import FAMILIES, PREFIXES, Family, Stored
 from ktk.checkpoint.index import TensorIndex
+from ktk.checkpoint.matrix import Matrix
 from ktk.checkpoint.split import split_matrix, split_tensor
 from ktk.checkpoint.storage import PLAIN, SCHEMES, Layout, Part, Scheme, StorageError
+from ktk.checkpoint.surplus import by_layer, surplus
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.quantize import Quantized
 
@@ -85,6 +87,7 @@ class Checkpoint:
             for expert in range(1 if stored.fused else self.config.num_experts):
                 self._check(found, part, expert)
         self._check_count(found)
+        self._check_surplus(found)
         return found
 
     def expert(self, layer: Layer, number: int) -> dict[str, torch.Tensor]:
@@ -125,6 +128,32 @@ class Checkpoint:
         dtype = self.index.dtype(first) if given.scale == "none" else str(given)
         return layer.family.name, dtype
 
+    def nbytes(self, layer: Layer) -> int:
+        """Return the bytes of a layer's experts in the files."""
+        return sum(
+            self.index.nbytes(name) for name in self._names_read(layer) if name in self.index
+        )
+
+    def formats(self, layer: Layer) -> dict[str, Matrix]:
+        """Return what gate, up and down are stored as."""
+        given = self.given(layer)
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        gate = Matrix(given, inner, hidden)
+        return {"gate": gate, "up": gate, "down": Matrix(given, hidden, inner)}
+
+    def formats_for(self, layer: Layer, backend: Backend) -> dict[str, Matrix]:
+        """Return what `reader` gives a backend: what is stored, or an error."""
+        formats = self.formats(layer)
+        for matrix in formats.values():
+            if reason := matrix.refusal(backend):
+                name = layer.name(_first(layer.family), 0)
+                raise CheckpointFormatError(f"{self._where(name)}: {reason}")
+        return formats
+
+    def release(self) -> None:
+        """Let go of what was read, so that it takes no memory."""
+        self.index.close()
+
     def reader(self, layer: Layer, backend: Backend) -> Callable[[int], dict[str, Any]]:
         """Return what reads an expert for `MoE.load_expert`.
 
@@ -133,16 +162,7 @@ class Checkpoint:
         CheckpointFormatError
             The backend does not take what is stored.
         """
-        given = self.given(layer)
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        try:
-            for n, k in ((inner, hidden), (hidden, inner)):
-                backend.core.stored_as(given, n, k)
-        except ValueError as error:
-            name = layer.name(next(iter(layer.family.parts)), 0)
-            raise CheckpointFormatError(
-                f"tensor {name} in {self.index.file(name)}: {error}"
-            ) from None
+        given = self.formats_for(layer, backend)["gate"].format
         return lambda number: {**self.expert(layer, number), "given": given}
 
     def given(self, layer: Layer) -> Format:
@@ -208,8 +228,7 @@ class Checkpoint:
     def _check_no_bias(self, layer: Layer, part: str, number: int) -> None:
         """Refuse a bias where the family has none: without it the experts are others."""
         stored = layer.family.parts[part]
-        suffix = "_bias" if stored.fused else ".bias"
-        name = layer.prefix + stored.stem.format(e=number) + suffix
+        name = self._bias_name(layer, part, number)
         if name not in self.index:
             return
         if self.index.tensor(name, number if stored.fused else None).float().any():
@@ -217,6 +236,11 @@ class Checkpoint:
                 f"{self._where(name)} is a bias, and ktk knows none of experts that are named so "
                 f"({layer.family.name})"
             )
+
+    def _bias_name(self, layer: Layer, part: str, number: int) -> str:
+        stored = layer.family.parts[part]
+        suffix = "_bias" if stored.fused else ".bias"
+        return layer.prefix + stored.stem.format(e=number) + suffix
 
     def _names_of(self, layer: Layer, part: str, number: int) -> Iterator[tuple[str, str]]:
         """Yield the tensors of a matrix that are there."""
@@ -346,6 +370,32 @@ class Checkpoint:
                     f"{self.folder} has the tensor {surplus}, but config.json says that there are "
                     f"{self.config.num_experts} experts"
                 )
+
+    def _check_surplus(self, layer: Layer) -> None:
+        """Refuse tensors of experts that are not read."""
+        names = self._expert_names.get(layer.prefix, [])
+        found = surplus(names, set(self._names_read(layer)))
+        if found:
+            raise CheckpointError(
+                f"{self._where(found[0])} is none that ktk reads with experts that are named and "
+                f"stored so ({layer.family.name}, {layer.scheme.name}); there are {len(found)} such"
+                f" tensors in layer {layer.number}"
+            )
+
+    @cached_property
+    def _expert_names(self) -> dict[str, list[str]]:
+        return by_layer(self.index.names())
+
+    def _names_read(self, layer: Layer) -> Iterator[str]:
+        """Yield the names of the tensors of a layer, and of those that may be beside them."""
+        for part, stored in layer.family.parts.items():
+            for expert in range(1 if stored.fused else self.config.num_experts):
+                if part.endswith("_bias"):
+                    yield layer.name(part, expert)
+                    continue
+                yield self._bias_name(layer, part, expert)
+                for role in layer.scheme.tensors:
+                    yield layer.name(part, expert, role)
 
     def _shapes(self, layer: Layer, part: str, role: str) -> list[tuple[int, ...]]:
         """Return what the shape of a tensor may be."""

@@ -18,8 +18,12 @@ from dataclasses import dataclass
 # What stands before the names below; {L} is the layer.
 PREFIXES = (
     "model.layers.{L}.",
+    # Models of several modalities
     "model.language_model.layers.{L}.",
     "language_model.model.layers.{L}.",
+    "thinker.model.layers.{L}.",  # Qwen3-Omni
+    "language_model.model.blocks.{L}.",  # Kimi-K2.5, as transformers 5.23 writes it
+    # DeepSeek's and Mistral's own names
     "layers.{L}.",
 )
 
@@ -38,7 +42,7 @@ class Stored:
     @property
     def stem(self) -> str:
         """The name of the matrix."""
-        return self.name.removesuffix(".weight")
+        return self.name if self.fused else self.name.removesuffix(".weight")
 
     @property
     def fused(self) -> bool:
@@ -71,16 +75,25 @@ def _per_expert(name: str, where: str, gate: str, up: str, down: str) -> Family:
     )
 
 
+def _fused(name: str, gate_up: tuple[str, str], down: tuple[str, str]) -> Family:
+    return Family(name, {"gate_up": Stored(*gate_up), "down": Stored(*down)})
+
+
 # In order of trial. Rows with model_types come before rows that read the same names otherwise.
 FAMILIES = (
-    # Qwen2/3/3.5-MoE, DeepSeek V2/V3/V3.2, Kimi-K2, GLM-4.5 and later, MiniMax by transformers 5
+    # Qwen2/3/3.5-MoE and Qwen3-Next, DeepSeek V2/V3/V3.2, Kimi-K2, GLM-4.5 and later, OLMoE,
+    # Ernie-4.5, dots1, Hunyuan and most of the rest
     _per_expert("per-expert", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj"),
-    # Mixtral, MiniMax M2
+    # Mixtral, MiniMax M2 and M3, Phi-3.5-MoE, Kimi-Linear
     _per_expert("mixtral", "block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
     # DeepSeek-V4
     _per_expert("deepseek-v4", "ffn.experts.{e}", "w1", "w3", "w2"),
     # Mistral's own names
     _per_expert("mistral", "experts.{e}", "w1", "w3", "w2"),
+    # Jamba
+    _per_expert("jamba", "feed_forward.experts.{e}", "gate_proj", "up_proj", "down_proj"),
+    # LFM2-MoE
+    _per_expert("lfm2", "feed_forward.experts.{e}", "w1", "w3", "w2"),
     Family(
         "gpt-oss",
         {
@@ -91,20 +104,26 @@ FAMILIES = (
         },
         model_types=("gpt_oss",),
     ),
-    # Qwen3.5-MoE, and what transformers 5 keeps in memory
-    Family(
+    # Qwen3.5-MoE, Mistral-4, and what transformers 5 keeps in memory
+    _fused(
         "fused",
-        {
-            "gate_up": Stored("mlp.experts.gate_up_proj", "E 2I H"),
-            "down": Stored("mlp.experts.down_proj", "E H I"),
-        },
+        ("mlp.experts.gate_up_proj", "E 2I H"),
+        ("mlp.experts.down_proj", "E H I"),
     ),
-    # Qwen3-VL-MoE
-    Family(
+    # Qwen3-VL-MoE. No sizes fit this row and the one above: that would take H = 2I and H = I.
+    _fused(
         "fused-transposed",
-        {
-            "gate_up": Stored("mlp.experts.gate_up_proj", "E H 2I"),
-            "down": Stored("mlp.experts.down_proj", "E I H"),
-        },
+        ("mlp.experts.gate_up_proj", "E H 2I"),
+        ("mlp.experts.down_proj", "E I H"),
     ),
+    # Granite 3 and 4
+    _fused(
+        "granite",
+        ("block_sparse_moe.input_linear.weight", "E 2I H"),
+        ("block_sparse_moe.output_linear.weight", "E H I"),
+    ),
+    # Gemma-4
+    _fused("gemma4", ("experts.gate_up_proj", "E 2I H"), ("experts.down_proj", "E H I")),
+    # Aria
+    _fused("aria", ("mlp.experts.fc1.weight", "E H 2I"), ("mlp.experts.fc2.weight", "E I H")),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,12 @@ class TensorIndex:
         """Return the element type of a tensor, as safetensors spells it, without reading it."""
         return str(self._slice(name).get_dtype())
 
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor without reading it."""
+        stored = self._slice(name)
+        shape: list[int] = stored.get_shape()
+        return math.prod(shape) * _bits(stored.get_dtype()) // 8
+
     def tensor(self, name: str, expert: int | None = None) -> torch.Tensor:
         """Return a tensor, or one expert of a fused one, as a view of the mapped file."""
         stored = self._slice(name)
@@ -61,7 +69,10 @@ class TensorIndex:
         return tensor
 
     def close(self) -> None:
-        """Forget the mapped files; tensors that are still in use keep theirs."""
+        """Forget the mapped files; tensors that are still in use keep theirs.
+
+        What is asked for afterwards maps its file again.
+        """
         self._mapped.clear()
 
     def _slice(self, name: str) -> Any:
@@ -105,3 +116,9 @@ class TensorIndex:
                     raise CheckpointError(f"tensor {name} is in {found[name]} and again in {path}")
                 found[name] = path
         return found
+
+
+def _bits(dtype: str) -> int:
+    """Return the bits of an element: the number in its name, as in F8_E4M3."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8

@@ -1,24 +1,70 @@
-"""Makes a loaded `MoE` from a layer of a checkpoint."""
+"""Makes loaded `MoE`s from layers of a checkpoint: one thread reads while the workers pack."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.checkpoint.open import open_checkpoint
+from ktk.checkpoint.default import default_backend
+from ktk.checkpoint.open import OpenCheckpoint, open_checkpoint
+from ktk.checkpoint.pages import page_in
+from ktk.errors import BackendError, CheckpointError
 from ktk.registry import load_backend
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
     from ktk.moe import MoE
 
+# Mapped files count as memory of the process as far as they were read, so they are let go of
+# whenever this much was. Mapping one again takes less than a millisecond.
+_KEPT_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What is to be loaded for one layer, checked without reading it.
+
+    Attributes
+    ----------
+    number
+        Of the layer.
+    backend
+        What computes it.
+    arguments
+        For `Backend.moe`.
+    slots
+        Which expert of the checkpoint goes to which slot.
+    read
+        Reads an expert for `MoE.load_expert`.
+    expert_nbytes
+        Bytes of one expert in the files.
+    """
+
+    number: int
+    backend: Backend
+    arguments: dict[str, Any]
+    slots: dict[int, int]
+    read: Callable[[int], dict[str, Any]]
+    expert_nbytes: int
+
+    def make(self) -> MoE:
+        """Return the layer without its experts."""
+        moe = self.backend.moe(**self.arguments)
+        for slot in range(self.arguments["num_experts"]):
+            if slot not in self.slots:
+                moe.leave_out(slot)
+        return moe
+
 
 def load_moe(
     path: str | Path,
     layer: int,
-    backend: str | Backend = "BF16",
+    backend: str | Backend | None = None,
     *,
     experts: Sequence[int] | None = None,
     physical_to_logical_map: Sequence[int] | None = None,
@@ -34,7 +80,8 @@ def load_moe(
     layer
         Number of the layer in the model.
     backend
-        A backend or its name.
+        A backend or its name. Default: the one that the format of the weights implies, see
+        `ktk.checkpoint.default_backend`.
     experts
         The slots to load; the others take no memory and contribute nothing. Default: all.
     physical_to_logical_map
@@ -51,17 +98,98 @@ def load_moe(
     """
     chosen = load_backend(backend) if isinstance(backend, str) else backend
     with open_checkpoint(path) as checkpoint:
-        found = checkpoint.layer(operator.index(layer))
-        config = checkpoint.config_of(found)
-        slots = _slots(config.num_experts, experts, physical_to_logical_map)
-        read = checkpoint.reader(found, chosen)
-        moe = chosen.moe(**config.arguments(**options))
-        for slot in range(config.num_experts):
-            if slot in slots:
-                moe.load_expert(slot, **read(slots[slot]))
-            else:
-                moe.leave_out(slot)
-    return moe
+        plan = plan_layer(
+            checkpoint, operator.index(layer), chosen, experts, physical_to_logical_map, options
+        )
+        return load_layers(checkpoint, [plan])[plan.number]
+
+
+def plan_layer(
+    checkpoint: OpenCheckpoint,
+    number: int,
+    backend: Backend | None,
+    experts: Sequence[int] | None,
+    physical_to_logical_map: Sequence[int] | None,
+    options: dict[str, Any],
+) -> LayerPlan:
+    """Check that a layer can be loaded; parameters as of `load_moe`."""
+    found = checkpoint.layer(number)
+    config = checkpoint.config_of(found)
+    slots = _slots(config.num_experts, experts, physical_to_logical_map)
+    chosen = default_backend(checkpoint, found) if backend is None else backend
+    return LayerPlan(
+        number=number,
+        backend=chosen,
+        arguments=config.arguments(**options),
+        slots=slots,
+        read=checkpoint.reader(found, chosen),
+        expert_nbytes=checkpoint.nbytes(found) // config.num_experts,
+    )
+
+
+def load_layers(
+    checkpoint: OpenCheckpoint,
+    plans: Sequence[LayerPlan],
+    on_expert: Callable[[LayerPlan], None] = lambda plan: None,
+) -> dict[int, MoE]:
+    """Load layers one after the other, and return them by number.
+
+    While the workers pack an expert, a thread reads the next one, so there are never more than two
+    beside what is packed. When this ends, in whatever way, the thread has ended too.
+
+    Parameters
+    ----------
+    checkpoint
+        What the plans were made of.
+    plans
+        From `plan_layer`.
+    on_expert
+        Called after each expert, with the plan it belongs to.
+    """
+    jobs = _read_ahead(checkpoint, plans)
+    loaded = {}
+    with ThreadPoolExecutor(1, thread_name_prefix="ktk-read") as reader:
+        read: Future[dict[str, Any]] = reader.submit(next, jobs, {})
+        for plan in plans:
+            with naming_layer(plan.number):
+                moe = plan.make()
+                for slot in plan.slots:
+                    arrays = read.result()
+                    read = reader.submit(next, jobs, {})
+                    moe.load_expert(slot, **arrays)
+                    del arrays
+                    on_expert(plan)
+            loaded[plan.number] = moe
+    return loaded
+
+
+@contextmanager
+def naming_layer(number: int) -> Iterator[None]:
+    """Put the layer's number before the message of an error that ktk foresaw."""
+    try:
+        yield
+    except (CheckpointError, BackendError) as error:
+        raise type(error)(f"layer {number}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"layer {number}: {error}") from error
+
+
+def _read_ahead(checkpoint: OpenCheckpoint, plans: Iterable[LayerPlan]) -> Iterator[dict[str, Any]]:
+    """Read all experts in the order they are packed in. This runs in the reading thread."""
+    kept = 0
+    for plan in plans:
+        for expert in plan.slots.values():
+            yield _read(plan, expert)
+            kept += plan.expert_nbytes
+            if kept >= _KEPT_BYTES:
+                checkpoint.release()
+                kept = 0
+
+
+def _read(plan: LayerPlan, expert: int) -> dict[str, Any]:
+    arrays = plan.read(expert)
+    page_in(arrays.values())
+    return arrays
 
 
 def _slots(

@@ -12,6 +12,7 @@ import torch
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.detect import is_gguf
 from ktk.checkpoint.experts import Checkpoint
+from ktk.checkpoint.matrix import Matrix
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -55,6 +56,22 @@ class OpenCheckpoint(Protocol):
 
     def storage(self, layer: Any) -> tuple[str, str]:
         """Name the naming scheme and the element type of the matrices."""
+        ...
+
+    def nbytes(self, layer: Any) -> int:
+        """Return the bytes of a layer's experts in the files."""
+        ...
+
+    def formats(self, layer: Any) -> dict[str, Matrix]:
+        """Return what gate, up and down are stored as."""
+        ...
+
+    def formats_for(self, layer: Any, backend: Backend) -> dict[str, Matrix]:
+        """Return what `reader` gives a backend; raises what it raises."""
+        ...
+
+    def release(self) -> None:
+        """Let go of what was read, so that it takes no memory; reading goes on."""
         ...
 
     def reader(self, layer: Any, backend: Backend) -> Callable[[int], dict[str, Any]]:

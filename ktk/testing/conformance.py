@@ -15,6 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ktk import _core
+from ktk.quantize import from_bytes
 from ktk.testing import bounds, formats, strategies
 from ktk.testing.subject import Subject
 
@@ -95,6 +96,32 @@ def test_unpacking_a_range_is_a_part_of_unpacking_all(
     at = data.draw(strategies.cuts(matrix.n, subject.variant.n_step), label="cuts")
     parts = [matrix.unpack(begin, end) for begin, end in pairwise(at)]
     bounds.check_same_bits(np.concatenate(parts), matrix.unpack(), "unpacked ranges")
+
+
+@given(data=st.data())
+def test_exported_weights_are_the_same_when_packed_again(
+    subject: Subject, data: st.DataObject
+) -> None:
+    """What was quantised while it was packed can be written down as a checkpoint has it."""
+    if not subject.variant.exports:
+        pytest.skip("the backend does not export weights")
+    taken = [pair.given for pair in strategies.conversions(subject.backend, _as_given)]
+    pairs = strategies.conversions(subject.backend, lambda pair: pair.stored in taken)
+    if not pairs:
+        pytest.skip("no format that is stored is taken as it is")
+    source = data.draw(strategies.sources(subject.backend, subject.variant, pairs))
+    matrix = subject.pack(source)
+    assume(strategies.Conversion(source.stored, source.stored).fill_bytes(matrix.k) == matrix.k)
+    made = from_bytes(source.stored, *matrix.exported())
+    exported = formats.Source(
+        made.format, made.format, made.data, made.scale, made.zero, source.values
+    )
+    again = subject.pack(exported)
+    bounds.check_same_bits(again.unpack(), matrix.unpack(), "weights packed from what was exported")
+    for part, first, second in zip(
+        ("data", "scale", "zero"), matrix.exported(), again.exported(), strict=True
+    ):
+        bounds.check_same_bits(second, first, f"{part} exported again")
 
 
 @given(data=st.data())

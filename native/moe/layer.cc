@@ -33,7 +33,7 @@ std::vector<int> shard_nodes(const WorkerPool& pool, int shards) {
 
 Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& variant, bool force,
              const Config& config, std::shared_ptr<Engine> engine, int shards,
-             const std::optional<ktk_format>& wanted)
+             const Parts<std::optional<ktk_format>>& wanted)
     : table_(std::move(table)),
       variant_(table_->select(variant, force)),
       config_(config),
@@ -50,18 +50,26 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
   ops();  // fails here rather than in the first call
 }
 
+// What the matrices of an expert are stored as: what the first one is, or what was wanted, or else
+// the backend's choice.
+Parts<ktk_format> Layer::stored_formats(const ExpertSource& source) const {
+  const size_t h = config_.hidden, i = config_.intermediate;
+  const auto choose = [&](const ktk_source& part, const std::optional<ktk_format>& wanted,
+                          const ktk_format* first, size_t n, size_t k) {
+    const ktk_format* fixed = first ? first : wanted ? &*wanted : nullptr;
+    return table_->stored(part.format, fixed, n, k);
+  };
+  const Parts<ktk_format>* first = weights_ ? &weights_->formats() : nullptr;
+  return {choose(source.gate, wanted_.gate, first ? &first->gate : nullptr, i, h),
+          choose(source.up, wanted_.up, first ? &first->up : nullptr, i, h),
+          choose(source.down, wanted_.down, first ? &first->down : nullptr, h, i)};
+}
+
 void Layer::load(size_t expert, const ExpertSource& source) {
   const std::lock_guard lock(engine_->busy);
-  const ktk_format* wanted = wanted_ ? &*wanted_ : nullptr;
-  const size_t h = config_.hidden, i = config_.intermediate;
-  const ktk_format& gate = table_->stored(source.gate.format, wanted, i, h);
-  table_->stored(source.up.format, &gate, i, h);  // up is stored as gate is, or refused
-  const ktk_format& down = table_->stored(source.down.format, wanted, h, i);
+  const Parts<ktk_format> formats = stored_formats(source);
   if (!weights_) {
-    weights_ = std::make_unique<Weights>(config_, variant_, gate, down, source, nodes_);
-  } else {
-    table_->stored(source.gate.format, &weights_->shards()[0].gate.format, i, h);
-    table_->stored(source.down.format, &weights_->shards()[0].down.format, h, i);
+    weights_ = std::make_unique<Weights>(config_, variant_, formats, source, nodes_);
   }
   const bool fresh = weights_->state(expert) == Weights::State::kMissing && !left_out_[expert];
   weights_->load(expert, source, engine_->pool);

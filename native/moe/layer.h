@@ -21,7 +21,7 @@ class Layer : public std::enable_shared_from_this<Layer> {
   // make no sense, and what BackendTable::select throws.
   Layer(std::shared_ptr<const BackendTable> table, const std::string& variant, bool force,
         const Config& config, std::shared_ptr<Engine> engine, int shards,
-        const std::optional<ktk_format>& wanted);
+        const Parts<std::optional<ktk_format>>& wanted);
 
   // Packs one expert. The first one decides the stored formats; later ones must fit them.
   void load(size_t expert, const ExpertSource& source);
@@ -38,13 +38,14 @@ class Layer : public std::enable_shared_from_this<Layer> {
   const Weights* weights() const { return weights_.get(); }
 
  private:
+  Parts<ktk_format> stored_formats(const ExpertSource& source) const;
   void check_loaded(const Request& request) const;
 
   std::shared_ptr<const BackendTable> table_;
   const Variant& variant_;
   Config config_;
   std::shared_ptr<Engine> engine_;
-  std::optional<ktk_format> wanted_;
+  Parts<std::optional<ktk_format>> wanted_;
   std::vector<int> nodes_;  // of each shard
   std::unique_ptr<Weights> weights_;
   std::vector<uint8_t> left_out_;

@@ -131,7 +131,7 @@ class ChunkRun {
     float* row = reinterpret_cast<float*>(own + plan_.own.row);
     for (size_t token = first; token < last; ++token) {
       ops_.to_f32(hidden_row(token), request_.hidden.type, config_.hidden, row);
-      variant_.pack_act(&shards_[0].gate, 1, 0, config_.hidden, row, config_.hidden,
+      variant_.pack_act(&shards_[0].matrix.gate, 1, 0, config_.hidden, row, config_.hidden,
                         x + token * plan_.x_stride, plan_.x_stride);
     }
   }
@@ -155,6 +155,7 @@ class ChunkRun {
 
   void gate_up(size_t s, const GateUpTask& task, const char* x, char* own) {
     const Shard& shard = shards_[s];
+    const Parts<ktk_matrix>& matrix = shard.matrix;
     const Route::Active active = route_.active[task.active];
     const size_t expert = active.expert;
     float* gate = reinterpret_cast<float*>(own + plan_.own.gate);
@@ -165,25 +166,27 @@ class ChunkRun {
       const size_t m = std::min<size_t>(active.count - done, Plan::kMaxRows);
       const size_t first = active.first + done;
       ktk_matmul mm =
-          product(shard.gate, m, gather(x, first, m, own + plan_.own.gather), plan_.x_stride, own);
+          product(matrix.gate, m, gather(x, first, m, own + plan_.own.gather), plan_.x_stride, own);
       mm.dst_stride = plan_.panel_stride;
       for (size_t n = task.begin; n < task.end; n += plan_.panel_columns) {
         mm.n_begin = n;
         mm.n_end = std::min<size_t>(n + plan_.panel_columns, task.end);
+        mm.matrix = &matrix.gate;
         mm.weight = shard.gate_at(expert);
         mm.dst = gate;
-        mm.next = weights_from(shard.gate, shard.up_at(expert), n);
+        mm.next = weights_from(matrix.up, shard.up_at(expert), n);
         run(mm);
+        mm.matrix = &matrix.up;
         mm.weight = shard.up_at(expert);
         mm.dst = up;
-        mm.next = mm.n_end < shard.gate.n
-                      ? weights_from(shard.gate, shard.gate_at(expert), mm.n_end)
+        mm.next = mm.n_end < matrix.gate.n
+                      ? weights_from(matrix.gate, shard.gate_at(expert), mm.n_end)
                       : nullptr;
         run(mm);
         ops_.glu(&config_.glu, m, mm.n_end - n, gate, up, plan_.panel_stride,
                  gate_bias ? gate_bias + shard.begin + n : nullptr,
                  up_bias ? up_bias + shard.begin + n : nullptr);
-        variant_.pack_act(&shard.down, m, n, mm.n_end, gate, plan_.panel_stride, h_row(s, first),
+        variant_.pack_act(&matrix.down, m, n, mm.n_end, gate, plan_.panel_stride, h_row(s, first),
                           plan_.h_strides[s]);
       }
     }
@@ -205,15 +208,15 @@ class ChunkRun {
       for (size_t done = 0; done < active.count; done += Plan::kMaxRows) {
         const size_t m = std::min<size_t>(active.count - done, Plan::kMaxRows);
         const size_t first = active.first + done;
-        ktk_matmul mm = product(shard.down, m, h_row(s, first), plan_.h_strides[s], own);
+        ktk_matmul mm = product(shard.matrix.down, m, h_row(s, first), plan_.h_strides[s], own);
         mm.weight = shard.down_at(active.expert);
         mm.n_begin = task.begin;
         mm.n_end = task.end;
         mm.dst = panel;
         mm.dst_stride = plan_.down_stride;
         if (!last) {
-          mm.next =
-              weights_from(shard.down, shard.down_at(route_.active[i + 1].expert), task.begin);
+          mm.next = weights_from(shard.matrix.down, shard.down_at(route_.active[i + 1].expert),
+                                 task.begin);
         }
         run(mm);
         // The next expert's rows were encoded long ago, perhaps by another core. Their tiles are 16

@@ -43,8 +43,8 @@ class Carver {
 
 Plan::Plan(const Config& config, const Variant& variant, const std::vector<Shard>& shards)
     : config_(config), variant_(variant), shards_(shards) {
-  x_stride = variant.act_size(&shards[0].gate);
-  for (const Shard& shard : shards) h_strides.push_back(variant.act_size(&shard.down));
+  x_stride = variant.act_size(&shards[0].matrix.gate);
+  for (const Shard& shard : shards) h_strides.push_back(variant.act_size(&shard.matrix.down));
 }
 
 size_t Plan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step); }
@@ -114,8 +114,10 @@ size_t Plan::kernel_scratch(size_t rows) const {
   for (const ktk_ukernel& kernel : variant_.kernels) {
     if (!kernel.scratch_size) continue;
     for (const Shard& shard : shards_) {
-      bytes = std::max(
-          {bytes, kernel.scratch_size(&shard.gate, rows), kernel.scratch_size(&shard.down, rows)});
+      const Parts<ktk_matrix>& matrix = shard.matrix;
+      bytes = std::max({bytes, kernel.scratch_size(&matrix.gate, rows),
+                        kernel.scratch_size(&matrix.up, rows),
+                        kernel.scratch_size(&matrix.down, rows)});
     }
   }
   return bytes;

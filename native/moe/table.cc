@@ -78,25 +78,6 @@ std::unique_ptr<Variant> copy_variant(const std::string& backend, const ktk_vari
 
 uint32_t normal_group(uint32_t group, size_t extent) { return group == extent ? 0 : group; }
 
-bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k) {
-  if (a.element != b.element || a.scale != b.scale || a.zero != b.zero) return false;
-  if (a.scale == KTK_NONE && a.zero == KTK_NONE) return true;  // groups mean nothing
-  return normal_group(a.group_n, n) == normal_group(b.group_n, n) &&
-         normal_group(a.group_k, k) == normal_group(b.group_k, k);
-}
-
-struct ElementName {
-  ktk_element element;
-  const char* name;
-  size_t bits;
-};
-
-constexpr ElementName kElements[] = {
-    {KTK_NONE, "none", 0}, {KTK_F32, "f32", 32},  {KTK_F16, "f16", 16},  {KTK_BF16, "bf16", 16},
-    {KTK_I8, "i8", 8},     {KTK_U8, "u8", 8},     {KTK_I4, "i4", 4},     {KTK_U4, "u4", 4},
-    {KTK_E4M3, "e4m3", 8}, {KTK_E5M2, "e5m2", 8}, {KTK_E2M1, "e2m1", 4}, {KTK_UE8M0, "ue8m0", 8},
-};
-
 std::string join(const std::vector<std::string>& parts) {
   std::string text;
   for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
@@ -110,6 +91,12 @@ const ktk_ukernel& Variant::kernel_for(size_t m) const {
     if (m <= kernel.m_max) return kernel;
   }
   return kernels.back();
+}
+
+ktk_format Variant::act_of(const ktk_matrix& matrix) const {
+  ktk_format format = act;
+  if (act_format) act_format(&matrix, &format);
+  return format;
 }
 
 std::shared_ptr<BackendTable> BackendTable::copy(const ktk_backend* source) {
@@ -178,6 +165,13 @@ const ktk_format& BackendTable::stored(const ktk_format& given, const ktk_format
                               "; it takes " + known);
 }
 
+bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k) {
+  if (a.element != b.element || a.scale != b.scale || a.zero != b.zero) return false;
+  if (a.scale == KTK_NONE && a.zero == KTK_NONE) return true;  // groups mean nothing
+  return normal_group(a.group_n, n) == normal_group(b.group_n, n) &&
+         normal_group(a.group_k, k) == normal_group(b.group_k, k);
+}
+
 std::string describe(const ktk_format& format) {
   std::string text = element_name(format.element);
   if (format.scale == KTK_NONE && format.zero == KTK_NONE) return text;
@@ -187,31 +181,6 @@ std::string describe(const ktk_format& format) {
   text += " with " + element_name(format.scale) + " scales";
   if (format.zero != KTK_NONE) text += " and " + element_name(format.zero) + " zero points";
   return text + " per " + group(format.group_n, "n") + " x " + group(format.group_k, "k");
-}
-
-std::string element_name(ktk_element element) {
-  for (const ElementName& known : kElements) {
-    if (known.element == element) return known.name;
-  }
-  if (element >= KTK_GGML) return "ggml:" + std::to_string(element - KTK_GGML);
-  return "element " + std::to_string(element);
-}
-
-ktk_element element_from_name(const std::string& name) {
-  for (const ElementName& known : kElements) {
-    if (known.name == name) return known.element;
-  }
-  if (name.rfind("ggml:", 0) == 0) {
-    return KTK_GGML + static_cast<ktk_element>(std::stoul(name.substr(5)));
-  }
-  throw std::invalid_argument("'" + name + "' is not an element type");
-}
-
-size_t element_bits(ktk_element element) {
-  for (const ElementName& known : kElements) {
-    if (known.element == element) return known.bits;
-  }
-  return 0;
 }
 
 }  // namespace ktk

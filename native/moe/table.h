@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ktk/abi.h"
+#include "moe/elements.h"
 
 namespace ktk {
 
@@ -20,6 +21,8 @@ struct Variant : ktk_variant {
 
   // The micro-kernel for m rows.
   const ktk_ukernel& kernel_for(size_t m) const;
+  // What activations are encoded as that are multiplied with a matrix.
+  ktk_format act_of(const ktk_matrix& matrix) const;
 };
 
 // Held by threads without a Python state: enable_shared_from_this makes nanobind hand out the C++
@@ -50,12 +53,9 @@ struct BackendTable : std::enable_shared_from_this<BackendTable> {
                            size_t k) const;
 };
 
+// Whether two formats mean the same for a matrix of n x k.
+bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k);
 // "i8 with f32 scales per 1 x 128", for messages.
 std::string describe(const ktk_format& format);
-std::string element_name(ktk_element element);
-// Inverse of element_name; throws std::invalid_argument.
-ktk_element element_from_name(const std::string& name);
-// Bits of one element; 0 for ggml's block types.
-size_t element_bits(ktk_element element);
 
 }  // namespace ktk

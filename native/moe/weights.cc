@@ -14,47 +14,73 @@ constexpr size_t kPage = 4096;
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
-// Rows [row, ...) and columns [col, ...) of a source; both are multiples of its group.
+// Rows [row, ...) and columns [col, ...) of a source; both are multiples of its group and its
+// block.
 ktk_source view(const ktk_source& source, size_t row, size_t col) {
   ktk_source part = source;
-  const auto move = [](const void*& data, size_t stride, size_t rows, size_t bits) {
-    if (data) data = static_cast<const char*>(data) + rows * stride + bits / 8;
+  const auto move = [](const void*& data, size_t stride, size_t rows, ktk_element element,
+                       size_t columns) {
+    if (!data) return;
+    const size_t offset = rows * stride + block_of(element).bytes_of(columns);
+    data = static_cast<const char*>(data) + offset;
   };
   const ktk_format& f = source.format;
-  move(part.data, source.data_stride, row, col * element_bits(f.element));
   const size_t group_row = f.group_n ? row / f.group_n : 0;
   const size_t group_col = f.group_k ? col / f.group_k : 0;
-  move(part.scale, source.scale_stride, group_row, group_col * element_bits(f.scale));
-  move(part.zero, source.zero_stride, group_row, group_col * element_bits(f.zero));
+  move(part.data, source.data_stride, row, f.element, col);
+  move(part.scale, source.scale_stride, group_row, f.scale, group_col);
+  move(part.zero, source.zero_stride, group_row, f.zero, group_col);
   return part;
 }
 
+// What the depth of a matrix can be cut at: whole groups and whole blocks.
+size_t depth_step(const ktk_format& format) {
+  const size_t block = std::max<size_t>(block_of(format.element).columns, 1);
+  return format.group_k ? std::lcm<size_t>(block, format.group_k) : block;
+}
+
 // What the intermediate size may be cut at: whole packed columns of gate and up, whole depth steps
-// of down, and whole groups, of what is stored and of what is given.
-size_t cut_step(const ktk_tile& tile, const ktk_format& gate, const ktk_format& down,
-                const ExpertSource& given) {
+// of down, and whole groups and blocks, of what is stored and of what is given.
+size_t cut_step(const ktk_tile& tile, const Parts<ktk_format>& stored, const ExpertSource& given) {
   size_t step = std::lcm<size_t>(tile.n_step, tile.k_step);
-  for (const uint32_t group : {gate.group_n, given.gate.format.group_n, given.up.format.group_n,
-                               down.group_k, given.down.format.group_k}) {
+  for (const uint32_t group : {stored.gate.group_n, stored.up.group_n, given.gate.format.group_n,
+                               given.up.format.group_n}) {
     if (group) step = std::lcm<size_t>(step, group);
+  }
+  for (const ktk_format& format : {stored.down, given.down.format}) {
+    step = std::lcm(step, depth_step(format));
   }
   return step;
 }
 
-void check_cut(const char* name, uint32_t group, size_t cut) {
+void check_cut(const char* name, size_t group, size_t cut) {
   if (group == 0 || cut % group == 0) return;
   throw std::invalid_argument(std::string(name) + " has groups of " + std::to_string(group) +
                               ", but the layer is split into shards at " + std::to_string(cut) +
                               ": load an expert with these groups first, or use fewer shards");
 }
 
+// Tokens are encoded once, for gate and up.
+void check_acts(const Variant& variant, const ktk_matrix& gate, const ktk_matrix& up) {
+  const ktk_format of_gate = variant.act_of(gate), of_up = variant.act_of(up);
+  if (same_format(of_gate, of_up, 1, gate.k) && variant.act_size(&gate) == variant.act_size(&up)) {
+    return;
+  }
+  throw std::invalid_argument("gate, stored as " + describe(gate.format) +
+                              ", is multiplied with activations in " + describe(of_gate) +
+                              ", but up, stored as " + describe(up.format) + ", with " +
+                              describe(of_up) + ": give both in formats that agree");
+}
+
 }  // namespace
 
-Weights::Weights(const Config& config, const Variant& variant, const ktk_format& gate_format,
-                 const ktk_format& down_format, const ExpertSource& first,
-                 const std::vector<int>& nodes)
-    : config_(config), variant_(variant), states_(config.num_experts, State::kMissing) {
-  const size_t step = cut_step(variant.tile, gate_format, down_format, first);
+Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_format>& formats,
+                 const ExpertSource& first, const std::vector<int>& nodes)
+    : config_(config),
+      variant_(variant),
+      formats_(formats),
+      states_(config.num_experts, State::kMissing) {
+  const size_t step = cut_step(variant.tile, formats, first);
   const size_t steps = round_up(config.intermediate, step) / step;
   const size_t parts = nodes.size();
   if (parts > steps) {
@@ -67,11 +93,15 @@ Weights::Weights(const Config& config, const Variant& variant, const ktk_format&
     Shard shard;
     shard.begin = steps * s / parts * step;
     shard.end = std::min(steps * (s + 1) / parts * step, config.intermediate);
-    shard.gate = {shard.width(), config.hidden, gate_format};
-    shard.down = {config.hidden, shard.width(), down_format};
-    shard.gate_bytes = round_up(variant.weight_size(&shard.gate), KTK_ALIGNMENT);
-    shard.down_bytes = round_up(variant.weight_size(&shard.down), KTK_ALIGNMENT);
-    shard.expert_bytes = round_up(2 * shard.gate_bytes + shard.down_bytes, kPage);
+    shard.matrix = {{shard.width(), config.hidden, formats.gate},
+                    {shard.width(), config.hidden, formats.up},
+                    {config.hidden, shard.width(), formats.down}};
+    check_acts(variant, shard.matrix.gate, shard.matrix.up);
+    const auto size = [&](const ktk_matrix& matrix) {
+      return round_up(variant.weight_size(&matrix), KTK_ALIGNMENT);
+    };
+    shard.bytes = {size(shard.matrix.gate), size(shard.matrix.up), size(shard.matrix.down)};
+    shard.expert_bytes = round_up(shard.bytes.gate + shard.bytes.up + shard.bytes.down, kPage);
     shard.memory = Memory(config.num_experts * shard.expert_bytes, nodes[s]);
     shards_.push_back(std::move(shard));
   }
@@ -92,7 +122,7 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
   for (const Shard& shard : shards_) {
     check_cut("gate", source.gate.format.group_n, shard.begin);
     check_cut("up", source.up.format.group_n, shard.begin);
-    check_cut("down", source.down.format.group_k, shard.begin);
+    check_cut("down", depth_step(source.down.format), shard.begin);
   }
   struct Job {
     const ktk_matrix* matrix;
@@ -111,9 +141,9 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     }
   };
   for (const Shard& shard : shards_) {
-    add(shard.gate, view(source.gate, shard.begin, 0), shard.gate_at(expert));
-    add(shard.gate, view(source.up, shard.begin, 0), shard.up_at(expert));
-    add(shard.down, view(source.down, 0, shard.begin), shard.down_at(expert));
+    add(shard.matrix.gate, view(source.gate, shard.begin, 0), shard.gate_at(expert));
+    add(shard.matrix.up, view(source.up, shard.begin, 0), shard.up_at(expert));
+    add(shard.matrix.down, view(source.down, 0, shard.begin), shard.down_at(expert));
   }
   std::atomic<size_t> next{0};
   pool.run([&](int) {
@@ -137,17 +167,20 @@ void Weights::leave_out(size_t expert) {
 
 void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
   for (const Shard& s : shards_) {
+    const auto write = [&](const ktk_matrix& matrix, const char* packed, float* out,
+                           size_t stride) {
+      variant_.unpack_weight(&matrix, packed, 0, matrix.n, out, stride);
+    };
     const size_t at = s.begin * config_.hidden;
-    variant_.unpack_weight(&s.gate, s.gate_at(expert), 0, s.gate.n, gate + at, config_.hidden);
-    variant_.unpack_weight(&s.gate, s.up_at(expert), 0, s.gate.n, up + at, config_.hidden);
-    variant_.unpack_weight(&s.down, s.down_at(expert), 0, s.down.n, down + s.begin,
-                           config_.intermediate);
+    write(s.matrix.gate, s.gate_at(expert), gate + at, config_.hidden);
+    write(s.matrix.up, s.up_at(expert), up + at, config_.hidden);
+    write(s.matrix.down, s.down_at(expert), down + s.begin, config_.intermediate);
   }
 }
 
 size_t Weights::expert_bytes() const {
   size_t bytes = 0;
-  for (const Shard& shard : shards_) bytes += 2 * shard.gate_bytes + shard.down_bytes;
+  for (const Shard& s : shards_) bytes += s.bytes.gate + s.bytes.up + s.bytes.down;
   return bytes;
 }
 

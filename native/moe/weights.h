@@ -13,9 +13,14 @@ namespace ktk {
 
 class WorkerPool;
 
+// One thing for each matrix of an expert: [I, H], [I, H] and [H, I].
+template <typename T>
+struct Parts {
+  T gate{}, up{}, down{};
+};
+
 // The matrices of one expert as they are given. Biases are f32 and may be NULL.
-struct ExpertSource {
-  ktk_source gate, up, down;  // [I, H], [I, H], [H, I]
+struct ExpertSource : Parts<ktk_source> {
   const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
 };
 
@@ -27,14 +32,15 @@ struct ExpertSource {
 // Each expert starts on a page, so that experts that are left out take no memory.
 struct Shard {
   size_t begin = 0, end = 0;
-  ktk_matrix gate{}, down{};  // up is like gate
-  size_t gate_bytes = 0, down_bytes = 0, expert_bytes = 0;
+  Parts<ktk_matrix> matrix;
+  Parts<size_t> bytes;
+  size_t expert_bytes = 0;
   Memory memory;
 
   size_t width() const { return end - begin; }
   char* gate_at(size_t expert) const { return memory.data() + expert * expert_bytes; }
-  char* up_at(size_t expert) const { return gate_at(expert) + gate_bytes; }
-  char* down_at(size_t expert) const { return up_at(expert) + gate_bytes; }
+  char* up_at(size_t expert) const { return gate_at(expert) + bytes.gate; }
+  char* down_at(size_t expert) const { return up_at(expert) + bytes.up; }
 };
 
 class Weights {
@@ -43,9 +49,9 @@ class Weights {
 
   // Splits the intermediate size into parts of whole packing steps and whole groups, those of the
   // first expert's source included; shard s lives on nodes[s]. Throws std::invalid_argument when
-  // there are more shards than such steps.
-  Weights(const Config& config, const Variant& variant, const ktk_format& gate_format,
-          const ktk_format& down_format, const ExpertSource& first, const std::vector<int>& nodes);
+  // there are more shards than such steps, or when gate and up want activations in two formats.
+  Weights(const Config& config, const Variant& variant, const Parts<ktk_format>& formats,
+          const ExpertSource& first, const std::vector<int>& nodes);
 
   // Packs one expert with all workers of the pool; the sources may go afterwards. The formats have
   // been matched with the backend's by the caller. Throws std::invalid_argument where a group of
@@ -58,6 +64,7 @@ class Weights {
   void unpack(size_t expert, float* gate, float* up, float* down) const;
 
   const std::vector<Shard>& shards() const { return shards_; }
+  const Parts<ktk_format>& formats() const { return formats_; }
   State state(size_t expert) const { return states_[expert]; }
   // Packed bytes of one expert, padding between experts not counted.
   size_t expert_bytes() const;
@@ -78,6 +85,7 @@ class Weights {
 
   Config config_;
   const Variant& variant_;
+  Parts<ktk_format> formats_;
   std::vector<Shard> shards_;
   std::vector<State> states_;
   std::vector<float> gate_bias_, up_bias_, down_bias_;  // empty until one is given

@@ -1,9 +1,12 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <optional>
 #include <tuple>
 
 #include "core/cpu.h"
@@ -23,8 +26,13 @@ auto key(const ktk_format& f) {
 
 ktk_format make_format(const std::string& element, const std::string& scale,
                        const std::string& zero, uint32_t group_n, uint32_t group_k) {
-  return {element_from_name(element), element_from_name(scale), element_from_name(zero), group_n,
-          group_k};
+  const ktk_element type = element_from_name(element);
+  const ktk_element scale_type = element_from_name(scale), zero_type = element_from_name(zero);
+  if (!is_ggml(type)) return {type, scale_type, zero_type, group_n, group_k};
+  if (scale_type != KTK_NONE || zero_type != KTK_NONE) {
+    throw nb::value_error((element_name(type) + " has its scales in its blocks").c_str());
+  }
+  return {type, KTK_NONE, KTK_NONE, 1, static_cast<uint32_t>(block_of(type).columns)};
 }
 
 // The table keeps the variant alive: Python may hold a variant longer than its backend.
@@ -41,9 +49,11 @@ std::shared_ptr<BackendTable> load_table(nb::object capsule) {
 }
 
 void bind_format(nb::module_& m) {
-  nb::class_<ktk_format>(m, "Format",
-                         "How weights are stored: (element - zero) * scale per group.\n\n"
-                         "A group spans group_n rows and group_k columns; 0 is the whole extent.")
+  nb::class_<ktk_format>(
+      m, "Format",
+      "How weights are stored: (element - zero) * scale per group.\n\n"
+      "A group spans group_n rows and group_k columns; 0 is the whole extent. ggml's\n"
+      "types (\"q4_k\", or \"ggml:12\") have their scales in their blocks.")
       .def(
           "__init__",
           [](ktk_format* self, const std::string& element, const std::string& scale,
@@ -56,6 +66,13 @@ void bind_format(nb::module_& m) {
       .def_prop_ro("zero", [](const ktk_format& f) { return element_name(f.zero); })
       .def_ro("group_n", &ktk_format::group_n)
       .def_ro("group_k", &ktk_format::group_k)
+      .def_prop_ro(
+          "block",
+          [](const ktk_format& f) {
+            const Block block = block_of(f.element);
+            return std::make_pair(block.columns, block.bytes);
+          },
+          "Elements that fill whole bytes together, and these bytes; (0, 0) if ktk knows none.")
       .def(
           "__eq__",
           [](const ktk_format& a, nb::object b) {
@@ -89,8 +106,18 @@ void bind_variant(nb::module_& m) {
       .def_prop_ro("n_step", [](const VariantInfo& v) { return v.variant->tile.n_step; })
       .def_prop_ro("k_step", [](const VariantInfo& v) { return v.variant->tile.k_step; })
       .def_prop_ro(
+          "exports", [](const VariantInfo& v) { return v.variant->export_weight != nullptr; },
+          "Whether packed weights can be had in the form that a checkpoint has.")
+      .def_prop_ro(
           "act", [](const VariantInfo& v) { return v.variant->act; },
-          "What an activation is encoded as.")
+          "What an activation is encoded as, where that depends on no weight.")
+      .def(
+          "act_of",
+          [](const VariantInfo& v, const ktk_format& stored, size_t n, size_t k) {
+            return v.variant->act_of({n, k, stored});
+          },
+          "stored"_a, "n"_a, "k"_a,
+          "What an activation is encoded as that meets an n x k weight of this format.")
       .def_prop_ro(
           "ukernels",
           [](const VariantInfo& v) {
@@ -132,11 +159,26 @@ void bind_backend(nb::module_& m) {
           "Variants, best first.")
       .def(
           "stored_as",
-          [](const BackendTable& b, const ktk_format& given, size_t n, size_t k) {
-            return b.stored(given, nullptr, n, k);
+          [](const BackendTable& b, const ktk_format& given, size_t n, size_t k,
+             const std::optional<ktk_format>& wanted) {
+            return b.stored(given, wanted ? &*wanted : nullptr, n, k);
           },
-          "given"_a, "n"_a, "k"_a,
-          "What an n x k weight is stored as by default; ValueError if it is not taken.")
+          "given"_a, "n"_a, "k"_a, "wanted"_a = nb::none(),
+          "What an n x k weight is stored as: `wanted`, or the backend's choice. ValueError if it\n"
+          "is not taken.")
+      .def(
+          "packed_size",
+          [](const BackendTable& b, const ktk_format& stored, size_t n, size_t k,
+             const std::string& variant) {
+            const auto same = [&](const ktk_format& f) { return key(f) == key(stored); };
+            if (std::none_of(b.formats.begin(), b.formats.end(), same)) {
+              throw nb::value_error((b.name + " stores no weights as " + describe(stored)).c_str());
+            }
+            const ktk_matrix matrix{n, k, stored};
+            return b.select(variant).weight_size(&matrix);
+          },
+          "stored"_a, "n"_a, "k"_a, "variant"_a = "",
+          "Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.")
       .def(
           "default_variant", [](const BackendTable& b) { return b.select("").name; },
           "Name of the best variant that runs here; RuntimeError with the reasons if none does.");

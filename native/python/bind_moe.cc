@@ -2,6 +2,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <cmath>
@@ -22,7 +24,7 @@ std::shared_ptr<Layer> make_layer(nb::handle backend, std::shared_ptr<Engine> po
                                   size_t intermediate, int activation, float alpha,
                                   std::optional<float> limit, bool clamp_gate_below,
                                   const std::string& variant, bool force, int shards,
-                                  const std::optional<ktk_format>& stored) {
+                                  const std::optional<PartFormats>& stored) {
   Config config;
   config.num_experts = num_experts;
   config.top_k = top_k;
@@ -32,7 +34,7 @@ std::shared_ptr<Layer> make_layer(nb::handle backend, std::shared_ptr<Engine> po
   config.glu = {static_cast<ktk_activation>(activation), alpha, limit.value_or(HUGE_VALF),
                 clamp_gate_below && limit.has_value()};
   return std::make_shared<Layer>(nb::cast<std::shared_ptr<BackendTable>>(backend), variant, force,
-                                 config, std::move(pool), shards, stored);
+                                 config, std::move(pool), shards, parts_from(stored));
 }
 
 size_t check_expert(const Layer& layer, int64_t expert) {
@@ -60,13 +62,14 @@ void load_expert(Layer& layer, int64_t expert, const AnyArray& gate, const AnyAr
                  const AnyArray& down, const OptArray& gate_scale, const OptArray& up_scale,
                  const OptArray& down_scale, const OptArray& gate_zero, const OptArray& up_zero,
                  const OptArray& down_zero, const OptArray& gate_bias, const OptArray& up_bias,
-                 const OptArray& down_bias, const std::optional<ktk_format>& given) {
+                 const OptArray& down_bias, const std::optional<PartFormats>& given) {
   const auto h = static_cast<int64_t>(layer.config().hidden);
   const auto i = static_cast<int64_t>(layer.config().intermediate);
+  const Parts<OptFormat> formats = parts_from(given);
   ExpertSource source{};
-  source.gate = source_from("gate", gate, gate_scale, gate_zero, given, i, h);
-  source.up = source_from("up", up, up_scale, up_zero, given, i, h);
-  source.down = source_from("down", down, down_scale, down_zero, given, h, i);
+  source.gate = source_from("gate", gate, gate_scale, gate_zero, formats.gate, i, h);
+  source.up = source_from("up", up, up_scale, up_zero, formats.up, i, h);
+  source.down = source_from("down", down, down_scale, down_zero, formats.down, h, i);
   std::vector<float> biases[3];
   source.gate_bias = bias_from("gate_bias", gate_bias, layer.config().intermediate, biases[0]);
   source.up_bias = bias_from("up_bias", up_bias, layer.config().intermediate, biases[1]);
@@ -136,13 +139,15 @@ void bind_moe(nb::module_& m) {
                    [](const Layer& l) { return l.weights() ? l.weights()->expert_bytes() : 0; })
       .def_prop_ro("nbytes", [](const Layer& l) { return l.weights() ? l.weights()->bytes() : 0; })
       .def_prop_ro("format",
-                   [](const Layer& l) -> std::optional<ktk_format> {
-                     if (!l.weights()) return std::nullopt;
-                     return l.weights()->shards()[0].gate.format;
+                   [](const Layer& l) -> OptFormat {
+                     return l.weights() ? OptFormat(l.weights()->formats().gate) : std::nullopt;
                    })
-      .def_prop_ro("down_format", [](const Layer& l) -> std::optional<ktk_format> {
-        if (!l.weights()) return std::nullopt;
-        return l.weights()->shards()[0].down.format;
+      .def_prop_ro("up_format",
+                   [](const Layer& l) -> OptFormat {
+                     return l.weights() ? OptFormat(l.weights()->formats().up) : std::nullopt;
+                   })
+      .def_prop_ro("down_format", [](const Layer& l) -> OptFormat {
+        return l.weights() ? OptFormat(l.weights()->formats().down) : std::nullopt;
       });
 }
 

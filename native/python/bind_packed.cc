@@ -19,6 +19,7 @@ namespace ktk {
 namespace {
 
 size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+size_t groups(size_t extent, uint32_t group) { return group ? (extent + group - 1) / group : 1; }
 
 using F32Input = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ByteInput = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -34,12 +35,14 @@ class PackedMatrix {
       : table_(std::move(table)), variant_(table_->select(variant, force)) {
     const ktk_source source = source_from("weight", data, scale, zero, given, -1, -1);
     matrix_.n = data.shape(0);
-    matrix_.k = data.shape(1) * 8 * data.itemsize() / element_bits(source.format.element);
+    const Block block = block_of(source.format.element);
+    matrix_.k = data.shape(1) * data.itemsize() / block.bytes * block.columns;
     if (matrix_.n == 0 || matrix_.k == 0) throw nb::value_error("weight is empty");
     matrix_.format =
         table_->stored(source.format, stored ? &*stored : nullptr, matrix_.n, matrix_.k);
     bytes_ = variant_.weight_size(&matrix_);
     packed_ = Memory(bytes_);
+    const nb::gil_scoped_release release;
     variant_.pack_weight(&matrix_, &source, 0, matrix_.n, packed_.data());
   }
 
@@ -71,6 +74,26 @@ class PackedMatrix {
     return out;
   }
 
+  // Data, scales and zero points as bytes: numpy has no bf16, and the format says what they are.
+  nb::tuple exported() const {
+    if (!variant_.export_weight) {
+      throw nb::value_error((table_->name + " cannot export weights").c_str());
+    }
+    const ktk_format& f = matrix_.format;
+    const size_t groups_n = groups(n(), f.group_n), groups_k = groups(k(), f.group_k);
+    auto data = new_bytes(n(), block_of(f.element).bytes_of(k()));
+    auto scale = new_bytes(groups_n, groups_k * element_bits(f.scale) / 8);
+    auto zero = new_bytes(groups_n, groups_k * element_bits(f.zero) / 8);
+    const ktk_target target = {data.data(),   scale.data(),   zero.data(),
+                               data.shape(1), scale.shape(1), zero.shape(1)};
+    {
+      const nb::gil_scoped_release release;
+      variant_.export_weight(&matrix_, packed_.data(), 0, n(), &target);
+    }
+    return nb::make_tuple(data, scale, zero);
+  }
+
+  ktk_format act() const { return variant_.act_of(matrix_); }
   size_t act_size() const { return variant_.act_size(&matrix_); }
   size_t padded(size_t m) const { return round_up(m, variant_.tile.m_step); }
 
@@ -209,6 +232,7 @@ void bind_packed(nb::module_& m) {
       .def_prop_ro("nbytes", &PackedMatrix::nbytes)
       .def_prop_ro("format", &PackedMatrix::format)
       .def_prop_ro("variant", &PackedMatrix::variant)
+      .def_prop_ro("act", &PackedMatrix::act, "What activations are encoded as.")
       .def_prop_ro("act_size", &PackedMatrix::act_size, "Bytes of one packed row of activations.")
       .def_prop_ro(
           "buffer", [](nb::handle self) { return nb::cast<PackedMatrix&>(self).buffer(self); },
@@ -218,6 +242,9 @@ void bind_packed(nb::module_& m) {
            "Packs rows [n_begin, n_end) of another weight of the same shape.")
       .def("unpack", &PackedMatrix::unpack, "n_begin"_a = 0, "n_end"_a = nb::none(),
            "Rows [n_begin, n_end) as stored, f32.")
+      .def("exported", &PackedMatrix::exported,
+           "Data, scale and zero point in the stored format, as the bytes of their rows; packing\n"
+           "them again gives the same matrix. ValueError if the backend cannot.")
       .def("padded", &PackedMatrix::padded, "m"_a, "m rounded up to the variant's m_step.")
       .def("pack_act", &PackedMatrix::pack_act, "x"_a, "Encoded rows, uint8 [padded m, act_size].")
       .def("pack_act_range", &PackedMatrix::pack_act_range, "x"_a, "k_begin"_a, "k_end"_a, "act"_a,

@@ -1,5 +1,7 @@
 #include "python/source.h"
 
+#include <algorithm>
+
 #include "moe/table.h"
 
 namespace ktk {
@@ -60,6 +62,24 @@ Groups groups_from(const std::string& name, const AnyArray& array, size_t n, siz
   return groups;
 }
 
+// "whole bytes of u4", "whole blocks of q4_k (256 elements in 144 bytes)", for messages.
+std::string describe_block(ktk_element element, const Block& block) {
+  const std::string name = element_name(element);
+  if (!is_ggml(element)) return "whole bytes of " + name;
+  return "whole blocks of " + name + " (" + std::to_string(block.columns) + " elements in " +
+         std::to_string(block.bytes) + " bytes)";
+}
+
+// Bytes hold anything of at most eight bits and blocks; wider elements have a dtype of their size.
+void check_holds(const char* name, const AnyArray& data, ktk_element element, const Block& block) {
+  const size_t item = data.itemsize();
+  const bool wide = block.columns == 1 && block.bytes > 1;
+  if (block.bytes > 0 && item == (wide ? block.bytes : 1)) return;
+  throw nb::type_error((std::string(name) + " is " + describe_array(data) + ", which cannot hold " +
+                        element_name(element))
+                           .c_str());
+}
+
 }  // namespace
 
 ktk_source source_from(const char* name, const AnyArray& data, const std::optional<AnyArray>& scale,
@@ -68,23 +88,26 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
   ktk_source source{};
   ktk_format& format = source.format;
   format.element = given ? given->element : element_of(name, data.dtype());
-  const size_t bits = element_bits(format.element);
-  const size_t item_bits = 8 * data.itemsize();
-  if (bits == 0 || (bits != item_bits && (item_bits != 8 || bits > 8))) {
-    throw nb::type_error((std::string(name) + " is " + describe_array(data) +
-                          ", which cannot hold " + element_name(format.element))
-                             .c_str());
+  if (is_ggml(format.element)) format = *given;
+  const Block block = block_of(format.element);
+  check_holds(name, data, format.element, block);
+  if (k >= 0 && k % static_cast<int64_t>(block.columns)) {
+    throw nb::value_error((std::string(name) + ": depth " + std::to_string(k) + " is not made of " +
+                           describe_block(format.element, block))
+                              .c_str());
   }
-  const int64_t per_item = static_cast<int64_t>(item_bits / bits);
-  if (k >= 0 && k % per_item) {
-    throw nb::value_error(
-        (std::string(name) + ": depth " + std::to_string(k) + " does not fill whole bytes")
-            .c_str());
+  const size_t row_items =
+      block.bytes_of(static_cast<size_t>(std::max<int64_t>(k, 0))) / data.itemsize();
+  check_array(name, data, {n, k < 0 ? k : static_cast<int64_t>(row_items)});
+  const size_t row_bytes = data.shape(1) * data.itemsize();
+  if (row_bytes % block.bytes) {
+    throw nb::value_error((std::string(name) + " is " + describe_array(data) +
+                           ", whose rows are not made of " + describe_block(format.element, block))
+                              .c_str());
   }
-  check_array(name, data, {n, k < 0 ? k : k / per_item});
   source.data = data.data();
   source.data_stride = row_stride(data) * data.itemsize();
-  const size_t rows = data.shape(0), depth = data.shape(1) * static_cast<size_t>(per_item);
+  const size_t rows = data.shape(0), depth = row_bytes / block.bytes * block.columns;
   const auto check_given = [&](ktk_element element, bool has, const char* what) {
     if ((element != KTK_NONE) == has) return;
     throw nb::value_error(
@@ -117,6 +140,13 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
     format.group_k = g.group_k;
   }
   return source;
+}
+
+Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats) {
+  if (!formats) return {};
+  if (const ktk_format* all = std::get_if<ktk_format>(&*formats)) return {*all, *all, *all};
+  const auto& [gate, up, down] = std::get<1>(*formats);
+  return {gate, up, down};
 }
 
 }  // namespace ktk

@@ -2,7 +2,10 @@
 #pragma once
 
 #include <optional>
+#include <tuple>
+#include <variant>
 
+#include "moe/weights.h"
 #include "python/array.h"
 
 namespace ktk {
@@ -13,5 +16,11 @@ namespace ktk {
 ktk_source source_from(const char* name, const AnyArray& data, const std::optional<AnyArray>& scale,
                        const std::optional<AnyArray>& zero, const std::optional<ktk_format>& given,
                        int64_t n, int64_t k);
+
+// A format for gate, up and down, or one for each; None where dtypes tell.
+using OptFormat = std::optional<ktk_format>;
+using PartFormats = std::variant<ktk_format, std::tuple<OptFormat, OptFormat, OptFormat>>;
+
+Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats);
 
 }  // namespace ktk

@@ -176,10 +176,10 @@ class RecordingBackend:
 def test_a_backend_that_takes_the_blocks_gets_them(tmp_path: Path) -> None:
     parts = files.experts("Q4_K", bias=True)
     path = files.write(tmp_path / "m.gguf", files.stacked(parts))
-    backend = RecordingBackend("bf16", "ggml:12")
+    backend = RecordingBackend("bf16", "q4_k")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
     for e, arrays in backend.loaded.items():
-        assert arrays["given"] == Format("ggml:12")
+        assert arrays["given"] == Format("q4_k")
         for part in files.PARTS:
             np.testing.assert_array_equal(arrays[part], parts[part].data[e])
         np.testing.assert_array_equal(arrays["down_bias"], parts["down_bias"].data[e])
@@ -188,18 +188,18 @@ def test_a_backend_that_takes_the_blocks_gets_them(tmp_path: Path) -> None:
 def test_formats_that_differ_within_a_layer_are_floats(tmp_path: Path) -> None:
     """An expert is given in one format, though the backend takes either."""
     path = files.write(tmp_path / "m.gguf", files.stacked(files.experts("Q4_K", "Q4_K", "BF16")))
-    backend = RecordingBackend("f32", "bf16", "ggml:12")
+    backend = RecordingBackend("f32", "bf16", "q4_k")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
     assert "given" not in backend.loaded[0]
     dtypes = [backend.loaded[0][part].dtype for part in files.PARTS]
     assert dtypes == [torch.float32, torch.float32, torch.bfloat16]
     with pytest.raises(CheckpointFormatError, match=r"ffn_gate_exps.*m\.gguf.*Q4_K: takes bf16"):
-        load_moe(path, 0, RecordingBackend("bf16", "ggml:12"))  # type: ignore[arg-type]
+        load_moe(path, 0, RecordingBackend("bf16", "q4_k"))  # type: ignore[arg-type]
 
 
 def test_one_part_that_a_backend_does_not_take_makes_all_of_them_floats(tmp_path: Path) -> None:
     parts = files.experts("Q4_K", down="Q6_K")
-    backend = RecordingBackend("f32", "ggml:12")
+    backend = RecordingBackend("f32", "q4_k")
     load_moe(files.write(tmp_path / "m.gguf", files.stacked(parts)), 0, backend)  # type: ignore[arg-type]
     assert "given" not in backend.loaded[0]
     assert {backend.loaded[0][part].dtype for part in files.PARTS} == {torch.float32}
@@ -238,7 +238,7 @@ def test_experts_of_different_types_are_floats(tmp_path: Path) -> None:
     tensors = files.single(parts)
     tensors["blk.0.ffn_up.3.weight"] = files.tensor((I, H), "Q8_0", 9)
     path = files.write(tmp_path / "m.gguf", tensors)
-    backend = RecordingBackend("f32", "ggml:12", "ggml:8")
+    backend = RecordingBackend("f32", "q4_k", "q8_0")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
     assert "given" not in backend.loaded[0]
     np.testing.assert_array_equal(

@@ -104,6 +104,24 @@ static void unpack_weight_negated(const ktk_matrix* matrix, const void* packed, 
   }
 }
 
+static void export_rows(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
+                        const ktk_target* target, size_t count) {
+  for (size_t n = n_begin; n < n_end; ++n) {
+    char* row = (char*)target->data + n * target->data_stride;
+    memset(row, 0, matrix->k * sizeof(uint16_t));
+    memcpy(row, (const uint16_t*)packed + weight_at(matrix, n), count * sizeof(uint16_t));
+  }
+}
+
+static void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                          size_t n_end, const ktk_target* target) {
+  export_rows(matrix, packed, n_begin, n_end, target, matrix->k);
+}
+static void export_weight_short(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                                size_t n_end, const ktk_target* target) {
+  export_rows(matrix, packed, n_begin, n_end, target, matrix->k - 1);
+}
+
 /* --- activation codec ------------------------------------------------------------------------ */
 
 static size_t act_size(const ktk_matrix* matrix) { return round_up(2 * matrix->k, KTK_ALIGNMENT); }
@@ -214,7 +232,7 @@ static void run_negated(const ktk_matmul* mm) { matmul(mm, (fault){.sign = -1});
   .tile = {.m_step = kRowStep, .n_step = kColumnStep, .k_step = kDepthStep}, .act = BF16, \
   .layout = "rows", .weight_size = weight_size, .pack_weight = pack_weight,               \
   .unpack_weight = unpack_weight, .act_size = act_size, .pack_act = pack_act,             \
-  .unpack_act = unpack_act, UKERNELS(run, run)
+  .unpack_act = unpack_act, UKERNELS(run, run), .export_weight = export_weight
 
 static const ktk_format kFormats[] = {BF16};
 static const ktk_accept kAccepts[] = {
@@ -254,6 +272,7 @@ ALONE(truncates_acts, .pack_act = pack_act_truncated)
 ALONE(flushes_subnormals, .pack_weight = pack_weight_flushed)
 ALONE(packs_one_row_more, .pack_weight = pack_weight_one_more)
 ALONE(unpacks_from_row_zero, .unpack_weight = unpack_weight_from_zero)
+ALONE(exports_one_column_less, .export_weight = export_weight_short)
 ALONE(packs_acts_at_zero, .pack_act = pack_act_from_zero)
 ALONE(loses_nan_weights, .pack_weight = pack_weight_finite)
 ALONE(loses_nan, .pack_act = pack_act_finite)
@@ -265,5 +284,5 @@ ALONE(writes_outside, UKERNELS(run_one_column_more, run_one_column_more))
 ALONE(leaks_nan, UKERNELS(run_nan_leaks, run_nan_leaks))
 ALONE(reads_padding, UKERNELS(run_reads_padding, run_reads_padding))
 BESIDE(stores_negated, .pack_weight = pack_weight_negated, .unpack_weight = unpack_weight_negated,
-       UKERNELS(run_negated, run_negated))
+       UKERNELS(run_negated, run_negated), .export_weight = NULL)
 BESIDE(rounds_ties_away, .layout = "other rows", .pack_weight = pack_weight_away)

@@ -8,7 +8,7 @@
 #define OFFSET(type, field, offset) static_assert(offsetof(type, field) == (offset))
 
 static_assert(sizeof(void*) == 8, "ktk is for 64-bit systems");
-static_assert(KTK_ABI_MAJOR == 1 && KTK_ABI_MINOR == 0);
+static_assert(KTK_ABI_MAJOR == 1 && KTK_ABI_MINOR == 1);
 static_assert(KTK_ALIGNMENT == 64);
 
 static_assert(KTK_ISA_AVX2 == 1u << 0);
@@ -79,7 +79,9 @@ OFFSET(ktk_ukernel, scratch_size, 24);
 OFFSET(ktk_ukernel, run, 32);
 
 static_assert(offsetof(ktk_variant, weight_offset) == 144);
-static_assert(sizeof(ktk_variant) == 152);
+OFFSET(ktk_variant, act_format, 152);  // since 1.1
+OFFSET(ktk_variant, export_weight, 160);
+static_assert(sizeof(ktk_variant) == 168);
 OFFSET(ktk_variant, struct_size, 0);
 OFFSET(ktk_variant, name, 8);
 OFFSET(ktk_variant, required_isa, 16);

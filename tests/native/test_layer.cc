@@ -127,7 +127,7 @@ std::shared_ptr<Layer> make_layer(const ktk_format& given, const std::string& va
                                   int shards) {
   const auto engine = ktk::Engine::make({.threads = threads, .cpus = {}, .pin = false});
   auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), variant, false, config(),
-                                       engine, shards, std::nullopt);
+                                       engine, shards, ktk::Parts<std::optional<ktk_format>>{});
   for (unsigned e = 0; e < kExperts; ++e) {
     const Weight gate(given, kIntermediate, kHidden, 3 * e);
     const Weight up(given, kIntermediate, kHidden, 3 * e + 1);
@@ -248,8 +248,9 @@ TEST(tickets_run_in_the_background) {
 
 TEST(an_error_in_a_ticket_reaches_its_owner) {
   const auto engine = ktk::Engine::make({.threads = 2, .cpus = {}, .pin = false});
-  const auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false,
-                                             config(), engine, 1, std::nullopt);
+  const auto layer =
+      std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false, config(), engine, 1,
+                              ktk::Parts<std::optional<ktk_format>>{});
   Call call(4);
   const ktk::Ticket ticket(layer, call.request);
   CHECK_THROWS(std::runtime_error, ticket.wait());

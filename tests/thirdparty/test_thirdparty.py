@@ -73,7 +73,7 @@ def test_it_passes_the_kit(environment: dict[str, str]) -> None:
     ("name", "error", "parts"),
     [
         ("DEMO_BROKEN", "BackendImportError", ["No module named 'ktk_demo_backend_missing'"]),
-        ("DEMO_FUTURE", "BackendIncompatible", ["2.0", "1.0"]),
+        ("DEMO_FUTURE", "BackendIncompatible", ["ABI 2.", "speaks 1."]),
         ("DEMO_HOLLOW", "BackendError", ["DEMO_HOLLOW"]),
         ("BF16", "BackendConflict", ["ktk-demo-backend 0.1", "distribution="]),
     ],

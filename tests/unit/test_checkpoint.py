@@ -102,6 +102,8 @@ def test_experts_are_found_in_any_number_of_files(tmp_path: Path, shards: int) -
         "model.layers.7.",
         "model.language_model.layers.7.",
         "language_model.model.layers.7.",
+        "language_model.model.blocks.7.",
+        "thinker.model.layers.7.",
         "layers.7.",
     ],
 )
@@ -251,11 +253,30 @@ def test_an_unknown_activation_is_named_and_can_be_replaced(tmp_path: Path) -> N
     assert config.arguments(activation="silu")["activation"] == "silu"
 
 
-def test_sizes_of_the_language_model_are_found_one_level_down(tmp_path: Path) -> None:
-    outer = {"model_type": "some_vl", "hidden_size": 7, "text_config": CONFIG}
-    (tmp_path / "config.json").write_text(json.dumps(outer))
+@pytest.mark.parametrize(
+    "path", [("text_config",), ("thinker_config", "text_config"), ("language_config",)]
+)
+def test_sizes_of_the_language_model_are_found_where_it_is(
+    tmp_path: Path, path: tuple[str, ...]
+) -> None:
+    inner = {**CONFIG, "num_hidden_layers": 5}
+    for name in reversed(path):
+        inner = {"model_type": "some_vl", "hidden_size": 7, name: inner}
+    (tmp_path / "config.json").write_text(json.dumps(inner))
     config = read_config(tmp_path)
-    assert (config.hidden_size, config.model_type) == (H, "qwen3_moe")
+    assert (config.hidden_size, config.model_type, config.num_layers) == (H, "qwen3_moe", 5)
+
+
+def test_a_list_with_an_entry_per_layer_is_one_number(tmp_path: Path) -> None:
+    """As in Hunyuan-A13B."""
+    lists = {"moe_intermediate_size": [I, I, I], "num_experts_per_tok": None, "moe_topk": [K] * 3}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **lists}))
+    config = read_config(tmp_path)
+    assert (config.intermediate_size, config.num_experts_per_tok) == (I, K)
+    lists["moe_intermediate_size"] = [I, I + 1]
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **lists}))
+    with pytest.raises(CheckpointError, match=r"moe_intermediate_size is \[12, 13\].*all alike"):
+        read_config(tmp_path)
 
 
 GATE0 = "model.layers.0.mlp.experts.0.gate_proj.weight"
@@ -328,6 +349,34 @@ def test_a_bias_beside_fused_experts_is_named(tmp_path: Path) -> None:
     write(tmp_path, tensors)
     with pytest.raises(CheckpointError, match=r"experts\.down_proj_bias in .*is a bias.*fused"):
         assert_reads(tmp_path, experts())
+
+
+SURPRISING = {
+    "a second scale": "model.layers.0.mlp.experts.1.up_proj.weight_scale_2",
+    "an adapter": "model.layers.0.mlp.experts.1.up_proj.lora_A.weight",
+    "another form": "model.layers.0.mlp.experts.gate_up_proj",
+    "another part": "model.layers.0.mlp.experts.gate_up_proj_bias",
+    "names of another family": "model.layers.0.block_sparse_moe.experts.0.w1.weight",
+}
+
+
+@pytest.mark.parametrize("name", SURPRISING.values(), ids=SURPRISING)
+def test_a_tensor_that_nothing_reads_is_named(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {**qwen3(), name: random(E, I, H)})
+    with pytest.raises(CheckpointError, match=rf"tensor {name} in .*is none that ktk reads"):
+        Checkpoint(tmp_path).layer(0)
+
+
+def test_what_is_beside_routed_experts_is_left_alone(tmp_path: Path) -> None:
+    beside = (
+        *("mlp.shared_experts.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+        *("mlp.shared_expert_gate.weight", "mlp.experts.e_score_correction_bias"),
+        *("mlp.gate.weight", "mlp.experts.0.gate_proj.input_scale", "mlp.down_proj.weight"),
+    )
+    tensors = {f"model.layers.0.{name}": random(4, 4) for name in beside}
+    write(tmp_path, {**qwen3(), **tensors})
+    assert_reads(tmp_path, experts())
+    assert describe(tmp_path).layers == (0,)
 
 
 def test_an_element_type_that_needs_scales_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ constexpr ktk_variant make_variant(PackWeight* pack_weight,
       .enter = enter,
       .leave = leave,
       .weight_offset = block_offset,
+      .export_weight = export_weight,
   };
 }
 

@@ -129,5 +129,32 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
   }
 }
 
+inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                          size_t n_end, const ktk_target* target) {
+  const size_t depth = group_depth(matrix);
+  for (size_t n = n_begin; n < n_end; ++n) {
+    const size_t column = n % kColumns;
+    const uint8_t* group =
+        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kColumns * kColumns);
+    uint8_t* data = static_cast<uint8_t*>(target->data) + n * target->data_stride;
+    uint8_t* scale = static_cast<uint8_t*>(target->scale) + n * target->scale_stride;
+    uint8_t* zero = static_cast<uint8_t*>(target->zero) + n * target->zero_stride;
+    for (size_t g = 0; g * depth < matrix->k; ++g, group += group_bytes(matrix)) {
+      const uint16_t* params = reinterpret_cast<const uint16_t*>(group) + column;
+      reinterpret_cast<uint16_t*>(scale)[g] = params[0];
+      if (matrix->format.zero == KTK_U8) {
+        zero[g] = static_cast<uint8_t>(f32_from_bf16(params[kColumns]));
+      } else if (has_zeros(matrix)) {
+        reinterpret_cast<uint16_t*>(zero)[g] = params[kColumns];
+      }
+      const uint8_t* codes = group + header_bytes(matrix) + 4 * column;
+      const size_t pairs = (smaller(depth, matrix->k - g * depth) + 1) / 2;
+      for (size_t i = 0; i < pairs; ++i) {
+        data[g * depth / 2 + i] = codes[i / (kTurn / 2) * kTurnBytes + i % (kTurn / 2)];
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ktk::int4

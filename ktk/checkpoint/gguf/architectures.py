@@ -40,6 +40,8 @@ _ACTIVATIONS = {
 _OAI_LIMIT = 7.0
 # Younger than the oldest gguf package that will do.
 _CLAMP = "{arch}.swiglu_clamp_exp"
+# Layers at the end that predict further tokens.
+_PREDICTING = "{arch}.nextn_predict_layers"
 # With a clamp, these apply it before SiLU as ktk does; others clamp what SiLU returns.
 _CLAMPED_BEFORE = ("deepseek4", "glm5-next", "hy_v4", "maple")
 
@@ -79,7 +81,15 @@ class Metadata:
             intermediate_size=intermediate_size,
             activation=activation,
             activation_limit=limit,
+            num_layers=self._num_layers(),
         )
+
+    def _num_layers(self) -> int | None:
+        count = self._fields.get(Keys.LLM.BLOCK_COUNT.format(arch=self.architecture))
+        predicting = self._fields.get(_PREDICTING.format(arch=self.architecture), 0)
+        if not isinstance(count, int) or not isinstance(predicting, int):
+            return None
+        return count - predicting
 
     def _size(self, key: str) -> int:
         name = key.format(arch=self.architecture)

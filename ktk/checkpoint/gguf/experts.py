@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from ktk.checkpoint.gguf.architectures import Metadata
 from ktk.checkpoint.gguf.blocks import Blocks, type_name
 from ktk.checkpoint.gguf.layout import PARTS, GgufLayer, Layers
 from ktk.checkpoint.gguf.shards import TensorSet
+from ktk.checkpoint.matrix import Matrix
 from ktk.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
@@ -104,24 +106,47 @@ class GgufCheckpoint:
         CheckpointFormatError
             The backend takes neither.
         """
-        read = [self.blocks(layer, number) for number in self._typed(layer)]
-        given = read[0]["gate"].format
-        if not self.has_floats(layer) and all(
-            matrix.format == given
-            and matrix.scale is None
-            and not _refusal(backend, matrix, matrix.format)
-            for blocks in read
-            for matrix in blocks.values()
-        ):
+        given = self.formats_for(layer, backend)["gate"].format
+        if self._taken(layer, backend):
             return lambda number: {**self._stored(layer, number), "given": given}
-        for blocks in read:
-            for matrix in blocks.values():
-                plain = matrix.plain and matrix.scale is None
-                if reason := _refusal(backend, matrix, matrix.format if plain else Format("f32")):
-                    raise CheckpointFormatError(
-                        f"{matrix.name} has the type {matrix.type}: {reason}"
-                    )
         return lambda number: dict(self.expert(layer, number))
+
+    def formats(self, layer: GgufLayer) -> dict[str, Matrix]:
+        """Return what gate, up and down are stored as; what has to be multiplied is f32."""
+        return {part: _stored_as(matrix) for part, matrix in self.blocks(layer, 0).items()}
+
+    def formats_for(self, layer: GgufLayer, backend: Backend) -> dict[str, Matrix]:
+        """Return what `reader` gives a backend: what is stored, or floats."""
+        if self._taken(layer, backend):
+            return self.formats(layer)
+        formats: dict[str, Matrix] = {}
+        for blocks in map(partial(self.blocks, layer), self._typed(layer)):
+            formats = {part: _decoded_as(matrix) for part, matrix in blocks.items()}
+            for part, matrix in formats.items():
+                if reason := matrix.refusal(backend):
+                    raise CheckpointFormatError(
+                        f"{blocks[part].name} has the type {blocks[part].type}: {reason}"
+                    )
+        return formats
+
+    def nbytes(self, layer: GgufLayer) -> int:
+        """Return the bytes of a layer's experts in the files."""
+        experts = range(layer.config.num_experts)
+        return sum(matrix.rows.nbytes for e in experts for matrix in self.blocks(layer, e).values())
+
+    def release(self) -> None:
+        """Let go of what was read, so that it takes no memory."""
+        self.tensors.release()
+
+    def _taken(self, layer: GgufLayer, backend: Backend) -> bool:
+        """Whether a backend takes the blocks of all experts, in one format."""
+        given = self.formats(layer)["gate"].format
+        return not self.has_floats(layer) and all(
+            matrix.format == given and matrix.scale is None and not stored.refusal(backend)
+            for number in self._typed(layer)
+            for matrix in self.blocks(layer, number).values()
+            for stored in [_stored_as(matrix)]
+        )
 
     def _typed(self, layer: GgufLayer) -> range:
         """Return the experts that show all types: one stands for those that share a tensor."""
@@ -154,10 +179,10 @@ class GgufCheckpoint:
         return found
 
 
-def _refusal(backend: Backend, matrix: Blocks, fmt: Format) -> str:
-    """Return why a backend does not take a matrix in a format; empty if it does."""
-    try:
-        backend.core.stored_as(fmt, *matrix.shape)
-    except ValueError as error:
-        return str(error)
-    return ""
+def _stored_as(matrix: Blocks) -> Matrix:
+    return Matrix(matrix.format if matrix.scale is None else Format("f32"), *matrix.shape)
+
+
+def _decoded_as(matrix: Blocks) -> Matrix:
+    plain = matrix.plain and matrix.scale is None
+    return Matrix(matrix.format if plain else Format("f32"), *matrix.shape)

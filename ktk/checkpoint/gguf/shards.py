@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,11 @@ class TensorSet:
         data = self._files[info.file].data
         start = info.begin + begin * nbytes
         return np.frombuffer(data, np.uint8, count * nbytes, start).reshape(count, nbytes)
+
+    def release(self) -> None:
+        """Let go of the pages that were read; whoever still uses them reads them again."""
+        for file in self._files.values():
+            file.data.madvise(mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Forget the mapped files; arrays that are still in use keep theirs."""

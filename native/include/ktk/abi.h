@@ -29,7 +29,7 @@ extern "C" {
 
 /* MAJOR: a field moved or changed its meaning. MINOR: a field was appended. */
 #define KTK_ABI_MAJOR 1
-#define KTK_ABI_MINOR 0
+#define KTK_ABI_MINOR 1
 
 /* Name (and type tag) of the PyCapsule that carries a `const ktk_backend *`; the capsule is what
  * `__ktk_backend__()` of a backend's module returns. The table must outlive the process. */
@@ -57,7 +57,9 @@ typedef uint64_t ktk_isa;
 #define KTK_ISA_ARM_BF16 ((ktk_isa)1 << 35)
 #define KTK_ISA_SVE ((ktk_isa)1 << 36)
 
-/* What one element of a matrix is. ggml's types are KTK_GGML + ggml_type. */
+/* What one element of a matrix is. ggml's types are KTK_GGML + ggml_type: their rows are made of
+ * blocks that have the scales within, so that their format has neither scale nor zero, and group_k
+ * is the elements of a block. */
 typedef uint32_t ktk_element;
 enum {
   KTK_NONE = 0,
@@ -99,6 +101,12 @@ typedef struct ktk_source {
   const void *data, *scale, *zero;
   size_t data_stride, scale_stride, zero_stride;
 } ktk_source;
+
+/* Where a weight matrix is written to, row-major, in its own format: ktk_source the other way. */
+typedef struct ktk_target {
+  void *data, *scale, *zero; /* NULL where the format has none */
+  size_t data_stride, scale_stride, zero_stride;
+} ktk_target;
 
 /* Where the core may cut. Every cut is a multiple of the step, or the end of the extent. */
 typedef struct ktk_tile {
@@ -143,7 +151,8 @@ typedef struct ktk_variant {
   const char* name;     /* the instruction set: "amx_int8", "avx2" ... */
   ktk_isa required_isa; /* all of these bits */
   ktk_tile tile;
-  ktk_format act; /* what a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... */
+  ktk_format
+      act; /* what a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... (act_format) */
 
   /* Weight codec. Variants of a backend that share `layout` read each other's packed weights. */
   const char* layout;
@@ -179,6 +188,20 @@ typedef struct ktk_variant {
   /* Offset in bytes of where a product that begins at column n starts to read a packed matrix: what
    * ktk_matmul.next is made of. NULL: the layout has no such place, and `next` stays NULL. */
   size_t (*weight_offset)(const ktk_matrix* matrix, size_t n);
+
+  /* Since 1.1. What a packed activation is where it depends on the weight that it meets; `act` is
+   * then that of the first stored format. NULL: `act` holds for all. The packed rows of one format
+   * and depth are the same bytes whatever weight they were packed for: gate and up of an expert
+   * read the same rows, and are refused where their formats ask for different ones. */
+  void (*act_format)(const ktk_matrix* matrix, ktk_format* format);
+
+  /* Since 1.1. Writes rows [n_begin, n_end) of a packed matrix as a checkpoint gives what is in its
+   * format: `pack_weight` of that makes the same weights again, bit by bit. It is how weights that
+   * were quantised while they were packed are kept in a file that outlives the layout. Row 0 of the
+   * target is row 0 of the matrix; ranges are cut at n_step and at whole groups. NULL: only what
+   * comes in a stored format can be kept. */
+  void (*export_weight)(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
+                        const ktk_target* target);
 } ktk_variant;
 
 /* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */

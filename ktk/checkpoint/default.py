@@ -1,0 +1,77 @@
+"""Chooses a backend where the user names none: the format of the weights decides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ktk.checkpoint.open import OpenCheckpoint
+from ktk.errors import BackendError, CheckpointFormatError
+from ktk.registry import load_backend
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+
+_log = logging.getLogger(__name__)
+
+# By the element that weights are stored in. Of a list, the first backend that takes all of a layer
+# as it is stored is the one.
+PREFERRED: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("BF16",),
+    "f16": ("BF16",),
+    "f32": ("BF16",),
+    "e4m3": ("FP8",),
+    "e2m1": ("MXFP4",),
+    "u4": ("RAWINT4", "AMXINT4"),
+    "i8": ("AMXINT8",),
+}
+_GGML = ("LLAMAFILE",)
+# What can be decoded to floats, and is taken as nothing else.
+_DECODED = ("BF16",)
+
+
+def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
+    """Return the backend for a layer of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint
+        From `open_checkpoint`.
+    layer
+        From `checkpoint.layer`.
+
+    Raises
+    ------
+    CheckpointFormatError
+        No installed backend takes what is stored; the message has the reason of each one that was
+        considered.
+    """
+    formats = checkpoint.formats(layer)
+    stored = ", ".join(dict.fromkeys(str(matrix.format) for matrix in formats.values()))
+    reasons = []
+    for name, exactly in _candidates({matrix.format.element for matrix in formats.values()}):
+        try:
+            backend = load_backend(name)
+            given = formats if exactly else checkpoint.formats_for(layer, backend)
+        except (BackendError, CheckpointFormatError) as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        refusals = [why for matrix in given.values() if (why := matrix.refusal(backend))]
+        if not refusals:
+            _log.info("layer %d, stored as %s, is computed by %s", layer.number, stored, name)
+            return backend
+        reasons.append(f"{name}: {refusals[0]}")
+    raise CheckpointFormatError(
+        f"layer {layer.number} is stored as {stored}, and no backend takes that: "
+        + "; ".join(reasons)
+    )
+
+
+def _candidates(elements: set[str]) -> Iterator[tuple[str, bool]]:
+    """Yield names of backends, and whether they must take the weights as they are stored."""
+    lists = [PREFERRED.get(element, _GGML) for element in elements]
+    # A file that mixes blocks and floats is one of blocks.
+    preferred = _GGML if _GGML in lists else lists[0]
+    yield from ((name, True) for name in preferred)
+    yield from ((name, False) for name in _DECODED if name not in preferred)

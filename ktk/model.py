@@ -1,0 +1,143 @@
+"""All layers of experts of a model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktk.moe import MoE
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+
+# Of one layer, or of each.
+Experts = Sequence[int] | Mapping[int, Sequence[int]]
+
+
+class Model(Mapping[int, MoE]):
+    """The layers of experts of a model, by their numbers: ``model[3](hidden, ids, weights)``.
+
+    Parameters
+    ----------
+    layers : mapping of int to MoE
+        By number; :meth:`from_checkpoint` makes them.
+    """
+
+    def __init__(self, layers: Mapping[int, MoE]) -> None:
+        self._layers = dict(sorted(layers.items()))
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        backend: str | Backend | None = None,
+        *,
+        layers: Sequence[int] | None = None,
+        experts: Experts | None = None,
+        physical_to_logical_map: Experts | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> Model:
+        """Load the experts of a checkpoint.
+
+        All layers are checked before the first is loaded. Then experts are packed one by one, while
+        the next one is being read: beside what is packed, memory holds two of them and some
+        32 MiB of what was read.
+
+        Parameters
+        ----------
+        path : path
+            As of :meth:`MoE.from_checkpoint`.
+        backend : str or Backend, optional
+            What computes all layers. By default the format of the weights decides, for each layer.
+        layers : sequence of int, optional
+            Which to load. By default all that have experts, without those behind the model's last
+            layer, which predict further tokens (MTP).
+        experts : sequence of int, or a mapping of layers to such, optional
+            The slots to load; the others take no memory and contribute nothing. By default all; so
+            for layers that a mapping lacks.
+        physical_to_logical_map : sequence of int, or a mapping of layers to such, optional
+            Slot p holds expert ``physical_to_logical_map[p]`` of the checkpoint. By default p.
+        progress : bool, optional
+            Whether to show a progress bar on stderr. By default if that is a terminal.
+        **options
+            Keywords of :class:`MoE`, for all layers.
+
+        Raises
+        ------
+        CheckpointError
+            Something is missing, damaged or not what the configuration says; the message names the
+            layer and the tensor.
+        """
+        from ktk.checkpoint.load import load_layers, naming_layer, plan_layer
+        from ktk.checkpoint.open import open_checkpoint
+        from ktk.checkpoint.progress import loading
+        from ktk.registry import load_backend
+
+        chosen = load_backend(backend) if isinstance(backend, str) else backend
+        with open_checkpoint(path) as checkpoint:
+            numbers = _numbers(checkpoint, path) if layers is None else map(operator.index, layers)
+            plans = []
+            for number in dict.fromkeys(numbers):
+                with naming_layer(number):
+                    plans.append(
+                        plan_layer(
+                            checkpoint,
+                            number,
+                            chosen,
+                            _of_layer(experts, number),
+                            _of_layer(physical_to_logical_map, number),
+                            options,
+                        )
+                    )
+            checkpoint.release()
+            total = sum(len(plan.slots) * plan.expert_nbytes for plan in plans)
+            with loading(total, shown=progress) as on_expert:
+                return cls(load_layers(checkpoint, plans, on_expert))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the layers, ascending."""
+        return tuple(self._layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Packed bytes of all experts that are loaded."""
+        return sum(moe.nbytes for moe in self._layers.values())
+
+    def __getitem__(self, layer: int) -> MoE:
+        try:
+            return self._layers[layer]
+        except KeyError:
+            from ktk.checkpoint.experts import spans
+
+            raise KeyError(
+                f"layer {layer} is not loaded; loaded are {spans(list(self._layers)) or 'none'}"
+            ) from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __repr__(self) -> str:
+        names = ", ".join(dict.fromkeys(moe.backend.name for moe in self._layers.values()))
+        return f"<ktk.Model {names}: {len(self)} layers, {self.nbytes / 2**20:.0f} MiB>"
+
+
+def _numbers(checkpoint: Any, path: str | Path) -> list[int]:
+    """Return the layers that have experts and that the model runs for each token."""
+    from ktk.errors import CheckpointError
+
+    numbers: list[int] = checkpoint.layers()
+    if not numbers:
+        raise CheckpointError(f"{path} has no experts that ktk knows by name")
+    last = checkpoint.config_of(checkpoint.layer(numbers[0])).num_layers
+    return [number for number in numbers if last is None or number < last] or numbers
+
+
+def _of_layer(value: Experts | None, number: int) -> Sequence[int] | None:
+    return value.get(number) if isinstance(value, Mapping) else value

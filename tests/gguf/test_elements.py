@@ -1,0 +1,75 @@
+"""ggml's types as elements of ktk's formats."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+import ktk
+from ktk import Format, _core
+
+# What is no weight: activations, plain integers; and the floats, which are elements already.
+OTHERS = {
+    *("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"),
+    *("F32", "F16", "BF16"),
+}
+# Younger than ktk's table; the gguf package cannot decode it.
+UNREAD = {"Q1_0"}
+BLOCK_TYPES = [kind for kind in GGMLQuantizationType if kind.name not in OTHERS | UNREAD]
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda kind: kind.name)
+def test_blocks_are_as_large_as_the_gguf_package_says(kind: GGMLQuantizationType) -> None:
+    fmt = Format(kind.name.lower())
+    assert fmt.block == GGML_QUANT_SIZES[kind]
+    assert (fmt.group_n, fmt.group_k) == (1, GGML_QUANT_SIZES[kind][0])
+    assert fmt == Format(f"ggml:{kind.value}")
+    assert (fmt.element, str(fmt)) == (kind.name.lower(),) * 2
+
+
+def test_types_without_a_name_keep_their_number() -> None:
+    fmt = Format("ggml:99")
+    assert (fmt.element, fmt.block) == ("ggml:99", (0, 0))
+    for name in ("ggml:", "ggml:x", "ggml:12x", "ggml:70000", "q4_x"):
+        with pytest.raises(ValueError, match=f"'{name}' is not an element type"):
+            Format(name)
+
+
+def test_blocks_have_no_scales_beside_them() -> None:
+    with pytest.raises(ValueError, match="q4_0 has its scales in its blocks"):
+        Format("q4_0", "f16")
+
+
+@pytest.mark.parametrize(
+    ("rows", "given", "message"),
+    [
+        (np.zeros((3, 143), np.uint8), "q4_k", r"rows are not made of whole blocks of q4_k \(256"),
+        (np.zeros((3, 0), np.uint8), "q4_k", "weight is empty"),
+        (np.zeros((3, 144), np.uint8), "q4_k", "does not take weights in q4_k; it takes bf16"),
+    ],
+)
+def test_rows_are_whole_blocks(rows: np.ndarray, given: str, message: str) -> None:
+    core = ktk.load_backend("BF16").core
+    with pytest.raises(ValueError, match=message):
+        _core.PackedMatrix(core, "avx2", rows, given=Format(given), force=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "given"),
+    [(np.zeros((3, 36), np.float32), "q4_k"), (np.zeros((3, 144), np.uint8), "ggml:99")],
+)
+def test_blocks_are_bytes_of_a_known_type(rows: np.ndarray, given: str) -> None:
+    core = ktk.load_backend("BF16").core
+    with pytest.raises(TypeError, match=f"which cannot hold {given}"):
+        _core.PackedMatrix(core, "avx2", rows, given=Format(given), force=True)
+
+
+def test_depths_and_shapes_are_checked_in_blocks() -> None:
+    sizes = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64}
+    moe = ktk.load_backend("BF16").moe(intermediate_size=48, **sizes)
+    gate = np.zeros((48, 36), np.uint8)
+    with pytest.raises(ValueError, match=r"down: depth 48 is not made of whole blocks of q4_0"):
+        moe.load_expert(0, gate, gate, np.zeros((64, 27), np.uint8), given=Format("q4_0"))
+    with pytest.raises(ValueError, match=r"up must have shape \[48, 36\], got \[48, 35\] uint8"):
+        moe.load_expert(0, gate, gate[:, :35], gate, given=Format("q4_0"))
