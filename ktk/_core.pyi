@@ -338,6 +338,18 @@ class AsyncCall:
     def wait_on(self, stream: int, all: bool = False) -> None:
         """Lets a CUDA stream wait for the call."""
 
+class Job:
+    """Work on a pool's queue."""
+
+    def wait(self) -> None:
+        """Waits for its end; raises what went wrong in it."""
+
+def submit_write(layer: MoE, expert: int, ranks: Sequence[Sequence[int]], wide_scales: bool) -> Job:
+    """
+    Queues writing an expert, as its checkpoint has it, to the addresses (w13, w13_scale, w2,
+    w2_scale) of each GPU.
+    """
+
 def drain(pool: WorkerPool) -> None:
     """
     Waits for what is queued on a pool, whose queue has a thread from then on.

@@ -25,6 +25,7 @@ from ktk.ktmoe.steps import (
     submit_on_stream,
 )
 from ktk.ktmoe.streams import handle_of, on_gpu
+from ktk.ktmoe.writers import submit_write
 from ktk.moe import MoE
 from ktk.registry import load_backend
 
@@ -160,6 +161,7 @@ class KTMoEWrapper:
         self.moe: MoE | None = None
         self._left_out = torch.zeros(num_experts, dtype=torch.bool)
         self._step: Step | None = None
+        self._write: _core.Job | None = None
 
     @property
     def gpu_experts_mask(self) -> torch.Tensor:
@@ -401,6 +403,45 @@ class KTMoEWrapper:
             None: nothing is left. On a stream, there when the stream has passed this point.
         """
         return self.model.flush(cuda_stream)
+
+    # --- weights for GPUs -----------------------------------------------------------------------
+
+    def submit_write_weight_scale_to_buffer(
+        self,
+        gpu_tp_count: int,
+        expert_id: int,
+        w13_weight_ptrs: Sequence[int],
+        w13_scale_ptrs: Sequence[int],
+        w2_weight_ptrs: Sequence[int],
+        w2_scale_ptrs: Sequence[int],
+    ) -> None:
+        """Start writing an expert's weights, as the checkpoint has them, for `gpu_tp_count` GPUs.
+
+        Parameters
+        ----------
+        gpu_tp_count : int
+            GPUs that share the layer.
+        expert_id : int
+            Slot of the expert.
+        w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs : list of int
+            Addresses in CPU memory, one for each GPU; :mod:`ktk.ktmoe.writers` has the layouts.
+
+        Raises
+        ------
+        ValueError
+            When what is stored is no format of a checkpoint, or cannot be cut for so many GPUs.
+        """
+        if self.moe is None:
+            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights first")
+        self.sync_write_weight_scale_to_buffer()
+        pointers = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
+        self._write = submit_write(self.moe, gpu_tp_count, expert_id, *pointers)
+
+    def sync_write_weight_scale_to_buffer(self) -> None:
+        """Wait until what was submitted is written."""
+        write, self._write = self._write, None
+        if write is not None:
+            write.wait()
 
     # --- graphs ---------------------------------------------------------------------------------
 

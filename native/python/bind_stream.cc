@@ -1,10 +1,12 @@
 // Calls that are started and waited for by threads or CUDA streams: what KTMoEWrapper is made of.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <future>
 #include <memory>
 #include <optional>
@@ -12,6 +14,8 @@
 #include "python/bind.h"
 #include "python/call.h"
 #include "stream/call.h"
+#include "stream/job.h"
+#include "stream/write_expert.h"
 
 namespace ktk {
 namespace {
@@ -114,6 +118,26 @@ nb::tuple split(nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device
                         ids_array(std::move(halves.later), tokens, k));
 }
 
+Job* submit_write(std::shared_ptr<Layer> layer, size_t expert,
+                  const std::vector<std::array<uintptr_t, 4>>& ranks, bool wide_scales) {
+  if (expert >= layer->config().num_experts) {
+    throw nb::index_error(("expert " + std::to_string(expert) + " is not one of " +
+                           std::to_string(layer->config().num_experts))
+                              .c_str());
+  }
+  std::vector<RankTarget> targets;
+  for (const auto& rank : ranks) {
+    const auto at = [&](size_t i) { return reinterpret_cast<void*>(rank[i]); };
+    targets.push_back({at(0), at(1), at(2), at(3)});
+  }
+  const nb::gil_scoped_release release;
+  check_write(*layer, expert, targets);
+  Engine& engine = *layer->engine();
+  return new Job(engine, [layer = std::move(layer), expert, targets, wide_scales] {
+    write_expert(*layer, expert, targets, wide_scales);
+  });
+}
+
 }  // namespace
 
 void bind_stream(nb::module_& m) {
@@ -140,6 +164,13 @@ void bind_stream(nb::module_& m) {
            "Lets a CUDA stream start the call; in a capture, at every replay.")
       .def("wait_on", &CallHandle::wait_on, "stream"_a, "all"_a = false, unlocked,
            "Lets a CUDA stream wait for the call.");
+
+  nb::class_<Job>(m, "Job", "Work on a pool's queue.")
+      .def("wait", &Job::wait, unlocked, "Waits for its end; raises what went wrong in it.");
+  m.def(
+      "submit_write", &submit_write, "layer"_a, "expert"_a, "ranks"_a, "wide_scales"_a,
+      "Queues writing an expert, as its checkpoint has it, to the addresses (w13, w13_scale, w2,\n"
+      "w2_scale) of each GPU.");
 
   m.def(
       "drain",
