@@ -35,14 +35,14 @@ struct Carry : std::enable_shared_from_this<Carry> {
 class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
  public:
   struct Options {
-    std::string name;  // in front of messages
+    std::string name = {};  // in front of messages
     // Inputs and mask are read at every start instead of now: the call belongs to a graph.
     bool live = false;
     // The memory of the inputs stays as it is from a start to the end of the wait for it.
     bool stable = false;
-    Deferral deferral;
-    std::shared_ptr<Carry> give;  // where the deferred half goes; needed if there is one
-    std::shared_ptr<Carry> take;  // what is added to the result, or none
+    Deferral deferral = {};
+    std::shared_ptr<Carry> give = nullptr;  // where the deferred half goes; needed if there is one
+    std::shared_ptr<Carry> take = nullptr;  // what is added to the result, or none
   };
 
   // Inputs are copied now, at each start if `live`, or not at all if `stable` (but for a deferred
