@@ -35,6 +35,7 @@ class Inputs:
     hidden: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
+    copied: bool = False  # not the caller's memory
 
     @classmethod
     def of(
@@ -54,7 +55,10 @@ class Inputs:
                 raise ValueError(f"{name} is on {tensor.device}, hidden_states on {hidden.device}")
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"topk_ids must be int32 or int64, got {ids.dtype}")
-        flat = cls(*(t.detach().reshape(-1, t.shape[-1]) for t in (hidden, ids, weights)))
+        given = (hidden, ids, weights)
+        rows = [t.detach().reshape(-1, t.shape[-1]) for t in given]
+        copied = any(r.data_ptr() != t.data_ptr() for r, t in zip(rows, given, strict=True))
+        flat = cls(rows[0], rows[1], rows[2], copied)
         tokens = flat.hidden.shape[0]
         for name, tensor in (("topk_ids", flat.ids), ("topk_weights", flat.weights)):
             if tensor.shape[0] != tokens:
@@ -141,6 +145,11 @@ def submit_on_stream(
 ) -> Step:
     """Let a stream start a call."""
     if not on_gpu(inputs.hidden):
+        if captured and inputs.copied:
+            raise ValueError(
+                "a graph reads its inputs again at every replay, but a tensor that was given has "
+                "leading dimensions that only a copy makes one; pass [tokens, ...]"
+            )
         out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
         call = what.call(state, inputs, out, give, take, live=captured)
     else:

@@ -13,6 +13,7 @@ from ktk import _core
 from ktk.config import MoEConfig
 from ktk.ktmoe.arguments import activation, refuse_sft
 from ktk.ktmoe.deferral import check_policy, select_deferred
+from ktk.ktmoe.loading import as_list, load_from_path, load_from_tensors
 from ktk.ktmoe.masks import check_mask, initial_mask
 from ktk.ktmoe.model import ModelState, clear_all
 from ktk.ktmoe.pools import shared_pool
@@ -197,22 +198,18 @@ class KTMoEWrapper:
         """
         if not self.weight_path:
             raise ValueError("load_weights needs the weight_path that the layer was made without")
-        moe = MoE.from_checkpoint(
-            self.weight_path,
-            self.layer_idx,
-            self.backend,
-            pool=self.cpu_infer.pool,
-            experts=self._experts(),
-            physical_to_logical_map=_as_list(physical_to_logical_map_cpu),
-            **self._activation,
+        self._use(
+            load_from_path(
+                self.weight_path,
+                self.layer_idx,
+                self.backend,
+                self.config,
+                self._experts(),
+                as_list(physical_to_logical_map_cpu),
+                pool=self.cpu_infer.pool,
+                **self._activation,
+            )
         )
-        for name in ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size"):
-            expected, found = getattr(self.config, name), getattr(moe.config, name)
-            if found != expected:
-                raise ValueError(
-                    f"{self.weight_path} has {name} {found}, the layer was made for {expected}"
-                )
-        self._use(moe)
 
     def load_weights_from_tensors(
         self,
@@ -231,21 +228,16 @@ class KTMoEWrapper:
         physical_to_logical_map_cpu : int tensor [num_experts], optional
             Slot p is filled with expert ``map[p]`` of the tensors; by default p.
         """
-        moe = MoE(self.backend, replace(self.config, **self._activation), pool=self.cpu_infer.pool)
-        order = _as_list(physical_to_logical_map_cpu)
-        wanted = set(self._experts())
-        sources = range(len(gate_proj)) if order is None else order
-        # Experts that slots share are packed into each of them.
-        if len(sources) != self.config.num_experts:
-            raise ValueError(
-                f"{len(sources)} experts are given for a layer of {self.config.num_experts}"
+        self._use(
+            load_from_tensors(
+                self.backend,
+                replace(self.config, **self._activation),
+                (gate_proj, up_proj, down_proj),
+                self._experts(),
+                as_list(physical_to_logical_map_cpu),
+                pool=self.cpu_infer.pool,
             )
-        for slot, expert in enumerate(sources):
-            if slot in wanted:
-                moe.load_expert(slot, gate_proj[expert], up_proj[expert], down_proj[expert])
-            else:
-                moe.leave_out(slot)
-        self._use(moe)
+        )
 
     def _experts(self) -> list[int]:
         """Return the slots to load."""
@@ -472,9 +464,3 @@ class KTMoEWrapper:
 
     def __repr__(self) -> str:
         return f"<ktk.KTMoEWrapper layer {self.layer_idx}, {self.method}: {self.moe}>"
-
-
-def _as_list(order: torch.Tensor | Sequence[int] | None) -> list[int] | None:
-    if order is None:
-        return None
-    return [int(expert) for expert in order]

@@ -282,3 +282,33 @@ def test_pinning_the_main_thread_does_not_reach_the_workers() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_random_steps_over_two_models_lose_nothing() -> None:
+    """The native test of this kind has more of them; here are masks, maps and Python's hands."""
+    made = torch.Generator().manual_seed(0)
+
+    def pick(limit: int) -> int:
+        return int(torch.randint(limit, (), generator=made))
+
+    models = [wrapper(seed=1), wrapper(seed=2, hidden_size=32)]
+    plain = [layer.moe for layer in (wrapper(seed=1), wrapper(seed=2, hidden_size=32))]
+    open_calls: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    finished = 0
+    for step in range(600):
+        which = pick(2)
+        layer, what = models[which], pick(3)
+        if what == 0:
+            layer.gpu_experts_mask.copy_(torch.rand(E, generator=made) < 0.4)
+        elif what == 1 and which not in open_calls:
+            x, ids, w = inputs(1 + pick(5), seed=step, hidden=(H, 32)[which])
+            moe = plain[which]
+            assert moe is not None
+            open_calls[which] = x, moe(x, ids, w, mask=layer.gpu_experts_mask)
+            layer.submit_forward(x.clone(), ids, w, 0)
+            ids.fill_(pick(E))
+        elif which in open_calls:
+            x, result = open_calls.pop(which)
+            assert torch.equal(layer.sync_forward(x, 0), result)
+            finished += 1
+    assert finished > 50

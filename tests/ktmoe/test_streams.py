@@ -120,6 +120,18 @@ def test_what_the_driver_refuses_is_raised_in_its_words(driver: Stub, stream: in
         layer.sync_forward(x, stream)
 
 
+def test_a_graph_needs_the_memory_that_its_inputs_live_in(driver: Stub, stream: int) -> None:
+    layer = wrapper()
+    x, ids, w = inputs(4)
+    scattered = torch.empty(2, 4, layers.H).bfloat16()[:, :2]
+    driver.begin_capture(stream)
+    with pytest.raises(ValueError, match=r"read.* again at every replay"):
+        layer.submit_forward(scattered, ids, w, stream)
+    with pytest.raises(TypeError, match="topk_weights must be float32"):
+        layer.submit_forward(x, ids, w.bfloat16(), stream)
+    driver.end_capture(stream)
+
+
 def test_submit_and_sync_name_the_same_stream(driver: Stub, stream: int) -> None:
     layer = wrapper()
     x, ids, w = inputs(2)
