@@ -138,6 +138,10 @@ class VariantInfo:
     def act(self) -> Format:
         """What an activation is encoded as, where that depends on no weight."""
 
+    @property
+    def has_act_format(self) -> bool:
+        """Whether act_of() may depend on the weight."""
+
     def act_of(self, stored: Format, n: int, k: int) -> Format:
         """
         What an activation is encoded as that meets an n x k weight of this format.
@@ -181,6 +185,11 @@ class Backend:
     def packed_size(self, stored: Format, n: int, k: int, variant: str = '') -> int:
         """
         Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.
+        """
+
+    def share_activations(self, gate: Format, up: Format, n: int, k: int) -> bool:
+        """
+        Whether gate and up [n, k] of an expert may be stored in these formats.
         """
 
     def default_variant(self) -> str:

@@ -29,6 +29,26 @@ struct Ymm {
   // The low and the high four bits of every byte.
   static Int low_nibbles(Int x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
   static Int high_nibbles(Int x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
+  // Bytes: table[index] of sixteen entries, bit operations, and shifts that move bits between the
+  // two bytes of a word.
+  static Int set1_byte(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }
+  static Int load_table(const void* p) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  static Int shuffle(Int table, Int index) { return _mm256_shuffle_epi8(table, index); }
+  static Int add_bytes(Int a, Int b) { return _mm256_add_epi8(a, b); }
+  static Int bit_and(Int a, Int b) { return _mm256_and_si256(a, b); }
+  static Int bit_or(Int a, Int b) { return _mm256_or_si256(a, b); }
+  static Int shift_left(Int x, int bits) { return _mm256_slli_epi16(x, bits); }
+  static Int shift_right(Int x, int bits) { return _mm256_srli_epi16(x, bits); }
+  static void store_bytes(void* p, Int x) { _mm256_storeu_si256(static_cast<__m256i*>(p), x); }
+  // Bytes as numbers.
+  static Float load_i8(const void* p) {
+    return convert(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+  }
+  static Float load_u8(const void* p) {
+    return convert(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+  }
   static Float load_bf16(const uint16_t* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));

@@ -27,6 +27,26 @@ struct Zmm {
   // The low and the high four bits of every byte.
   static Int low_nibbles(Int x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
   static Int high_nibbles(Int x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
+  // Bytes: table[index] of sixteen entries, bit operations, and shifts that move bits between the
+  // two bytes of a word.
+  static Int set1_byte(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
+  static Int load_table(const void* p) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  static Int shuffle(Int table, Int index) { return _mm512_shuffle_epi8(table, index); }
+  static Int add_bytes(Int a, Int b) { return _mm512_add_epi8(a, b); }
+  static Int bit_and(Int a, Int b) { return _mm512_and_si512(a, b); }
+  static Int bit_or(Int a, Int b) { return _mm512_or_si512(a, b); }
+  static Int shift_left(Int x, int bits) { return _mm512_slli_epi16(x, bits); }
+  static Int shift_right(Int x, int bits) { return _mm512_srli_epi16(x, bits); }
+  static void store_bytes(void* p, Int x) { _mm512_storeu_si512(p, x); }
+  // Bytes as numbers.
+  static Float load_i8(const void* p) {
+    return convert(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+  }
+  static Float load_u8(const void* p) {
+    return convert(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+  }
   static Float load_bf16(const uint16_t* p) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));

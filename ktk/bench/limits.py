@@ -23,7 +23,8 @@ from functools import partial
 from typing import Protocol
 
 from ktk import _probe
-from ktk.bench.machine import available_bytes, last_level_cache_bytes, undisturbed
+from ktk.bench.machine import last_level_cache_bytes, undisturbed
+from ktk.system import available_memory
 
 # Unit -> the instruction set it needs (a name of native/isa/meson.build).
 INTEGER_UNITS = {
@@ -133,7 +134,7 @@ def variant_units(variant: _Variant) -> tuple[str, ...]:
 def default_buffer_bytes() -> int:
     """Return the bytes to read: 4 x the last-level cache, 1 to 4 GiB, if so many are free."""
     wanted = min(max(4 * last_level_cache_bytes(), 1 << 30), 4 << 30)
-    return max(min(wanted, available_bytes() // 3), 64 << 20)
+    return max(min(wanted, available_memory() // 3), 64 << 20)
 
 
 class LimitProbe:

@@ -1,4 +1,4 @@
-"""What Linux says about this machine: cache sizes, free memory, who uses the CPUs."""
+"""What Linux says about this machine: cache sizes, and who uses the CPUs."""
 
 from __future__ import annotations
 
@@ -30,26 +30,6 @@ def last_level_cache_bytes(root: Path = Path("/")) -> int:
                 instances[level, shared] = int(size[1]) * _UNITS[size[2]]
     last = max((level for level, _ in instances), default=0)
     return sum(size for (level, _), size in instances.items() if level == last)
-
-
-def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be allocated without swapping, inside the cgroup's limit."""
-    try:
-        fields = (root / "proc/meminfo").read_text().split("MemAvailable:")[1].split()
-        available = int(fields[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    group = root / "sys/fs/cgroup"
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            free = int((group / limit).read_text()) - int((group / used).read_text())
-        except (OSError, ValueError):  # no such controller, or "max"
-            continue
-        available = min(available, max(free, 0))
-    return available
 
 
 class CpuWatch:

@@ -13,9 +13,10 @@ import ktk
 from ktk import _probe
 from ktk.bench.inputs import Call, random_experts, routed_calls
 from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
-from ktk.bench.machine import available_bytes, last_level_cache_bytes, undisturbed
+from ktk.bench.machine import last_level_cache_bytes, undisturbed
 from ktk.bench.shapes import Shape
 from ktk.bench.weights import Recipe, choose_format, label, prepare, recipe
+from ktk.system import available_memory
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ def _groups(
     # No format takes more than bf16, and the last layer of the rotation may be begun in vain.
     layer = 2 * shape.num_experts * shape.weights_per_expert
     each = max(layer, rotated_bytes) + min(layer, rotated_bytes)
-    budget = int(0.6 * available_bytes())
+    budget = int(0.6 * available_memory())
     if layer > budget:
         fitting = shape.num_experts * budget // layer
         raise MemoryError(
@@ -290,7 +291,7 @@ def _load(
     candidates = []
     for index, subject in enumerate(subjects):
         progress(f"loading {subject.backend} {subject.variant or ''}")
-        share = int(0.6 * available_bytes()) // (len(subjects) - index)
+        share = int(0.6 * available_memory()) // (len(subjects) - index)
         backend, chosen = load_subject(subject)
         prepared = prepare(chosen, experts)
         layers = [make_layer(subject, shape, prepared, pool)]

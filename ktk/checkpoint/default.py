@@ -32,7 +32,7 @@ _DECODED = ("BF16",)
 
 
 def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
-    """Return the backend for a layer of a checkpoint.
+    """Return the backend for a layer of a checkpoint: of packed files, the one they were made for.
 
     Parameters
     ----------
@@ -47,21 +47,23 @@ def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
         No installed backend takes what is stored; the message has the reason of each one that was
         considered.
     """
+    recorded = checkpoint.recorded_backend(layer)
+    if recorded is not None:
+        return load_backend(recorded)
     formats = checkpoint.formats(layer)
     stored = ", ".join(dict.fromkeys(str(matrix.format) for matrix in formats.values()))
     reasons = []
     for name, exactly in _candidates({matrix.format.element for matrix in formats.values()}):
         try:
             backend = load_backend(name)
-            given = formats if exactly else checkpoint.formats_for(layer, backend)
+            given = checkpoint.formats_for(layer, backend)
         except (BackendError, CheckpointFormatError) as error:
             reasons.append(f"{name}: {error}")
             continue
-        refusals = [why for matrix in given.values() if (why := matrix.refusal(backend))]
-        if not refusals:
+        if given == formats or not exactly:
             _log.info("layer %d, stored as %s, is computed by %s", layer.number, stored, name)
             return backend
-        reasons.append(f"{name}: {refusals[0]}")
+        reasons.append(f"{name}: takes it only after decoding")
     raise CheckpointFormatError(
         f"layer {layer.number} is stored as {stored}, and no backend takes that: "
         + "; ".join(reasons)

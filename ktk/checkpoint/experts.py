@@ -71,6 +71,10 @@ class Checkpoint:
     ) -> None:
         self.index.close()
 
+    def files(self) -> list[Path]:
+        """Return config.json, and the files that hold the tensors."""
+        return [self.folder / "config.json", *self.index.paths()]
+
     def layers(self) -> list[int]:
         """Return the layers that have experts of a family ktk knows."""
         found = (self._names.fullmatch(name) for name in self.index.names())
@@ -110,11 +114,13 @@ class Checkpoint:
                 tensors[name + "_zero"] = matrix.zero
         return tensors
 
-    def values(self, layer: Layer, number: int) -> dict[str, torch.Tensor]:
-        """Read what one expert means, in float64: weights and biases."""
-        tensors = {name: bias.double() for name, bias in self.biases(layer, number).items()}
+    def values(
+        self, layer: Layer, number: int, dtype: torch.dtype = torch.float64
+    ) -> dict[str, torch.Tensor]:
+        """Read what one expert means, as floats: weights and biases."""
+        tensors = {name: bias.to(dtype) for name, bias in self.biases(layer, number).items()}
         for name, matrix in self.matrices(layer, number).items():
-            tensors[name] = matrix.dequantize(torch.float64)
+            tensors[name] = matrix.dequantize(dtype)
         return tensors
 
     def has_floats(self, layer: Layer) -> bool:
@@ -149,6 +155,9 @@ class Checkpoint:
                 name = layer.name(_first(layer.family), 0)
                 raise CheckpointFormatError(f"{self._where(name)}: {reason}")
         return formats
+
+    def recorded_backend(self, layer: Layer) -> None:
+        """Say that the files were made for no backend in particular."""
 
     def release(self) -> None:
         """Let go of what was read, so that it takes no memory."""

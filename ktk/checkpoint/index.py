@@ -41,6 +41,10 @@ class TensorIndex:
         """Return the names of all tensors."""
         return list(self._files)
 
+    def paths(self) -> list[Path]:
+        """Return the files that hold the tensors."""
+        return sorted(set(self._files.values()))
+
     def file(self, name: str) -> Path:
         """Return the file that holds a tensor."""
         try:
@@ -85,9 +89,11 @@ class TensorIndex:
             ) from error
 
     def _open(self, path: Path) -> Any:
-        if path not in self._mapped:
+        # Another thread may let go of all files at any time.
+        mapped = self._mapped.get(path)
+        if mapped is None:
             try:
-                self._mapped[path] = safe_open(path, framework="pt")
+                mapped = self._mapped[path] = safe_open(path, framework="pt")
             except FileNotFoundError:
                 raise CheckpointError(
                     f"{path} is missing, though {INDEX} names it: an incomplete download?"
@@ -96,7 +102,7 @@ class TensorIndex:
                 raise CheckpointError(
                     f"{path} is damaged or truncated: {error}. Download it again"
                 ) from error
-        return self._mapped[path]
+        return mapped
 
     def _listed(self) -> dict[str, Path]:
         path = self.folder / INDEX

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.detect import is_gguf
+from ktk.checkpoint.detect import is_gguf, is_packed
 from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.matrix import Matrix
 
@@ -30,6 +30,10 @@ class OpenCheckpoint(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
+    def files(self) -> list[Path]:
+        """Return the files that hold the tensors."""
+        ...
+
     def layers(self) -> list[int]:
         """Return the layers that have experts."""
         ...
@@ -46,8 +50,10 @@ class OpenCheckpoint(Protocol):
         """Read one expert as it is stored, or as floats."""
         ...
 
-    def values(self, layer: Any, number: int) -> dict[str, torch.Tensor]:
-        """Read what one expert means, in float64: weights and biases."""
+    def values(
+        self, layer: Any, number: int, dtype: torch.dtype = torch.float64
+    ) -> dict[str, torch.Tensor]:
+        """Read what one expert means, as floats: weights and biases."""
         ...
 
     def has_floats(self, layer: Any) -> bool:
@@ -70,6 +76,10 @@ class OpenCheckpoint(Protocol):
         """Return what `reader` gives a backend; raises what it raises."""
         ...
 
+    def recorded_backend(self, layer: Any) -> str | None:
+        """Name the backend that the files were made for; None for those of a hub."""
+        ...
+
     def release(self) -> None:
         """Let go of what was read, so that it takes no memory; reading goes on."""
         ...
@@ -86,7 +96,11 @@ class OpenCheckpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path) -> OpenCheckpoint:
-    """Open a folder of safetensors files, a GGUF file or a folder of them."""
+    """Open a folder of safetensors files, a GGUF file or a folder of them, or packed files."""
+    if is_packed(path):
+        from ktk.packed.read import PackedCheckpoint
+
+        return PackedCheckpoint(path)
     if is_gguf(path):
         from ktk.checkpoint.gguf import GgufCheckpoint
 

@@ -18,15 +18,13 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"ktk {version('ktk')}")
+        version()
         raise typer.Exit
 
 
 @app.callback()
 def ktk(
-    version: Annotated[
+    show_version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
@@ -34,6 +32,45 @@ def ktk(
     ] = False,
 ) -> None:
     """CPU kernels for the routed experts of Mixture-of-Experts models."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version
+
+    typer.echo(f"ktk {version('ktk')}")
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Look at CPU, memory, limits, drivers and backends: what is in the way, and what helps.
+
+    The exit status is 1 if there is a problem.
+    """
+    from ktk.cli.health import show
+
+    if not show(as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(help="Folder of safetensors or packed files, or a GGUF file.")
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.
+
+    The exit status is 1 if a layer is incomplete or damaged.
+    """
+    from ktk.cli.contents import show
+
+    if not show(path, as_json=json):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -65,6 +102,51 @@ def demo(
     from ktk.demo import run_demo
 
     run_demo(checkpoint=checkpoint, layer=layer, names=backend or None)
+
+
+@app.command()
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="Folder or GGUF file of a model.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    backend: Annotated[str, typer.Option(help="What the weights are for; see ktk backends.")],
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Columns that share a scale, 0 for whole rows; default: those of the source, or "
+            "what the backend likes best.",
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(help="Layers such as 0-3,5; default: all that have experts."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep the layers that an earlier run finished.")
+    ] = False,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Experts that are encoded at a time; default: one per CPU."),
+    ] = None,
+) -> None:
+    """Write the experts of a model as a backend stores them, to be loaded often."""
+    from ktk.cli.convert import parse_layers, run_convert
+
+    try:
+        wanted = None if layers is None else parse_layers(layers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--layers") from None
+    run_convert(
+        source,
+        output,
+        backend=backend,
+        group_size=group_size,
+        layers=wanted,
+        resume=resume,
+        threads=threads,
+    )
 
 
 @app.command(

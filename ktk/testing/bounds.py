@@ -28,7 +28,7 @@ def gamma(roundings: float, unit: float = UNIT) -> float:
     return roundings * unit / (1 - roundings * unit)
 
 
-def dot(act: Array, weight: Array, extra: int = 0) -> Array:
+def dot(act: Array, weight: Array, extra: int = 0, reach: Array | float = 0.0) -> Array:
     """Bound ``act @ weight.T`` computed in float32, in any order of summation.
 
     The second term allows what the bf16 instructions of CPUs do: operands and results below the
@@ -43,15 +43,18 @@ def dot(act: Array, weight: Array, extra: int = 0) -> Array:
         Weights as they are stored.
     extra : int
         Further roundings, of a bias for example.
+    reach : array of shape (n, k)
+        Sizes of the parts of weights that are sums, where these are larger than the weights.
 
     Returns
     -------
     array of shape (m, n)
         Infinite where the sum of the sizes may leave the range of float32.
     """
-    size = np.abs(act) @ np.abs(weight).T
+    weight = np.maximum(np.abs(weight), reach)
+    size = np.abs(act) @ weight.T
     steps = act.shape[1] + EXTRA_ROUNDINGS + extra
-    reach = 1 + np.abs(act).sum(1)[:, np.newaxis] + np.abs(weight).sum(1)[np.newaxis, :]
+    reach = 1 + np.abs(act).sum(1)[:, np.newaxis] + weight.sum(1)[np.newaxis, :]
     bound: Array = gamma(steps) * size + steps * TINY * reach
     return np.where(size + bound < LARGEST / 2, bound, np.inf)
 

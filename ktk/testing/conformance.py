@@ -1,7 +1,9 @@
 """Properties of every backend, whoever wrote it: codecs and micro-kernels.
 
-The plugin supplies `subject`, a backend and a variant. These are plain functions on purpose:
-Hypothesis refuses a `@given` method that several classes inherit.
+The plugin supplies `subject`, a backend and a variant; `pair`, each format that the backend accepts
+with one that it stores it as; or `kept`, those that are stored as they are given. Without these,
+examples draw their formats. These are plain functions on purpose: Hypothesis refuses a `@given`
+method that several classes inherit.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ktk import _core
@@ -24,6 +26,16 @@ ALIGNMENT = 64
 POISON = np.uint32(0x7FA5A5A5)
 
 
+#: Examples of a single pair of formats, however many a backend has.
+FEWEST = 4
+
+
+def _share(subject: Subject) -> settings:
+    """Examples of one pair of formats, so that all pairs together get what a property gets."""
+    pairs = len(strategies.conversions(subject.backend))
+    return settings(max_examples=max(settings().max_examples // pairs, FEWEST))
+
+
 def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
@@ -34,7 +46,9 @@ def _round_up(size: int, step: int) -> int:
 @given(data=st.data())
 def test_weights_keep_the_precision_of_their_format(subject: Subject, data: st.DataObject) -> None:
     """Packing loses no more than half a step of what is stored."""
-    pairs = strategies.conversions(subject.backend, lambda pair: formats.is_known(pair.stored))
+    pairs = strategies.conversions(
+        subject.backend, lambda pair: formats.has_resolution(pair.stored)
+    )
     if not pairs:
         pytest.skip("the kit does not know what is stored")
     kinds = strategies.CODEC_KINDS
@@ -43,23 +57,21 @@ def test_weights_keep_the_precision_of_their_format(subject: Subject, data: st.D
     formats.check_codec(source.stored, source.format, unpacked, source.values)
 
 
-def _as_given(pair: strategies.Conversion) -> bool:
-    return bool(pair.given == pair.stored)
-
-
-@given(data=st.data())
 def test_weights_that_are_stored_as_given_keep_their_bits(
-    subject: Subject, data: st.DataObject
+    subject: Subject, kept: strategies.Conversion
 ) -> None:
     """Where a format is accepted and stored, packing is a bit-exact round trip."""
-    pairs = strategies.conversions(subject.backend, _as_given)
-    if not pairs:
-        pytest.skip("no format is stored as it is given")
-    kinds = strategies.CODEC_KINDS
-    source = data.draw(strategies.sources(subject.backend, subject.variant, pairs, kinds))
-    unpacked = subject.pack(source).unpack()
-    assert unpacked.dtype == np.float32
-    bounds.check(unpacked, source.values.astype(np.float32), 0.0, "unpacked weight")
+
+    @_share(subject)
+    @given(data=st.data())
+    def holds(data: st.DataObject) -> None:
+        kinds = strategies.CODEC_KINDS
+        source = data.draw(strategies.sources(subject.backend, subject.variant, [kept], kinds))
+        unpacked = subject.pack(source).unpack()
+        assert unpacked.dtype == np.float32
+        bounds.check(unpacked, source.values.astype(np.float32), 0.0, "unpacked weight")
+
+    holds()
 
 
 @given(data=st.data())
@@ -105,7 +117,7 @@ def test_exported_weights_are_the_same_when_packed_again(
     """What was quantised while it was packed can be written down as a checkpoint has it."""
     if not subject.variant.exports:
         pytest.skip("the backend does not export weights")
-    taken = [pair.given for pair in strategies.conversions(subject.backend, _as_given)]
+    taken = [pair.given for pair in strategies.conversions(subject.backend, lambda pair: pair.kept)]
     pairs = strategies.conversions(subject.backend, lambda pair: pair.stored in taken)
     if not pairs:
         pytest.skip("no format that is stored is taken as it is")
@@ -155,13 +167,14 @@ def test_activations_keep_the_precision_of_their_format(
     subject: Subject, data: st.DataObject
 ) -> None:
     """Encoding a row loses no more than half a step of what is stored."""
-    if not formats.is_known(subject.act):
-        pytest.skip(f"the kit does not know {subject.act}")
+    if subject.unknown_act:
+        pytest.skip(f"the kit does not know {subject.unknown_act}")
     problem = data.draw(strategies.problems(subject.backend, subject.variant))
     kinds = strategies.CODEC_KINDS
     act = data.draw(strategies.matrices(problem.act.shape, kinds, "act"))
-    bound = formats.codec_bound(subject.act, np.abs(act.astype(np.float64)))
-    encoded = subject.pack(problem.source).act_round_trip(act)
+    matrix = subject.pack(problem.source)
+    bound = formats.codec_bound(matrix.act, np.abs(act.astype(np.float64)))
+    encoded = matrix.act_round_trip(act)
     bounds.check(encoded, act, bound, "unpacked activation")
 
 
@@ -179,6 +192,28 @@ def test_activations_may_be_packed_in_parts(subject: Subject, data: st.DataObjec
         matrix.pack_act_range(problem.act, begin, end, parts)
     bounds.check_same_bits(matrix.unpack_act(parts, m), matrix.unpack_act(whole, m), "activations")
     bounds.check_same_bits(_run(matrix, subject, parts, m), _run(matrix, subject, whole, m), "dst")
+
+
+@given(data=st.data())
+def test_activations_depend_on_their_format_only(subject: Subject, data: st.DataObject) -> None:
+    """Rows that were packed for one weight may meet another one that wants the same format."""
+    if not subject.variant.has_act_format:
+        pytest.skip("activations do not depend on weights")
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix, k = subject.pack(problem.source), problem.act.shape[1]
+
+    def fits(pair: strategies.Conversion) -> bool:
+        return k % pair.fill_bytes(1) == 0 and subject.act_of(pair.stored) == matrix.act
+
+    others = strategies.conversions(subject.backend, fits)
+    pair = data.draw(st.sampled_from(others), label="other conversion")
+    values = data.draw(strategies.matrices(problem.source.values.shape, label="other weight"))
+    rng = np.random.default_rng(data.draw(strategies.seeds(), label="seed of other codes"))
+    other = subject.pack(formats.make_source(pair.given, values, rng, pair.stored))
+    assert other.act_size == matrix.act_size, f"rows for {pair.stored} have another size"
+    act, m = matrix.pack_act(problem.act), len(problem.act)
+    what = f"{pair.stored} with activations that were packed for {matrix.format}"
+    bounds.check_same_bits(_run(other, subject, act, m), other.matmul(problem.act), what)
 
 
 # --- micro-kernels ------------------------------------------------------------------------------
@@ -200,13 +235,18 @@ def _run(
     return dst[:m, : matrix.n]
 
 
-@given(data=st.data())
-def test_products_are_as_exact_as_float32(subject: Subject, data: st.DataObject) -> None:
+def test_products_are_as_exact_as_float32(subject: Subject, pair: strategies.Conversion) -> None:
     """Given what is stored, the product has the error of one float32 dot product."""
-    problem = data.draw(strategies.problems(subject.backend, subject.variant))
-    matrix = subject.pack(problem.source)
-    exact, bound = subject.product(matrix, problem.act)
-    bounds.check(matrix.matmul(problem.act), exact, bound, "product")
+
+    @_share(subject)
+    @given(data=st.data())
+    def holds(data: st.DataObject) -> None:
+        problem = data.draw(strategies.problems(subject.backend, subject.variant, pairs=[pair]))
+        matrix = subject.pack(problem.source)
+        exact, bound = subject.product(matrix, problem)
+        bounds.check(matrix.matmul(problem.act), exact, bound, "product")
+
+    holds()
 
 
 @given(data=st.data())
@@ -321,7 +361,7 @@ def test_nan_weights_stay_in_their_columns(subject: Subject, data: st.DataObject
     """A weight or a scale that is NaN makes NaN of the columns it stands for, and of no other."""
 
     def has_nan(pair: strategies.Conversion) -> bool:
-        return _as_given(pair) and bool(formats.nan_places(pair.given))
+        return pair.kept and bool(formats.nan_places(pair.given))
 
     pairs = strategies.conversions(subject.backend, has_nan)
     if not pairs:
@@ -349,7 +389,7 @@ def test_nan_weights_stay_in_their_columns(subject: Subject, data: st.DataObject
 def test_variants_agree(subject: Subject, data: st.DataObject) -> None:
     """Two variants differ by no more than the sum of what each may lose."""
     others = [o for o in subject.backend.variants if o.runnable and o.name != subject.variant.name]
-    if not others or not formats.is_known(subject.act):
+    if not others or subject.unknown_act:
         pytest.skip("no other variant can run here")
     other = Subject(subject.backend, data.draw(st.sampled_from(others), label="other"))
     problem = data.draw(
@@ -357,7 +397,7 @@ def test_variants_agree(subject: Subject, data: st.DataObject) -> None:
     )
     mine, theirs = subject.pack(problem.source), other.pack(problem.source)
     bounds.check_same_bits(theirs.unpack(), mine.unpack(), "stored weight")
-    bound = subject.reach(mine, problem.act) + other.reach(theirs, problem.act)
+    bound = subject.reach(mine, problem) + other.reach(theirs, problem)
     result, expected = mine.matmul(problem.act), theirs.matmul(problem.act)
     bounds.check(result, expected, bound, f"{subject.variant.name} against {other.variant.name}")
 

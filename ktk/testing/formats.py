@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ktk.testing import bounds
+from ktk.testing import bounds, ggml
 from ktk.testing.bounds import Array
 
 
@@ -96,7 +96,9 @@ COARSE_BITS = 4
 
 
 def is_known(fmt: Format) -> bool:
-    """Whether the kit can decode the format; ggml's block types it cannot."""
+    """Whether the kit can decode the format."""
+    if ggml.is_block(fmt.element):
+        return True
     integers = {name for name, element in ELEMENTS.items() if isinstance(element, Integer)}
     floats = set(ELEMENTS) - integers
     return (
@@ -104,6 +106,18 @@ def is_known(fmt: Format) -> bool:
         and fmt.scale in {"none", "ue8m0", *floats}
         and (fmt.zero == "none" or (fmt.zero in ELEMENTS and fmt.element in integers))
     )
+
+
+def has_resolution(fmt: Format) -> bool:
+    """Whether `codec_bound` knows the format: how values become ggml's blocks is free."""
+    return is_known(fmt) and not ggml.is_block(fmt.element)
+
+
+def fill_bytes(fmt: Format, extent: int) -> int:
+    """Round an extent up to what fills whole bytes, or blocks."""
+    columns = ggml.block(fmt.element)[0] if ggml.is_block(fmt.element) else 0
+    columns = columns or max(8 // ELEMENTS[fmt.element].bits, 1)
+    return -(-extent // columns) * columns
 
 
 # --- resolution ---------------------------------------------------------------------------------
@@ -245,6 +259,13 @@ class Source(Summary):
     zero: Any = dataclasses.field(repr=False)
     values: Array = dataclasses.field(repr=False)
 
+    @property
+    def reach(self) -> Array:
+        """What the roundings of a product grow with, beside the size of what is stored."""
+        if ggml.is_block(self.format.element) and self.format == self.stored:
+            return ggml.reach(self.format.element, self.data)
+        return np.zeros_like(self.values)
+
 
 def _to_bf16(values: npt.NDArray[np.float32]) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
@@ -302,9 +323,16 @@ def make_source(
 
     Formats without scale store ``values``, rounded. Formats with one store random codes; their
     scales follow the sizes of ``values``. Codes and scales that are NaN are left to `with_nan`.
+    ggml's blocks are random or, where the gguf package can encode them, one time in two ``values``.
     """
-    element = ELEMENTS[fmt.element]
+    stored = fmt if stored is None else stored
     n, k = values.shape
+    if ggml.is_block(fmt.element):
+        rows = ggml.encode(fmt.element, values) if rng.random() < 0.5 else None
+        if rows is None:
+            rows = ggml.random_blocks(fmt.element, (n, k), _typical(values), rng)
+        return Source(fmt, stored, rows, None, None, ggml.decode(fmt.element, rows))
+    element = ELEMENTS[fmt.element]
     data: Any
     if element.bits > 8:
         if fmt.element == "f16":
@@ -327,7 +355,7 @@ def make_source(
             decoded = decoded - _spread(fmt, as_float64(zero), n, k)
         scale, exact_scale = _make_scale(fmt, values, groups, rng)
         decoded = decoded * _spread(fmt, exact_scale, n, k)
-    return Source(fmt, fmt if stored is None else stored, data, scale, zero, decoded)
+    return Source(fmt, stored, data, scale, zero, decoded)
 
 
 def group_counts(fmt: Format, n: int, k: int) -> tuple[int, int]:
@@ -361,7 +389,7 @@ def _make_scale(
     """Positive scales that make the weights about as large as the values, in the format's type."""
     element = ELEMENTS[fmt.element]
     largest = element.largest if isinstance(element, Float) else element.levels
-    typical = float(np.clip(np.abs(values).max(initial=0), 2.0**-100, 2.0**100))
+    typical = np.clip(_typical(values), 2.0**-100, 2.0**100)
     wanted = (typical * rng.uniform(0.5, 2, groups) / largest).astype(np.float32)
     if fmt.scale == "ue8m0":
         exponent = np.clip(np.rint(np.log2(wanted)), -110, 110)
@@ -370,6 +398,10 @@ def _make_scale(
         wanted = np.clip(wanted, 2.0**-14, 65504)
     scale = _to_float(fmt.scale, wanted)
     return scale, as_float64(scale)
+
+
+def _typical(values: npt.NDArray[np.float32]) -> float:
+    return float(np.abs(values).max(initial=0))
 
 
 def _to_float(name: str, values: npt.NDArray[np.float32]) -> Any:
@@ -384,14 +416,19 @@ def _to_float(name: str, values: npt.NDArray[np.float32]) -> Any:
 
 def nan_places(fmt: Format) -> tuple[str, ...]:
     """Where the format has a NaN: in ``data``, in ``scale``, in both or nowhere."""
+    if ggml.is_block(fmt.element):
+        return ("data",) if ggml.has_nan(fmt.element) else ()
     element = ELEMENTS[fmt.element]
     places = ("data",) if isinstance(element, Float) and element.has_nan else ()
     return places if fmt.scale == "none" else (*places, "scale")
 
 
 def with_nan(source: Source, place: str, row: int, column: int) -> Source:
-    """Return the matrix with a NaN for one weight, or in the scale of its group."""
+    """Return the matrix with a NaN for one weight, or in the scale of its group or block."""
     fmt, (n, k) = source.format, source.values.shape
+    if ggml.is_block(fmt.element):
+        rows = ggml.with_nan(fmt.element, source.data, row, column)
+        return dataclasses.replace(source, data=rows, values=ggml.decode(fmt.element, rows))
     array = getattr(source, place)
     array = array.clone() if isinstance(array, torch.Tensor) else array.copy()
     hit = np.zeros(source.values.shape, bool)

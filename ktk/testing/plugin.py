@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 import ktk
 from ktk import registry
+from ktk.testing import strategies
 from ktk.testing.subject import Subject
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -97,7 +98,27 @@ def subjects(config: pytest.Config) -> Iterator[Any]:
             yield pytest.param(subject, id=f"{backend.name}-{variant.name}", marks=marks)
 
 
+def with_conversions(config: pytest.Config, only_kept: bool) -> Iterator[Any]:
+    """Yield a parameter for each backend, variant and conversion of weights."""
+    for one in subjects(config):
+        (subject,) = one.values
+        pairs = [
+            pair for pair in strategies.conversions(subject.backend) if pair.kept or not only_kept
+        ]
+        for pair in pairs:
+            yield pytest.param(subject, pair, id=f"{one.id}-{pair}", marks=one.marks)
+        if not pairs:
+            none = pytest.mark.skip(reason="no format is stored as it is given")
+            yield pytest.param(subject, None, id=one.id, marks=[*one.marks, none])
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Give `subject` its values."""
-    if metafunc.module.__name__ in MODULES and "subject" in metafunc.fixturenames:
-        metafunc.parametrize("subject", list(subjects(metafunc.config)))
+    """Give `subject`, and `pair` or `kept` where they are asked for, their values."""
+    if metafunc.module.__name__ not in MODULES or "subject" not in metafunc.fixturenames:
+        return
+    for name, only_kept in (("pair", False), ("kept", True)):
+        if name in metafunc.fixturenames:
+            values = list(with_conversions(metafunc.config, only_kept))
+            metafunc.parametrize(("subject", name), values)
+            return
+    metafunc.parametrize("subject", list(subjects(metafunc.config)))

@@ -46,7 +46,10 @@ class Uncertain:
 
 @dataclasses.dataclass(frozen=True)
 class Expert:
-    """Weights as they are stored, in float64: gate and up (I, H), down (H, I), and biases."""
+    """Weights as they are stored, in float64: gate and up (I, H), down (H, I), and biases.
+
+    ``reach`` has, for gate, up and down, what `bounds.dot` calls so.
+    """
 
     gate: Array
     up: Array
@@ -54,6 +57,7 @@ class Expert:
     gate_bias: Array | None = None
     up_bias: Array | None = None
     down_bias: Array | None = None
+    reach: tuple[Array | float, Array | float, Array | float] = (0.0, 0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +75,16 @@ def encode(x: Uncertain, act: formats.Format) -> Uncertain:
     return x.widened(formats.codec_bound(act, x.size, up_to=True))
 
 
-def matmul(x: Uncertain, weight: Array, bias: Array | None, shards: int = 1) -> Uncertain:
+def matmul(
+    x: Uncertain,
+    weight: Array,
+    bias: Array | None,
+    shards: int = 1,
+    reach: Array | float = 0.0,
+) -> Uncertain:
     """Multiply by stored weights, in as many parts as there are shards, and add a bias."""
     value = x.value @ weight.T
-    error = x.error @ np.abs(weight).T + bounds.dot(x.size, weight, extra=shards)
+    error = x.error @ np.abs(weight).T + bounds.dot(x.size, weight, shards, reach)
     if bias is not None:
         value = value + bias
         error = error * (1 + UNIT) + UNIT * (np.abs(value) + error)
@@ -117,15 +127,21 @@ def glu(gate: Uncertain, up: Uncertain, config: Activation) -> Uncertain:
 
 
 def expert(
-    hidden: Array, weights: Expert, config: Activation, act: formats.Format, shards: int = 1
+    hidden: Array,
+    weights: Expert,
+    config: Activation,
+    act: formats.Format,
+    down_act: formats.Format,
+    shards: int = 1,
 ) -> Uncertain:
     """Compute one expert for rows of hidden states."""
+    reach = weights.reach
     exact = Uncertain(hidden, np.zeros_like(hidden))
     x = encode(exact, act)
-    gate = matmul(x, weights.gate, weights.gate_bias)
-    up = matmul(x, weights.up, weights.up_bias)
-    h = encode(glu(gate, up, config), act)
-    return matmul(h, weights.down, weights.down_bias, shards)
+    gate = matmul(x, weights.gate, weights.gate_bias, reach=reach[0])
+    up = matmul(x, weights.up, weights.up_bias, reach=reach[1])
+    h = encode(glu(gate, up, config), down_act)
+    return matmul(h, weights.down, weights.down_bias, shards, reach[2])
 
 
 def layer(
@@ -136,6 +152,7 @@ def layer(
     config: Activation,
     act: formats.Format,
     *,
+    down_act: formats.Format | None = None,
     mask: npt.NDArray[np.bool_] | None = None,
     shards: int = 1,
     out: str = "f32",
@@ -152,7 +169,9 @@ def layer(
         Weights as stored.
     config : Activation
     act : Format
-        How activations are stored between the products.
+        How activations are stored.
+    down_act : Format, optional
+        How those of the down projection are, if differently.
     mask : array of shape (experts,), optional
         True for experts to skip.
     shards : int
@@ -175,7 +194,7 @@ def layer(
             if len(tokens) == 0:
                 continue
             rows, at = np.unique(tokens, return_inverse=True)
-            y = expert(hidden[rows], weights, config, act, shards)
+            y = expert(hidden[rows], weights, config, act, down_act or act, shards)
             factor = topk_weights[tokens, slots][:, np.newaxis]
             np.add.at(value, tokens, factor * y.value[at])
             np.add.at(error, tokens, np.abs(factor) * y.error[at])

@@ -19,6 +19,9 @@ from ktk.testing import formats
 
 F32 = npt.NDArray[np.float32]
 
+#: Elements of a block above which a layer has no more than two of them in a row.
+LARGE_BLOCK = 64
+
 #: Values that any product of two matrices can take: sums of products stay inside float32.
 KINDS = (
     *("normal", "zero", "uniform", "sparse", "outlier", "powers", "ties"),
@@ -94,6 +97,15 @@ class Conversion(formats.Summary):
     given: Any
     stored: Any
 
+    def __str__(self) -> str:
+        """Say both, or the one that is kept."""
+        return str(self.given) if self.kept else f"{self.given} as {self.stored}"
+
+    @property
+    def kept(self) -> bool:
+        """Whether weights are stored as they are given."""
+        return bool(self.given == self.stored)
+
     @property
     def n_steps(self) -> tuple[int, ...]:
         """Rows that groups span."""
@@ -105,9 +117,8 @@ class Conversion(formats.Summary):
         return tuple({fmt.group_k for fmt in (self.given, self.stored)} - {0})
 
     def fill_bytes(self, extent: int) -> int:
-        """Round an extent up to whole bytes."""
-        per_byte = max(8 // formats.ELEMENTS[self.given.element].bits, 1)
-        return -(-extent // per_byte) * per_byte
+        """Round an extent up to whole bytes or blocks of what is given."""
+        return formats.fill_bytes(self.given, extent)
 
 
 def conversions(
@@ -193,7 +204,7 @@ class Layer(formats.Summary):
     """The configuration and the weights of a layer: one source per expert. Biases may be None."""
 
     config: dict[str, Any]
-    conversion: Conversion
+    conversions: tuple[Conversion, Conversion, Conversion]  # of gate, up and down
     gate: list[formats.Source] = dataclasses.field(repr=False)
     up: list[formats.Source] = dataclasses.field(repr=False)
     down: list[formats.Source] = dataclasses.field(repr=False)
@@ -210,7 +221,9 @@ class Layer(formats.Summary):
     @property
     def arrays(self) -> dict[str, Any]:
         """All of it, as keywords of ``MoE.load``."""
-        found: dict[str, Any] = {"given": self.conversion.given, **self.biases}
+        given = tuple(pair.given for pair in self.conversions)
+        same = given[0] == given[1] == given[2]
+        found: dict[str, Any] = {"given": given[0] if same else given, **self.biases}
         for name in ("gate", "up", "down"):
             sources = getattr(self, name)
             found[name] = [source.data for source in sources]
@@ -219,9 +232,15 @@ class Layer(formats.Summary):
                 found[f"{name}_{suffix}"] = arrays if arrays[0] is not None else None
         return found
 
+    @property
+    def stored(self) -> Any:
+        """What gate, up and down shall be stored as."""
+        return tuple(pair.stored for pair in self.conversions)
+
     def most_shards(self, variant: Any) -> int:
         """Parts that the intermediate size can be cut into: whole steps and whole groups."""
-        groups = (*self.conversion.n_steps, *self.conversion.k_steps)
+        gate, up, down = self.conversions
+        groups = (*gate.n_steps, *up.n_steps, *down.k_steps)
         step = math.lcm(variant.n_step, variant.k_step, *groups)
         return int(-(-self.config["intermediate_size"] // step))
 
@@ -236,17 +255,52 @@ class Batch(formats.Summary):
 
 
 @st.composite
+def _mixed(
+    draw: st.DrawFn, backend: Any, variant: Any
+) -> tuple[Conversion, Conversion, Conversion]:
+    """Draw conversions of gate, up and down, half the time the same one.
+
+    Gate and up are multiplied with the same activations. That these suit any two formats is what
+    an `act_format` promises; without one, gate and up are stored alike.
+    """
+    pairs = conversions(backend)
+    gate = draw(st.sampled_from(pairs), label="conversion")
+    if not draw(st.booleans(), label="mixed"):
+        return gate, gate, gate
+
+    def fits(up: Conversion) -> bool:
+        if not variant.has_act_format:
+            return bool(up.stored == gate.stored)
+        acts = [variant.act_of(pair.stored, 1, up.fill_bytes(1)) for pair in (gate, up)]
+        return bool(acts[0] == acts[1])
+
+    up = draw(st.sampled_from([pair for pair in pairs if fits(pair)]), label="conversion of up")
+    return gate, up, draw(st.sampled_from(pairs), label="conversion of down")
+
+
+def _depth(extent: int, *pairs: Conversion) -> int:
+    """Round an extent up to whole bytes or blocks of all that have it as depth.
+
+    Of large blocks no more than two, so that a layer stays small.
+    """
+    block = math.lcm(*(pair.fill_bytes(1) for pair in pairs))
+    rounded = -(-extent // block) * block
+    return min(rounded, 2 * block) if block > LARGE_BLOCK else rounded
+
+
+@st.composite
 def layers(
     draw: st.DrawFn, backend: Any, variant: Any, activation: dict[str, Any] | None = None
 ) -> Layer:
     """Layers of a few small experts; the intermediate size has a chance to be cut into shards."""
     experts = draw(st.integers(1, 5), label="experts")
     top_k = draw(st.integers(1, min(experts, 4)), label="top_k")
-    pair = draw(st.sampled_from(conversions(backend)), label="conversion")
+    gate, up, down = draw(_mixed(backend, variant))
     # Either size is the rows of one matrix and the depth of another.
-    steps = (max(variant.k_step, variant.n_step), *pair.n_steps, *pair.k_steps)
-    hidden = pair.fill_bytes(draw(sizes(*steps), label="hidden_size"))
-    intermediate = pair.fill_bytes(draw(sizes(*steps), label="intermediate_size"))
+    groups = {step for pair in (gate, up, down) for step in (*pair.n_steps, *pair.k_steps)}
+    steps = (max(variant.k_step, variant.n_step), *groups)
+    hidden = _depth(draw(sizes(*steps), label="hidden_size"), gate, up)
+    intermediate = _depth(draw(sizes(*steps), label="intermediate_size"), down)
     kind = draw(st.sampled_from(LAYER_KINDS), label="kind of weights")
     rng = np.random.default_rng(draw(seeds(), label="seed of weights"))
     scale = np.float32(hidden**-0.5)
@@ -264,12 +318,12 @@ def layers(
             formats.make_source(pair.given, fill(kind, shape, rng) * scale, rng, pair.stored)
             for _ in range(experts)
         ]
-        for name, shape in shapes.items()
+        for (name, shape), pair in zip(shapes.items(), (gate, up, down), strict=True)
     }
     if draw(st.booleans(), label="biases"):
         for name, shape in shapes.items():
             arrays[f"{name}_bias"] = fill("normal", (experts, shape[0]), rng)
-    return Layer(config, pair, **arrays)
+    return Layer(config, (gate, up, down), **arrays)
 
 
 @st.composite

@@ -14,7 +14,6 @@ from ktk import _core
 from ktk.testing import bounds, formats, reference, strategies
 from ktk.testing.bounds import Array
 from ktk.testing.formats import Source
-from ktk.testing.strategies import F32
 
 
 @functools.cache
@@ -33,10 +32,16 @@ class Subject(formats.Summary):
     def __repr__(self) -> str:
         return f"<{self.backend.name}-{self.variant.name}>"
 
+    def act_of(self, stored: _core.Format) -> _core.Format:
+        """How activations are stored that meet a weight in this format."""
+        k = formats.fill_bytes(stored, 1) if formats.is_known(stored) else self.variant.k_step
+        return self.variant.act_of(stored, self.variant.n_step, k)
+
     @property
-    def act(self) -> _core.Format:
-        """How activations are stored."""
-        return self.variant.act
+    def unknown_act(self) -> _core.Format | None:
+        """A format of activations that the kit does not know, if there is one."""
+        acts = (self.act_of(stored) for stored in self.backend.formats)
+        return next((act for act in acts if not formats.has_resolution(act)), None)
 
     def pack(self, source: Source) -> _core.PackedMatrix:
         """Pack a weight matrix as what it shall be stored as."""
@@ -61,20 +66,19 @@ class Subject(formats.Summary):
             n_end=end,
         )
 
-    def act_bound(self, x: F32) -> Array:
-        """Bound the error of encoding activations."""
-        return formats.codec_bound(self.act, np.abs(x.astype(np.float64)))
-
-    def product(self, matrix: _core.PackedMatrix, x: F32) -> tuple[Array, Array]:
+    def product(
+        self, matrix: _core.PackedMatrix, problem: strategies.Problem
+    ) -> tuple[Array, Array]:
         """Return the exact product of what is stored, and the bound for computing it."""
-        act = matrix.act_round_trip(x).astype(np.float64)
+        act = matrix.act_round_trip(problem.act).astype(np.float64)
         weight = matrix.unpack().astype(np.float64)
-        return act @ weight.T, bounds.dot(act, weight)
+        return act @ weight.T, bounds.dot(act, weight, reach=problem.source.reach)
 
-    def reach(self, matrix: _core.PackedMatrix, x: F32) -> Array:
+    def reach(self, matrix: _core.PackedMatrix, problem: strategies.Problem) -> Array:
         """Bound how far a product may be from that of the given x and the stored weights."""
         weight = np.abs(matrix.unpack().astype(np.float64))
-        bound: Array = self.act_bound(x) @ weight.T + self.product(matrix, x)[1]
+        act_bound = formats.codec_bound(matrix.act, np.abs(problem.act.astype(np.float64)))
+        bound: Array = act_bound @ weight.T + self.product(matrix, problem)[1]
         return bound
 
     def moe(
@@ -86,7 +90,7 @@ class Subject(formats.Summary):
             variant=self.variant.name,
             pool=pool(threads),
             shards=shards,
-            weight_format=layer.conversion.stored,
+            weight_format=layer.stored,
         )
         moe.load(**layer.arrays)
         return moe
@@ -104,12 +108,17 @@ class Subject(formats.Summary):
         """Compute the layer in float64 from the weights that are stored."""
         experts = []
         for number in range(layer.config["num_experts"]):
-            stored = [part.astype(np.float64) for part in moe.unpack_expert(number)]
-            biases = [
-                None if bias is None else bias[number].astype(np.float64)
-                for bias in layer.biases.values()
-            ]
-            experts.append(reference.Expert(*stored, *biases))
+            gate, up, down = (part.astype(np.float64) for part in moe.unpack_expert(number))
+            biases = {
+                name: None if bias is None else bias[number].astype(np.float64)
+                for name, bias in layer.biases.items()
+            }
+            reach = (
+                layer.gate[number].reach,
+                layer.up[number].reach,
+                layer.down[number].reach,
+            )
+            experts.append(reference.Expert(gate, up, down, **biases, reach=reach))
         names = {field.name for field in dataclasses.fields(reference.Activation)}
         chosen: dict[str, Any] = {k: v for k, v in layer.config.items() if k in names}
         return reference.layer(
@@ -118,7 +127,8 @@ class Subject(formats.Summary):
             batch.weights.astype(np.float64),
             experts,
             reference.Activation(**chosen),
-            self.act,
+            self.act_of(layer.stored[0]),
+            down_act=self.act_of(layer.stored[2]),
             mask=mask,
             shards=shards,
             out=out,

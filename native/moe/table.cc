@@ -99,6 +99,11 @@ ktk_format Variant::act_of(const ktk_matrix& matrix) const {
   return format;
 }
 
+bool Variant::share_acts(const ktk_matrix& gate, const ktk_matrix& up) const {
+  if (same_format(gate.format, up.format, gate.n, gate.k)) return true;
+  return act_format && same_format(act_of(gate), act_of(up), 1, gate.k);
+}
+
 std::shared_ptr<BackendTable> BackendTable::copy(const ktk_backend* source) {
   if (source->abi_major != KTK_ABI_MAJOR) {
     throw AbiError("speaks ABI " + std::to_string(source->abi_major) + "." +

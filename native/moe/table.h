@@ -23,6 +23,8 @@ struct Variant : ktk_variant {
   const ktk_ukernel& kernel_for(size_t m) const;
   // What activations are encoded as that are multiplied with a matrix.
   ktk_format act_of(const ktk_matrix& matrix) const;
+  // Whether activations that are encoded once may be multiplied with both, as for gate and up.
+  bool share_acts(const ktk_matrix& gate, const ktk_matrix& up) const;
 };
 
 // Held by threads without a Python state: enable_shared_from_this makes nanobind hand out the C++

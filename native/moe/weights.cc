@@ -62,14 +62,15 @@ void check_cut(const char* name, size_t group, size_t cut) {
 
 // Tokens are encoded once, for gate and up.
 void check_acts(const Variant& variant, const ktk_matrix& gate, const ktk_matrix& up) {
-  const ktk_format of_gate = variant.act_of(gate), of_up = variant.act_of(up);
-  if (same_format(of_gate, of_up, 1, gate.k) && variant.act_size(&gate) == variant.act_size(&up)) {
-    return;
+  if (variant.share_acts(gate, up)) return;
+  const std::string both =
+      "gate is stored as " + describe(gate.format) + ", but up as " + describe(up.format);
+  if (!variant.act_format) {
+    throw std::invalid_argument(both + ": this backend needs one format for both");
   }
-  throw std::invalid_argument("gate, stored as " + describe(gate.format) +
-                              ", is multiplied with activations in " + describe(of_gate) +
-                              ", but up, stored as " + describe(up.format) + ", with " +
-                              describe(of_up) + ": give both in formats that agree");
+  throw std::invalid_argument(both + ": they are multiplied with the same activations, which the " +
+                              "first wants in " + describe(variant.act_of(gate)) +
+                              " and the second in " + describe(variant.act_of(up)));
 }
 
 }  // namespace

@@ -154,7 +154,9 @@ class RecordingBackend:
 
     def __init__(self, *accepts: str) -> None:
         self.accepts = accepts
-        self.core = SimpleNamespace(stored_as=self.stored_as)
+        self.core = SimpleNamespace(
+            stored_as=self.stored_as, share_activations=self.share_activations
+        )
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, dict[str, Any]] = {}
         self.left_out: list[int] = []
@@ -168,6 +170,11 @@ class RecordingBackend:
         if given.element not in self.accepts:
             raise ValueError(f"takes {', '.join(self.accepts)}")
         return given
+
+    def share_activations(self, gate: Format, up: Format, n: int, k: int) -> bool:
+        """As LLAMAFILE: blocks are multiplied with integers, floats with floats."""
+        assert (n, k) == (I, H)
+        return (gate.block[0] > 1) == (up.block[0] > 1)
 
     def load_expert(self, slot: int, **arrays: Any) -> None:
         self.loaded[slot] = arrays
@@ -185,24 +192,62 @@ def test_a_backend_that_takes_the_blocks_gets_them(tmp_path: Path) -> None:
         np.testing.assert_array_equal(arrays["down_bias"], parts["down_bias"].data[e])
 
 
-def test_formats_that_differ_within_a_layer_are_floats(tmp_path: Path) -> None:
-    """An expert is given in one format, though the backend takes either."""
-    path = files.write(tmp_path / "m.gguf", files.stacked(files.experts("Q4_K", "Q4_K", "BF16")))
-    backend = RecordingBackend("f32", "bf16", "q4_k")
+def test_each_part_is_given_as_it_is_stored(tmp_path: Path) -> None:
+    parts = files.experts("Q4_K", "Q8_0", "BF16")
+    path = files.write(tmp_path / "m.gguf", files.stacked(parts))
+    backend = RecordingBackend("f32", "bf16", "q4_k", "q8_0")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
-    assert "given" not in backend.loaded[0]
-    dtypes = [backend.loaded[0][part].dtype for part in files.PARTS]
-    assert dtypes == [torch.float32, torch.float32, torch.bfloat16]
-    with pytest.raises(CheckpointFormatError, match=r"ffn_gate_exps.*m\.gguf.*Q4_K: takes bf16"):
-        load_moe(path, 0, RecordingBackend("bf16", "q4_k"))  # type: ignore[arg-type]
+    arrays = backend.loaded[3]
+    assert arrays["given"] == (Format("q4_k"), Format("q8_0"), Format("bf16"))
+    for part in ("gate", "up"):
+        np.testing.assert_array_equal(arrays[part], parts[part].data[3])
+    assert arrays["down"].dtype == torch.bfloat16
+    np.testing.assert_array_equal(arrays["down"].double(), parts["down"].values[3])
 
 
-def test_one_part_that_a_backend_does_not_take_makes_all_of_them_floats(tmp_path: Path) -> None:
+def test_a_part_that_a_backend_does_not_take_is_floats(tmp_path: Path) -> None:
     parts = files.experts("Q4_K", down="Q6_K")
+    path = files.write(tmp_path / "m.gguf", files.stacked(parts))
     backend = RecordingBackend("f32", "q4_k")
-    load_moe(files.write(tmp_path / "m.gguf", files.stacked(parts)), 0, backend)  # type: ignore[arg-type]
-    assert "given" not in backend.loaded[0]
-    assert {backend.loaded[0][part].dtype for part in files.PARTS} == {torch.float32}
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
+    arrays = backend.loaded[0]
+    assert arrays["given"] == (Format("q4_k"), Format("q4_k"), Format("f32"))
+    np.testing.assert_array_equal(arrays["down"].double(), parts["down"].values[0])
+    with pytest.raises(CheckpointFormatError, match=r"ffn_down_exps.*m\.gguf.*Q6_K: takes q4_k"):
+        load_moe(path, 0, RecordingBackend("q4_k"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("gate", "up"), [("Q4_K", "BF16"), ("F16", "Q8_0")])
+def test_gate_and_up_that_share_no_activations_are_floats(
+    tmp_path: Path, gate: str, up: str
+) -> None:
+    parts = files.experts(gate, up, "Q4_K")
+    path = files.write(tmp_path / "m.gguf", files.stacked(parts))
+    accepts = ("f32", "f16", "bf16", "q4_k", "q8_0")
+    backend = RecordingBackend(*accepts)
+    load_moe(path, 0, backend)  # type: ignore[arg-type]
+    arrays = backend.loaded[1]
+    assert arrays["given"] == (Format("f32"), Format("f32"), Format("q4_k"))
+    for part in ("gate", "up"):
+        assert arrays[part].dtype == torch.float32
+        np.testing.assert_array_equal(arrays[part].double(), parts[part].values[1])
+    with pytest.raises(CheckpointFormatError, match=r"ffn_gate_exps.*m\.gguf"):
+        load_moe(path, 0, RecordingBackend(*accepts[1:]))  # type: ignore[arg-type]
+
+
+def test_a_matrix_with_a_scale_is_floats(tmp_path: Path) -> None:
+    parts = files.experts("Q4_K")
+    tensors = files.stacked(parts)
+    scales = np.array([0.5, 1, 2, 3], np.float32)
+    tensors["blk.0.ffn_up_exps.scale"] = Tensor(scales, gguf.GGMLQuantizationType.F32)
+    backend = RecordingBackend("f32", "q4_k")
+    load_moe(files.write(tmp_path / "m.gguf", tensors), 0, backend)  # type: ignore[arg-type]
+    arrays = backend.loaded[3]
+    # Gate goes with up: the products of f32 want other activations than those of blocks.
+    assert arrays["given"] == (Format("f32"), Format("f32"), Format("q4_k"))
+    np.testing.assert_array_equal(
+        arrays["up"].numpy(), parts["up"].values[3].astype(np.float32) * scales[3]
+    )
 
 
 def test_the_map_and_the_choice_of_slots_are_honoured(tmp_path: Path) -> None:
@@ -232,18 +277,19 @@ def test_no_more_than_one_expert_is_held_as_floats(tmp_path: Path) -> None:
     assert expert < peak < 2 * expert
 
 
-def test_experts_of_different_types_are_floats(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["Q8_0", "BF16"])
+def test_a_part_whose_types_differ_between_experts_is_floats(tmp_path: Path, other: str) -> None:
     """Possible where each has a tensor of its own: one format for all would misread them."""
-    parts = files.experts("Q4_K")
-    tensors = files.single(parts)
-    tensors["blk.0.ffn_up.3.weight"] = files.tensor((I, H), "Q8_0", 9)
+    tensors = files.single(files.experts("Q4_K"))
+    odd = files.tensor((H, I), other, 9)
+    tensors["blk.0.ffn_down.3.weight"] = odd
     path = files.write(tmp_path / "m.gguf", tensors)
-    backend = RecordingBackend("f32", "q4_k", "q8_0")
+    backend = RecordingBackend("f32", "bf16", "q4_k", "q8_0")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
-    assert "given" not in backend.loaded[0]
-    np.testing.assert_array_equal(
-        backend.loaded[3]["up"].double(), tensors["blk.0.ffn_up.3.weight"].values
-    )
+    for e in (0, 3):
+        assert backend.loaded[e]["given"] == (Format("q4_k"), Format("q4_k"), Format("f32"))
+        assert backend.loaded[e]["down"].dtype == torch.float32
+    np.testing.assert_array_equal(backend.loaded[3]["down"].double(), odd.values)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])

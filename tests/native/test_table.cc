@@ -102,6 +102,19 @@ TEST(gate_and_up_share_their_activations) {
   CHECK_THROWS(std::invalid_argument, make(kQ4, kF32, kQ4));
 }
 
+TEST(without_act_format_gate_and_up_are_stored_alike) {
+  ktk_variant old = kVariant;
+  old.act_format = nullptr;
+  const auto table = table_of(old);
+  const ktk::Config config{.num_experts = 1, .top_k = 1, .hidden = 256, .intermediate = 256};
+  const auto make = [&](const ktk_format& up) {
+    const ktk::ExpertSource source{};
+    const ktk::Weights weights(config, table->select(""), {kQ4, up, kF32}, source, {-1});
+  };
+  make(kQ4);
+  CHECK_THROWS(std::invalid_argument, make(kQ8));
+}
+
 TEST(shards_of_down_are_whole_blocks) {
   const auto table = table_of(kVariant);
   const ktk::Config config{.num_experts = 1, .top_k = 1, .hidden = 256, .intermediate = 768};

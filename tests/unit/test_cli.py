@@ -27,12 +27,12 @@ def invoke(*arguments: str) -> str:
 
 
 def test_version() -> None:
-    assert invoke("--version").strip() == f"ktk {version('ktk')}"
+    assert invoke("--version").strip() == invoke("version").strip() == f"ktk {version('ktk')}"
 
 
 def test_help_lists_the_commands() -> None:
     text = invoke("--help")
-    for command in ("backends", "bench", "demo"):
+    for command in ("backends", "bench", "demo", "doctor", "inspect", "version"):
         assert command in text
 
 

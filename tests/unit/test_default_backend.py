@@ -94,24 +94,38 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 
-def write(folder: Path, case: str) -> str:
+QWEN = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = ("w1", "w3", "w2")
+
+
+def write(
+    folder: Path,
+    case: str,
+    stem: str = "model.layers.0.mlp.experts",
+    parts: tuple[str, str, str] = QWEN,
+    nested: tuple[str, ...] = (),
+    **entries: Any,
+) -> str:
     """Write a layer in a format; returns the backend that should compute it."""
     make, quantization, expected = CASES[case]
     tensors: dict[str, torch.Tensor] = {}
     torch.manual_seed(3)
     for e in range(E):
-        for part, shape in {"gate": (I, H), "up": (I, H), "down": (H, I)}.items():
-            tensors |= make(f"model.layers.0.mlp.experts.{e}.{part}_proj", torch.randn(shape) / 16)
+        for part, shape in zip(parts, ((I, H), (I, H), (H, I)), strict=True):
+            tensors |= make(f"{stem}.{e}.{part}", torch.randn(shape) / 16)
     save_file(tensors, folder / "model.safetensors")
-    config = {
+    config: dict[str, Any] = {
         "model_type": "qwen3_moe",
         "num_experts": E,
         "num_experts_per_tok": 1,
         "hidden_size": H,
         "moe_intermediate_size": I,
+        **entries,
     }
     if quantization:
         config["quantization_config"] = quantization
+    for name in reversed(nested):
+        config = {"model_type": "outer", "hidden_size": 7, name: config}
     (folder / "config.json").write_text(json.dumps(config))
     return expected
 
@@ -123,16 +137,73 @@ def test_the_format_decides(tmp_path: Path, case: str, caplog: pytest.LogCapture
         moe = ktk.MoE.from_checkpoint(tmp_path, 0)
     assert moe.backend.name == expected
     assert f"is computed by {expected}" in caplog.text
-    with open_checkpoint(tmp_path) as checkpoint:
-        layer = checkpoint.layer(0)
+    assert_stores(moe, tmp_path, 0, rounded=case in ("f16", "f32"))
+
+
+def assert_stores(moe: ktk.MoE, folder: Path, number: int, *, rounded: bool = False) -> None:
+    """The layer must hold exactly what is stored; f32 and f16 are rounded to bf16."""
+    with open_checkpoint(folder) as checkpoint:
+        layer = checkpoint.layer(number)
         for e in range(E):
             wanted = checkpoint.values(layer, e)
             for part, got in zip(("gate", "up", "down"), moe.unpack_expert(e), strict=True):
-                # Exactly what is stored: only f32 and f16 are rounded, to bf16.
                 close = wanted[part].float()
-                if case in ("f16", "f32"):
+                if rounded:
                     close = close.bfloat16().float()
+                # unpack_expert multiplies by the scale in f32.
                 torch.testing.assert_close(torch.from_numpy(got), close, rtol=2**-22, atol=0)
+
+
+# Published files that transformers does not write: names, nesting and format together.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "kimi-k2-thinking": {"case": "int4", "stem": "model.layers.5.mlp.experts"},
+    "kimi-k2.5": {
+        "case": "int4",
+        "stem": "language_model.model.layers.5.mlp.experts",
+        "nested": ("text_config",),
+    },
+    "deepseek-v3": {"case": "fp8-block", "stem": "model.layers.5.mlp.experts"},
+    "deepseek-v4": {
+        "case": "mxfp4",
+        "stem": "layers.5.ffn.experts",
+        "parts": MIXTRAL,
+        "swiglu_limit": 10.0,
+    },
+    "minimax-m2": {
+        "case": "fp8-block",
+        "stem": "model.layers.5.block_sparse_moe.experts",
+        "parts": MIXTRAL,
+    },
+    "minimax-m3": {
+        "case": "mxfp8",
+        "stem": "language_model.model.layers.5.block_sparse_moe.experts",
+        "parts": MIXTRAL,
+        "nested": ("text_config",),
+        "hidden_act": "swigluoai",
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+    "mistral": {"case": "bf16", "stem": "layers.5.experts", "parts": MIXTRAL},
+    "qwen3-omni": {
+        "case": "bf16",
+        "stem": "thinker.model.layers.5.mlp.experts",
+        "nested": ("thinker_config", "text_config"),
+    },
+    "qwen3-gptq": {"case": "gptq", "stem": "model.layers.5.mlp.experts"},
+}
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_files_are_loaded_without_a_name(tmp_path: Path, model: str) -> None:
+    expected = write(tmp_path, **PUBLISHED[model])
+    loaded = ktk.Model.from_checkpoint(tmp_path)
+    assert loaded.layers == (5,)
+    assert loaded[5].backend.name == expected
+    assert_stores(loaded[5], tmp_path, 5)
+    config = loaded[5].config
+    activations = {"minimax-m3": ("swigluoai", 7.0), "deepseek-v4": ("silu", 10.0)}
+    wanted = activations.get(model, ("silu", None))
+    assert (config.activation, config.activation_limit) == wanted
 
 
 def test_the_next_of_a_list_is_taken_where_the_first_refuses(tmp_path: Path) -> None:

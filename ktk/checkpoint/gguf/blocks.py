@@ -22,6 +22,8 @@ _FLOATS = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
+#: Their names in ktk.
+PLAIN = tuple(kind.name.lower() for kind in _FLOATS)
 # Rows that are decoded at a time: gguf holds their values twice.
 _ROWS = 64
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import torch
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.gguf.architectures import Metadata
-from ktk.checkpoint.gguf.blocks import Blocks, type_name
+from ktk.checkpoint.gguf.blocks import PLAIN, Blocks, type_name
 from ktk.checkpoint.gguf.layout import PARTS, GgufLayer, Layers
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.checkpoint.matrix import Matrix
@@ -22,6 +21,9 @@ from ktk.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
+
+
+_F32 = Format("f32")
 
 
 class GgufCheckpoint:
@@ -48,6 +50,10 @@ class GgufCheckpoint:
         trace: TracebackType | None,
     ) -> None:
         self.tensors.close()
+
+    def files(self) -> list[Path]:
+        """Return the files of the model."""
+        return self.tensors.paths()
 
     def layers(self) -> list[int]:
         """Return the layers that have experts."""
@@ -78,9 +84,11 @@ class GgufCheckpoint:
         weights = {part: matrix.floats() for part, matrix in self.blocks(layer, number).items()}
         return weights | self._expert_biases(layer, number)
 
-    def values(self, layer: GgufLayer, number: int) -> dict[str, torch.Tensor]:
-        """Read what one expert means, in float64: weights and biases."""
-        return {name: tensor.double() for name, tensor in self.expert(layer, number).items()}
+    def values(
+        self, layer: GgufLayer, number: int, dtype: torch.dtype = torch.float64
+    ) -> dict[str, torch.Tensor]:
+        """Read what one expert means, as floats: weights and biases."""
+        return {name: tensor.to(dtype) for name, tensor in self.expert(layer, number).items()}
 
     def has_floats(self, layer: GgufLayer) -> bool:
         """Whether the matrices are not quantised."""
@@ -98,64 +106,71 @@ class GgufCheckpoint:
     def reader(self, layer: GgufLayer, backend: Backend) -> Callable[[int], dict[str, Any]]:
         """Return what reads an expert for `MoE.load_expert`: blocks where they are taken.
 
-        With blocks comes `given`, the one format of gate, up and down. Where they differ, or one of
-        them is not taken, all three are floats.
+        Gate, up and down are each given as the file has them, without a copy, where the backend
+        takes that; otherwise decoded to f32. So are gate and up where the backend could not
+        multiply both with the same activations, matrices that have a scale beside them, and a part
+        whose type differs from expert to expert.
 
         Raises
         ------
         CheckpointFormatError
             The backend takes neither.
         """
-        given = self.formats_for(layer, backend)["gate"].format
-        if self._taken(layer, backend):
-            return lambda number: {**self._stored(layer, number), "given": given}
-        return lambda number: dict(self.expert(layer, number))
+        given = {part: one.format for part, one in self.formats_for(layer, backend).items()}
+        return lambda number: self._arrays(layer, number, given)
 
     def formats(self, layer: GgufLayer) -> dict[str, Matrix]:
-        """Return what gate, up and down are stored as; what has to be multiplied is f32."""
-        return {part: _stored_as(matrix) for part, matrix in self.blocks(layer, 0).items()}
+        """Return what gate, up and down are stored as, and what has to be decoded as f32.
+
+        That is a matrix with a scale beside it, and a part whose type differs from expert to
+        expert.
+        """
+        read = self._read_types(layer)
+        return {part: Matrix(_stored(read[part]), *read[part][0].shape) for part in PARTS}
 
     def formats_for(self, layer: GgufLayer, backend: Backend) -> dict[str, Matrix]:
-        """Return what `reader` gives a backend: what is stored, or floats."""
-        if self._taken(layer, backend):
-            return self.formats(layer)
-        formats: dict[str, Matrix] = {}
-        for blocks in map(partial(self.blocks, layer), self._typed(layer)):
-            formats = {part: _decoded_as(matrix) for part, matrix in blocks.items()}
-            for part, matrix in formats.items():
-                if reason := matrix.refusal(backend):
-                    raise CheckpointFormatError(
-                        f"{blocks[part].name} has the type {blocks[part].type}: {reason}"
-                    )
-        return formats
+        """Return what `reader` gives a backend; raises what it raises."""
+        read = self._read_types(layer)
+        given = {part: _given(backend, read[part]) for part in PARTS}
+        n, k = read["gate"][0].shape
+        gate, up = (backend.core.stored_as(given[part], n, k) for part in ("gate", "up"))
+        if not backend.core.share_activations(gate, up, n, k):
+            for part in ("gate", "up"):
+                given[part] = _checked(backend, read[part][0], _F32)
+        return {part: Matrix(given[part], *read[part][0].shape) for part in PARTS}
+
+    def _arrays(self, layer: GgufLayer, number: int, given: Mapping[str, Format]) -> dict[str, Any]:
+        """Return the arguments of `MoE.load_expert`."""
+        arrays: dict[str, Any] = {}
+        for part, matrix in self.blocks(layer, number).items():
+            as_stored = matrix.format == given[part] and matrix.scale is None
+            arrays[part] = matrix.array() if as_stored else matrix.floats().float()
+        formats = tuple(given[part] for part in PARTS)
+        if any(fmt.element not in PLAIN for fmt in formats):
+            arrays["given"] = formats if len(set(formats)) > 1 else formats[0]
+        return {**arrays, **self._expert_biases(layer, number)}
 
     def nbytes(self, layer: GgufLayer) -> int:
         """Return the bytes of a layer's experts in the files."""
         experts = range(layer.config.num_experts)
         return sum(matrix.rows.nbytes for e in experts for matrix in self.blocks(layer, e).values())
 
+    def recorded_backend(self, layer: GgufLayer) -> None:
+        """Say that the files were made for no backend in particular."""
+
     def release(self) -> None:
         """Let go of what was read, so that it takes no memory."""
         self.tensors.release()
 
-    def _taken(self, layer: GgufLayer, backend: Backend) -> bool:
-        """Whether a backend takes the blocks of all experts, in one format."""
-        given = self.formats(layer)["gate"].format
-        return not self.has_floats(layer) and all(
-            matrix.format == given and matrix.scale is None and not stored.refusal(backend)
-            for number in self._typed(layer)
-            for matrix in self.blocks(layer, number).values()
-            for stored in [_stored_as(matrix)]
-        )
+    def _read_types(self, layer: GgufLayer) -> dict[str, list[Blocks]]:
+        """Return matrices of each part that show all of its types."""
+        read = [self.blocks(layer, number) for number in self._typed(layer)]
+        return {part: [blocks[part] for blocks in read] for part in PARTS}
 
     def _typed(self, layer: GgufLayer) -> range:
         """Return the experts that show all types: one stands for those that share a tensor."""
         stacked = all(place.stacked for place in layer.weights.values())
         return range(1 if stacked else layer.config.num_experts)
-
-    def _stored(self, layer: GgufLayer, number: int) -> dict[str, Any]:
-        arrays = {part: matrix.array() for part, matrix in self.blocks(layer, number).items()}
-        return {**arrays, **self._expert_biases(layer, number)}
 
     def _blocks(self, layer: GgufLayer, part: str, number: int) -> Blocks:
         place = layer.weights[part]
@@ -179,10 +194,23 @@ class GgufCheckpoint:
         return found
 
 
-def _stored_as(matrix: Blocks) -> Matrix:
-    return Matrix(matrix.format if matrix.scale is None else Format("f32"), *matrix.shape)
+def _stored(matrices: list[Blocks]) -> Format:
+    """Return the format of a part of all experts; f32 where there is no single one."""
+    first = matrices[0].format
+    alike = all(m.format == first and m.scale is None for m in matrices)
+    return first if alike else _F32
 
 
-def _decoded_as(matrix: Blocks) -> Matrix:
-    plain = matrix.plain and matrix.scale is None
-    return Matrix(matrix.format if plain else Format("f32"), *matrix.shape)
+def _given(backend: Backend, matrices: list[Blocks]) -> Format:
+    """Return what to give a part of all experts as; `matrices` show all of its types."""
+    first, stored = matrices[0], _stored(matrices)
+    if first.plain or not Matrix(stored, *first.shape).refusal(backend):
+        return _checked(backend, first, stored)
+    return _checked(backend, first, _F32)
+
+
+def _checked(backend: Backend, matrix: Blocks, fmt: Format) -> Format:
+    """Return the format; raise if the backend does not take the matrix in it."""
+    if reason := Matrix(fmt, *matrix.shape).refusal(backend):
+        raise CheckpointFormatError(f"{matrix.name} has the type {matrix.type}: {reason}")
+    return fmt

@@ -48,6 +48,10 @@ class TensorSet:
         """Return the names of all tensors."""
         return list(self._tensors)
 
+    def paths(self) -> list[Path]:
+        """Return the files."""
+        return sorted(self._files)
+
     def info(self, name: str) -> TensorInfo:
         """Return shape, type and place of a tensor."""
         try:

@@ -190,9 +190,10 @@ typedef struct ktk_variant {
   size_t (*weight_offset)(const ktk_matrix* matrix, size_t n);
 
   /* Since 1.1. What a packed activation is where it depends on the weight that it meets; `act` is
-   * then that of the first stored format. NULL: `act` holds for all. The packed rows of one format
-   * and depth are the same bytes whatever weight they were packed for: gate and up of an expert
-   * read the same rows, and are refused where their formats ask for different ones. */
+   * then that of the first stored format. Rows of one such format and depth are the same bytes
+   * whatever weight they were packed for, so that gate and up of an expert, which read the same
+   * rows, may be stored in two formats that ask for the same activations. NULL: `act` holds for
+   * all, and gate and up are stored in one format. */
   void (*act_format)(const ktk_matrix* matrix, ktk_format* format);
 
   /* Since 1.1. Writes rows [n_begin, n_end) of a packed matrix as a checkpoint gives what is in its

@@ -1,0 +1,34 @@
+// LLAMAFILE: ggml's block types, exactly as GGUF files hold them.
+#include "ktk/module.h"
+
+#include "llamafile/types.h"
+
+namespace {
+
+using namespace ktk::llamafile;
+
+// Blocks are self-contained: what is given is what is stored.
+constexpr ktk_format format(ktk_element element) {
+  return {element, KTK_NONE, KTK_NONE, 1, block_type(element).block};
+}
+
+constexpr ktk_format kFormats[] = {
+    format(kQ4_K),  format(kQ5_K),    format(kQ6_K),  format(kQ8_0),    format(kQ4_0),
+    format(kQ4_1),  format(kQ5_0),    format(kQ5_1),  format(kIQ4_NL),  format(kIQ4_XS),
+    format(kMXFP4), format(kNVFP4),   format(kQ2_K),  format(kQ3_K),    format(kTQ1_0),
+    format(kTQ2_0), format(kIQ1_S),   format(kIQ1_M), format(kIQ2_XXS), format(kIQ2_XS),
+    format(kIQ2_S), format(kIQ3_XXS), format(kIQ3_S),
+};
+constexpr uint32_t kNumFormats = sizeof kFormats / sizeof *kFormats;
+
+struct Accepts {
+  ktk_accept rows[kNumFormats];
+  constexpr Accepts() : rows{} {
+    for (uint32_t i = 0; i < kNumFormats; ++i) rows[i] = {kFormats[i], i};
+  }
+};
+constexpr Accepts kAccepts;
+
+}  // namespace
+
+KTK_BACKEND_MODULE("LLAMAFILE", kFormats, kAccepts.rows)

@@ -1,0 +1,112 @@
+// The normal form of ggml's block types: what 256 columns of one row hold, whatever order of bits a
+// type keeps them in. Decoders (blocks/) write it; packing and unpacking know nothing else.
+//
+//   value(i) = d * constant * sub * table[code] + dmin * min
+//
+//   code   one per column, less than 2^bits
+//   table  code - offset, or sixteen entries
+//   sub    an integer per `group` columns; 1 where the type has none
+//   min    the same, of types with mins; 1 where only dmin changes
+//   d      per `d_group` columns, in the bits of the file: f16, E8M0 or UE4M3
+//   dmin   f16 per `d_group` columns, with the sign that makes it a term to add
+//
+// constant is a power of two, and d has no more than 11 significant bits, sub and table together
+// no more than 13: the first product is exact in f32 in any order. So is dmin * min. What is left
+// is one rounding, of the sum, and none in types without mins. That makes values() equal, bit by
+// bit, to every decoder that rounds after each operation, and to those that use FMA.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "common/f16.h"
+#include "ktk/abi.h"
+
+namespace ktk::llamafile {
+namespace {
+
+constexpr size_t kRunColumns = 256;
+constexpr size_t kSmallestGroup = 16;
+
+enum class DKind : uint8_t { kF16, kE8M0, kUe4m3 };
+
+struct BlockType {
+  ktk_element element;
+  uint16_t block;  // columns
+  uint16_t block_bytes;
+  uint8_t bits;
+  uint8_t offset;  // of a linear table
+  bool linear;
+  bool has_sub;  // otherwise all are 1
+  bool has_min;  // otherwise all are 1, if there is a dmin at all
+  bool has_dmin;
+  uint8_t group;     // 16 or 32: columns with one sub and one min
+  uint16_t d_group;  // 16, 32 or 256: columns with one d and one dmin
+  DKind d_kind;
+  float constant;
+  int8_t table[16];  // zeros behind the last entry
+};
+
+// Up to 256 columns of a row. Nothing is written beyond the last whole block of the row.
+struct Run {
+  alignas(64) uint8_t code[kRunColumns];
+  int8_t sub[kRunColumns / kSmallestGroup];
+  uint8_t min[kRunColumns / kSmallestGroup];
+  uint16_t d[kRunColumns / kSmallestGroup];  // bits, zero-extended
+  uint16_t dmin[kRunColumns / 32];
+};
+
+inline float table_value(const BlockType& type, uint8_t code) {
+  return static_cast<float>(type.linear ? code - type.offset : type.table[code]);
+}
+
+// 2^(e - 128): half of what OCP says, because the table has twice the values. No NaN.
+inline float f32_from_half_e8m0(uint8_t e) {
+  const uint32_t bits = e < 2 ? 0x200000u << e : static_cast<uint32_t>(e - 1) << 23;
+  return __builtin_bit_cast(float, bits);
+}
+
+// Half of an unsigned E4M3, for the same reason. The sign is ignored and NaN (without sign) is 0.
+inline float f32_from_half_ue4m3(uint8_t x) {
+  const uint32_t exponent = x >> 3 & 15, mantissa = x & 7;
+  if (x == 0x7f) return 0;
+  if (exponent == 0) return static_cast<float>(mantissa) * 0x1p-10f;
+  return __builtin_bit_cast(float, (exponent + 119) << 23 | mantissa << 20);
+}
+
+// d times the constant of the type.
+inline float d_value(const BlockType& type, uint16_t d) {
+  switch (type.d_kind) {
+    case DKind::kF16:
+      return f32_from_f16(d) * type.constant;
+    case DKind::kE8M0:
+      return f32_from_half_e8m0(static_cast<uint8_t>(d));
+    case DKind::kUe4m3:
+      return f32_from_half_ue4m3(static_cast<uint8_t>(d));
+  }
+  __builtin_unreachable();
+}
+
+// The first `columns` values of a run, a multiple of the block. Products from left to right: a zero
+// keeps the sign that it has in ggml's formulas.
+inline void values(const BlockType& type, const Run& run, size_t columns, float* out) {
+  float table[256];
+  for (size_t i = 0; i < size_t{1} << type.bits; ++i) {
+    table[i] = table_value(type, static_cast<uint8_t>(i));
+  }
+  for (size_t begin = 0; begin < columns; begin += type.group) {
+    const size_t g = begin / type.group;
+    const float scale = d_value(type, run.d[begin / type.d_group]) * static_cast<float>(run.sub[g]);
+    const uint8_t* code = run.code + begin;
+    if (type.has_dmin) {
+      const float min =
+          f32_from_f16(run.dmin[begin / type.d_group]) * static_cast<float>(run.min[g]);
+      for (size_t i = 0; i < type.group; ++i) out[begin + i] = scale * table[code[i]] + min;
+    } else {
+      for (size_t i = 0; i < type.group; ++i) out[begin + i] = scale * table[code[i]];
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ktk::llamafile

@@ -1,0 +1,191 @@
+"""`ktk inspect`: what a checkpoint holds, and what each backend would make of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ktk.checkpoint import default_backend, open_checkpoint
+from ktk.checkpoint.experts import spans
+from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
+from ktk.registry import backends, load_backend
+from ktk.system import available_memory
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+    from ktk.checkpoint.open import OpenCheckpoint
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a backend would make of a layer: bytes and format, or the reason why it does not."""
+
+    nbytes: int | None = None
+    stored: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer; `error` is why it cannot be loaded, and then the rest is missing."""
+
+    number: int
+    family: str = ""
+    stored: str = ""
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    activation: str = ""
+    nbytes: int = 0
+    default_backend: str | None = None
+    backends: dict[str, Use] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What layers have in common that are shown in one row."""
+        return tuple(value for name, value in asdict(self).items() if name != "number")
+
+
+def inspect(path: Path) -> list[LayerReport]:
+    """Describe all layers. A damaged one is reported, not raised."""
+    with open_checkpoint(path) as checkpoint:
+        numbers = checkpoint.layers()
+        if not numbers:
+            raise CheckpointError(f"{path} has no experts that ktk knows by name")
+        return [_report(checkpoint, number) for number in numbers]
+
+
+def show(path: Path, *, as_json: bool) -> bool:
+    """Print what a checkpoint holds; returns whether all of it is in order."""
+    layers = inspect(path)
+    if as_json:
+        document = {
+            "path": str(path),
+            "nbytes": sum(layer.nbytes for layer in layers),
+            "available_memory": available_memory(),
+            "backends": {name: asdict(use) for name, use in totals(layers).items()},
+            "layers": [asdict(layer) for layer in layers],
+        }
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        console = Console()
+        console.print(_layer_table(path, layers))
+        console.print(_backend_table(layers))
+    return not any(layer.error for layer in layers)
+
+
+def totals(layers: Iterable[LayerReport]) -> dict[str, Use]:
+    """Add up what each backend would take; one that refuses a layer has that reason."""
+    found: dict[str, Use] = {}
+    for layer in layers:
+        for name, use in layer.backends.items():
+            before = found.get(name, Use(0))
+            if before.nbytes is None or use.nbytes is None:
+                found[name] = Use(reason=before.reason or use.reason)
+            else:
+                stored = dict.fromkeys(filter(None, (before.stored, use.stored)))
+                found[name] = Use(before.nbytes + use.nbytes, "; ".join(stored))
+    return found
+
+
+def _report(checkpoint: OpenCheckpoint, number: int) -> LayerReport:
+    try:
+        layer = checkpoint.layer(number)
+        config = checkpoint.config_of(layer)
+        family, stored = checkpoint.storage(layer)
+    except CheckpointError as error:
+        return LayerReport(number, error=str(error))
+    try:
+        chosen = default_backend(checkpoint, layer).name
+    except (BackendError, CheckpointError):
+        chosen = None
+    return LayerReport(
+        number=number,
+        family=family,
+        stored=stored,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        activation=config.activation,
+        nbytes=checkpoint.nbytes(layer),
+        default_backend=chosen,
+        backends={name: _use(checkpoint, layer, name, config.num_experts) for name in backends()},
+    )
+
+
+def _use(checkpoint: OpenCheckpoint, layer: Any, name: str, experts: int) -> Use:
+    try:
+        backend = load_backend(name)
+        given = checkpoint.formats_for(layer, backend)
+        stored = [backend.core.stored_as(one.format, one.n, one.k) for one in given.values()]
+    except BackendError as error:
+        return Use(reason=str(error))
+    except CheckpointFormatError:
+        here = dict.fromkeys(str(one.format) for one in checkpoint.formats(layer).values())
+        return Use(reason=f"does not take {', '.join(here)}")
+    sizes = [_packed(backend, fmt, one) for fmt, one in zip(stored, given.values(), strict=True)]
+    return Use(experts * sum(sizes), ", ".join(dict.fromkeys(map(str, stored))))
+
+
+def _packed(backend: Backend, stored: Any, matrix: Any) -> int:
+    return int(backend.core.packed_size(stored, matrix.n, matrix.k))
+
+
+def _layer_table(path: Path, layers: list[LayerReport]) -> Table:
+    table = Table(title=escape(str(path)))
+    for heading in ("layers", "names", "experts", "stored as", "bytes"):
+        table.add_column(heading, overflow="fold")
+    for _, alike in groupby(layers, key=lambda layer: layer.kind):
+        group = list(alike)
+        one = group[0]
+        numbers = spans([layer.number for layer in group])
+        if one.error:
+            table.add_row(numbers, f"[red]{escape(one.error)}[/]")
+            continue
+        table.add_row(
+            numbers,
+            one.family,
+            f"{one.num_experts} of {one.hidden_size} x {one.intermediate_size}, "
+            f"{one.num_experts_per_tok} per token, {one.activation}",
+            one.stored,
+            size_text(sum(layer.nbytes for layer in group)),
+        )
+    return table
+
+
+def _backend_table(layers: list[LayerReport]) -> Table:
+    free = available_memory()
+    chosen = {layer.default_backend for layer in layers}
+    table = Table(title=f"all of it, packed; free memory: {size_text(free)}")
+    for heading in ("backend", "memory", "weights"):
+        table.add_column(heading, overflow="fold")
+    for name, use in totals(layers).items():
+        title = f"{name} (default)" if name in chosen else name
+        if use.nbytes is None:
+            table.add_row(title, "[dim]-[/]", f"[dim]{escape(use.reason or '')}[/]")
+            continue
+        memory = size_text(use.nbytes)
+        if use.nbytes > free:
+            memory = f"[yellow]{memory}, does not fit[/]"
+        table.add_row(title, memory, use.stored or "")
+    return table
+
+
+def size_text(nbytes: int) -> str:
+    """Write a size for people."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes / 1024:.1f} KiB"

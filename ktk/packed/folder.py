@@ -1,0 +1,77 @@
+"""The folder that a conversion makes: a file per layer, and what is common to them.
+
+ktk_packed.json             backend, groups, source and layers of the conversion
+config.json                 of the source, where it has one
+layer-00003.safetensors     the experts of layer 3
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ktk.checkpoint.config import read_json
+from ktk.checkpoint.detect import PACKED_INDEX
+from ktk.errors import CheckpointError
+from ktk.packed.durable import write_file
+from ktk.packed.header import VERSION
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a folder of packed files is to hold.
+
+    Attributes
+    ----------
+    backend
+        Name of the backend.
+    group_size
+        Columns per scale that were asked for; None for what the source has or the backend likes.
+    source
+        Fingerprint of the checkpoint.
+    source_name
+        What that was called.
+    layers
+        All layers of the conversion, those that are not there yet included.
+    """
+
+    backend: str
+    group_size: int | None
+    source: str
+    source_name: str
+    layers: tuple[int, ...]
+
+
+def file_of(folder: Path, layer: int) -> Path:
+    """Return the file of a layer."""
+    return folder / f"layer-{layer:05d}.safetensors"
+
+
+def read_index(folder: Path) -> Index:
+    """Read what a folder is to hold.
+
+    Raises
+    ------
+    CheckpointError
+        The index is missing, damaged or of another version.
+    """
+    path = folder / PACKED_INDEX
+    entries: dict[str, Any] = read_json(path)
+    if entries.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {entries.get('version')} of ktk's packed files, and this ktk "
+            f"reads version {VERSION}"
+        )
+    del entries["version"]
+    try:
+        return Index(**{**entries, "layers": tuple(entries["layers"])})
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write what a folder is to hold."""
+    entries = {"version": VERSION, **asdict(index)}
+    write_file(folder / PACKED_INDEX, (json.dumps(entries, indent=2) + "\n").encode())

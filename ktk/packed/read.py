@@ -1,0 +1,237 @@
+"""Reads a folder of packed files as a checkpoint; every byte is checked before it is used."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.matrix import Matrix
+from ktk.errors import CheckpointError, CheckpointFormatError
+from ktk.packed.folder import file_of, read_index
+from ktk.packed.header import Header, HeaderError, from_metadata
+from ktk.packed.layout import PARTS, extents, same_format
+from ktk.packed.write import bytes_of, file_size
+from ktk.quantize import Quantized
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+
+# Checksums of an expert's tensors are computed side by side: zlib lets go of the GIL.
+_CHECKERS = min(4, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """One file whose header fits its tensors and its size."""
+
+    path: Path
+    header: Header
+
+    @property
+    def number(self) -> int:
+        """Number of the layer in the model."""
+        return self.header.layer
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return file_size(self.header)
+
+
+def open_layer(path: Path) -> PackedLayer:
+    """Open a packed file, reading its header only.
+
+    Raises
+    ------
+    CheckpointError
+        It is missing, truncated, damaged, of another version, or no packed file at all.
+    """
+    try:
+        tensors: Any = safe_open(path, framework="pt")
+        header = from_metadata(tensors.metadata())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing: the conversion did not get that far; run it again with --resume"
+        ) from None
+    except HeaderError as error:
+        raise CheckpointError(f"{path} {error}") from None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or truncated: {error}. Convert the layer again"
+        ) from error
+    _check_tensors(path, header, tensors)
+    return PackedLayer(path, header)
+
+
+def _check_tensors(path: Path, header: Header, tensors: Any) -> None:
+    experts = header.layout.config.num_experts
+    found = set(tensors.keys())
+    for name, spec in header.layout.specs.items():
+        if name not in found:
+            raise CheckpointError(f"{path} lacks the tensor {name}, which its header speaks of")
+        view = tensors.get_slice(name)
+        have = (str(view.get_dtype()), tuple(view.get_shape()))
+        want = (spec.dtype, (experts, *spec.shape))
+        if have != want or len(header.checksums[name]) != experts:
+            raise CheckpointError(
+                f"{path}: tensor {name} is {have[0]} {list(have[1])}, but its header means "
+                f"{want[0]} {list(want[1])}"
+            )
+
+
+class PackedCheckpoint:
+    """A folder that `ktk convert` made, seen as layers of experts."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = Path(path)
+        self.index = read_index(self.folder)
+        self._mapped: dict[Path, Any] = {}
+        self._checkers = ThreadPoolExecutor(_CHECKERS, "ktk-checksum")
+
+    def __enter__(self) -> PackedCheckpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._checkers.shutdown()
+        self.release()
+
+    def files(self) -> list[Path]:
+        """Return the files that hold the weights."""
+        return [file_of(self.folder, layer) for layer in self.layers()]
+
+    def layers(self) -> list[int]:
+        """Return the layers of the conversion."""
+        return sorted(self.index.layers)
+
+    def layer(self, number: int) -> PackedLayer:
+        """Open the file of a layer."""
+        if number not in self.index.layers:
+            raise CheckpointError(
+                f"{self.folder} has no layer {number}; it was made with the layers "
+                f"{', '.join(map(str, self.layers()))}"
+            )
+        path = file_of(self.folder, number)
+        layer = open_layer(path)
+        for what in ("backend", "source"):
+            if getattr(layer.header, what) != getattr(self.index, what):
+                raise CheckpointError(
+                    f"{path} is of another conversion than the rest of the folder: its {what} is "
+                    f"{getattr(layer.header, what)}, not {getattr(self.index, what)}"
+                )
+        if layer.number != number:
+            raise CheckpointError(f"{path} holds layer {layer.number}, its name says {number}")
+        return layer
+
+    def config_of(self, layer: PackedLayer) -> ExpertConfig:
+        """Return sizes and activation function of a layer."""
+        return layer.header.layout.config
+
+    def recorded_backend(self, layer: PackedLayer) -> str:
+        """Name the backend that the layer was converted for."""
+        return layer.header.backend
+
+    def release(self) -> None:
+        """Let go of what was read, so that it takes no memory."""
+        self._mapped.clear()
+
+    def nbytes(self, layer: PackedLayer) -> int:
+        """Return the bytes of a layer's experts in its file."""
+        return layer.header.layout.nbytes
+
+    def formats(self, layer: PackedLayer) -> dict[str, Matrix]:
+        """Return what gate, up and down are stored as."""
+        layout = layer.header.layout
+        return {part: Matrix(layout.formats[part], *extents(layout.config, part)) for part in PARTS}
+
+    def expert(self, layer: PackedLayer, number: int) -> dict[str, torch.Tensor]:
+        """Read one expert as it is stored: views of the mapped file, whose checksums are right."""
+        mapped = self._mapped.get(layer.path)
+        if mapped is None:
+            mapped = self._mapped[layer.path] = safe_open(layer.path, framework="pt")
+        arrays = {name: mapped.get_slice(name)[number] for name in layer.header.layout.specs}
+        sums = self._checkers.map(_checksum, arrays.values())
+        for name, found in zip(arrays, sums, strict=True):
+            if found != layer.header.checksums[name][number]:
+                raise CheckpointError(
+                    f"{layer.path} is damaged: tensor {name} of expert {number} has the checksum "
+                    f"{found:08x}, and was written with "
+                    f"{layer.header.checksums[name][number]:08x}. Convert the layer again"
+                )
+        return arrays
+
+    def values(
+        self, layer: PackedLayer, number: int, dtype: torch.dtype = torch.float64
+    ) -> dict[str, torch.Tensor]:
+        """Read what one expert means, as floats: weights and biases."""
+        arrays = self.expert(layer, number)
+        found = {}
+        for part, fmt in layer.header.layout.formats.items():
+            scale, zero = (arrays.get(f"{part}_{what}") for what in ("scale", "zero"))
+            found[part] = Quantized(fmt, arrays[part], scale, zero).dequantize(dtype)
+        for part in layer.header.layout.biases:
+            found[f"{part}_bias"] = arrays[f"{part}_bias"].to(dtype)
+        return found
+
+    def has_floats(self, layer: PackedLayer) -> bool:
+        """Whether the matrices are not quantised."""
+        formats = layer.header.layout.formats.values()
+        return all(fmt.element in ("f32", "f16", "bf16") for fmt in formats)
+
+    def storage(self, layer: PackedLayer) -> tuple[str, str]:
+        """Name the container, and the formats of gate, up and down without repetition."""
+        formats = dict.fromkeys(str(fmt) for fmt in layer.header.layout.formats.values())
+        return f"packed for {layer.header.backend}", ", ".join(formats)
+
+    def formats_for(self, layer: PackedLayer, backend: Backend) -> dict[str, Matrix]:
+        """Return what `reader` gives a backend: what is stored, or an error."""
+        formats = self.formats(layer)
+        for matrix in formats.values():
+            if reason := _refusal(backend, matrix):
+                raise CheckpointFormatError(
+                    f"{layer.path} was converted for the backend {layer.header.backend}, and "
+                    f"{backend.name} does not take it as it is: {reason}"
+                )
+        return formats
+
+    def reader(self, layer: PackedLayer, backend: Backend) -> Callable[[int], dict[str, Any]]:
+        """Return what reads an expert for `MoE.load_expert`.
+
+        Any backend will do that stores the formats of the file as they are.
+
+        Raises
+        ------
+        CheckpointFormatError
+            The backend does not.
+        """
+        formats = self.formats_for(layer, backend)
+        given = tuple(formats[part].format for part in PARTS)
+        return lambda number: {**self.expert(layer, number), "given": given}
+
+
+def _refusal(backend: Backend, matrix: Matrix) -> str:
+    """Return why a backend does not store a matrix as it is; empty if it does."""
+    try:
+        stored = backend.core.stored_as(matrix.format, matrix.n, matrix.k)
+    except ValueError as error:
+        return str(error)
+    same = same_format(stored, matrix.format, matrix.n, matrix.k)
+    return "" if same else f"it would make {stored} of {matrix.format}"
+
+
+def _checksum(array: torch.Tensor) -> int:
+    return zlib.crc32(bytes_of(array))

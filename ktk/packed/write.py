@@ -1,0 +1,63 @@
+"""Writes the file of one layer, expert by expert."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ktk.packed.durable import PendingFile
+from ktk.packed.header import Header, to_bytes
+
+
+class LayerWriter:
+    """A packed file in the making; nobody sees it before `commit`.
+
+    `put` may be called by several threads, in any order of experts: the bytes of the file are the
+    same.
+    """
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self._header = header
+        self._begin = len(to_bytes(header))
+        self._file = PendingFile(path, file_size(header))
+        self._checksums = {
+            name: [0] * header.layout.config.num_experts for name in header.layout.specs
+        }
+        self._missing = set(range(header.layout.config.num_experts))
+
+    def put(self, expert: int, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Write one expert: the arguments of `MoE.load_expert`."""
+        layout = self._header.layout
+        assert arrays.keys() == layout.specs.keys(), f"expert {expert} has {sorted(arrays)}"
+        for name, spec in layout.specs.items():
+            array = arrays[name]
+            assert (array.dtype, tuple(array.shape)) == (spec.torch_dtype, spec.shape), name
+            data = bytes_of(array)
+            self._checksums[name][expert] = zlib.crc32(data)
+            self._file.write(data, self._begin + layout.offsets[name] + expert * spec.nbytes)
+        self._missing.discard(expert)
+
+    def commit(self) -> None:
+        """Finish the file."""
+        assert not self._missing, f"experts {sorted(self._missing)} are missing"
+        checksums = {name: tuple(found) for name, found in self._checksums.items()}
+        self._file.write(to_bytes(replace(self._header, checksums=checksums)), 0)
+        self._file.commit()
+
+    def discard(self) -> None:
+        """Give up."""
+        self._file.discard()
+
+
+def bytes_of(array: torch.Tensor) -> memoryview:
+    """Return what a tensor holds, without a copy if it is contiguous."""
+    return array.contiguous().view(torch.uint8).numpy().reshape(-1).data
+
+
+def file_size(header: Header) -> int:
+    """Return the size of the finished file."""
+    return len(to_bytes(header)) + header.layout.nbytes

@@ -1,0 +1,96 @@
+"""Small checkpoints to convert, and ways to compare what became of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import ktk
+from ktk import Format
+from ktk.quantize import Quantized, quantize
+
+E, K, H, I = 3, 2, 128, 512  # noqa: E741 - the names of the table of families
+SIZES = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+CONFIG: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "num_experts": E,
+    "num_experts_per_tok": K,
+    "hidden_size": H,
+    "moe_intermediate_size": I,
+}
+BLOCKS = Format("e4m3", "f32", "none", 128, 128)
+ROWS = Format("i8", "f32", "none", 1, 0)
+GROUPS = Format("u4", "bf16", "none", 1, 32)
+MX = Format("e2m1", "ue8m0", "none", 1, 32)
+
+
+def weight(part: str, layer: int, expert: int) -> torch.Tensor:
+    """Random weights of a trained model's size."""
+    seed = 100 * layer + 10 * expert + len(part)
+    n, k = SIZES[part]
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()
+
+
+def tensors_of(matrix: Quantized) -> dict[str, torch.Tensor]:
+    """Name the tensors of a matrix as the checkpoints of its format do."""
+    data = matrix.data.contiguous()
+    if matrix.format == BLOCKS:
+        return {".weight": data.view(torch.float8_e4m3fn), ".weight_scale_inv": matrix.scale}
+    if matrix.format == ROWS:
+        return {".weight": data, ".weight_scale": matrix.scale}
+    if matrix.format == GROUPS:
+        return {".weight_packed": data.view(torch.int32), ".weight_scale": matrix.scale}
+    if matrix.format == MX:
+        return {".weight": data, ".scale": matrix.scale}
+    return {".weight": data}
+
+
+def write(folder: Path, fmt: Format | None = None, layers: tuple[int, ...] = (0,)) -> Path:
+    """Write a model whose experts are bf16, or in a format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for layer in layers:
+        for expert in range(E):
+            for part in SIZES:
+                stem = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+                matrix = quantize(weight(part, layer, expert), fmt or Format("bf16"))
+                tensors |= {stem + name: t for name, t in tensors_of(matrix).items()}
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def outputs(moe: ktk.MoE, tokens: int = 4) -> torch.Tensor:
+    """What a layer makes of some tokens."""
+    config = moe.config
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(tokens, config.hidden_size, generator=generator)
+    logits = torch.randn(tokens, config.num_experts, generator=generator)
+    weights, ids = torch.softmax(logits, dim=1).topk(config.num_experts_per_tok)
+    result: torch.Tensor = moe(hidden, ids, weights)
+    assert result.isfinite().all()
+    assert result.abs().max() > 0
+    return result
+
+
+def same_weights(a: ktk.MoE, b: ktk.MoE) -> bool:
+    """Whether two layers hold the same numbers, bit by bit."""
+    return all(
+        (mine == theirs).all()
+        for expert in range(a.config.num_experts)
+        for mine, theirs in zip(a.unpack_expert(expert), b.unpack_expert(expert), strict=True)
+    )
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, without the lock."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(folder.iterdir())
+        if not path.name.startswith(".")
+    }

@@ -1,0 +1,199 @@
+"""A file that is not what it was is refused with a sentence that names it."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import checkpoints as made
+import pytest
+from safetensors.torch import load_file, save_file
+
+import ktk
+from ktk.errors import BackendNotFound, CheckpointError, CheckpointFormatError
+from ktk.packed import convert, describe_folder
+from ktk.packed import header as headers
+
+FILE = "layer-00000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A conversion of two layers that nobody may change."""
+    folder = tmp_path_factory.mktemp("sound")
+    source = made.write(folder / "source", layers=(0, 1))
+    convert(source, folder / "packed", backend="AMXINT4")
+    return folder / "packed"
+
+
+@pytest.fixture
+def packed(sound: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(sound, tmp_path / "packed"))
+
+
+def refused(folder: Path, message: str) -> None:
+    """Loading layer 0 must fail with a sentence that names its file."""
+    with pytest.raises(CheckpointError, match=message) as caught:
+        ktk.MoE.from_checkpoint(folder, 0)
+    assert str(folder / FILE) in str(caught.value)
+
+
+def header_size(path: Path) -> int:
+    return 8 + int.from_bytes(path.read_bytes()[:8], "little")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
+def test_a_truncated_file_is_named(packed: Path, keep: float) -> None:
+    path = packed / FILE
+    data = path.read_bytes()
+    path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    refused(packed, "is damaged or truncated: .*Convert the layer again")
+    with pytest.raises(CheckpointError, match=FILE):
+        describe_folder(packed)
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down", "gate_scale", "up_scale", "down_scale"])
+@pytest.mark.parametrize("expert", range(made.E))
+def test_a_flipped_bit_is_found_in_any_tensor(packed: Path, name: str, expert: int) -> None:
+    path = packed / FILE
+    layout = ktk.packed.PackedCheckpoint(packed).layer(0).header.layout
+    nbytes = layout.specs[name].nbytes
+    at = header_size(path) + layout.offsets[name] + expert * nbytes + nbytes // 3
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x10
+    path.write_bytes(data)
+    refused(packed, f"is damaged: tensor {name} of expert {expert} has the checksum")
+    ktk.MoE.from_checkpoint(packed, 0, experts=[e for e in range(made.E) if e != expert])
+
+
+def test_no_bit_of_the_header_matters_unnoticed(sound: Path, packed: Path) -> None:
+    """Either the file is refused, or what is loaded is the same."""
+    path = packed / FILE
+    data = path.read_bytes()
+    expected = ktk.MoE.from_checkpoint(sound, 0)
+    end = header_size(path)
+    refusals = []
+    for at in [*range(8), *range(8, end, max(end // 60, 1))]:
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        path.write_bytes(changed)
+        try:
+            got = ktk.MoE.from_checkpoint(packed, 0)
+        except CheckpointError as error:
+            refusals.append(str(error))
+        else:
+            assert got.config == expected.config, f"byte {at}"
+            assert made.same_weights(got, expected), f"byte {at}"
+    assert len(refusals) > 50
+    assert all(str(path) in message for message in refusals)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, object]], None]) -> None:
+    """Change what a header says, and make its checksum right."""
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    document = json.loads(data[8 : 8 + size])
+    entries = json.loads(document["__metadata__"]["ktk"])
+    change(entries)
+    text = json.dumps(entries, separators=(",", ":"))
+    document["__metadata__"] |= {"ktk": text, "ktk_crc32": headers._hex(headers._crc(text))}
+    body = json.dumps(document).encode()
+    path.write_bytes(len(body).to_bytes(8, "little") + body + data[8 + size :])
+
+
+def test_another_version_is_named_with_its_writer(packed: Path) -> None:
+    rewrite(packed / FILE, lambda entries: entries.update(version=2, writer="ktk 9.9"))
+    refused(packed, "has version 2 of ktk's packed files, .* reads version 1: .* by ktk 9.9")
+
+
+def test_other_sizes_than_those_of_the_tensors_are_named(packed: Path) -> None:
+    def change(entries: dict[str, object]) -> None:
+        assert isinstance(entries["config"], dict)
+        entries["config"]["hidden_size"] = made.H + 32
+
+    rewrite(packed / FILE, change)
+    refused(packed, r"tensor \w+ is \w+ \[3, \d+, \d+\], but its header means \w+ \[3, \d+, \d+\]")
+
+
+def test_a_file_of_another_conversion_is_named(packed: Path, tmp_path: Path) -> None:
+    other = made.write(tmp_path / "other", layers=(0,))
+    convert(other, tmp_path / "elsewhere", backend="AMXINT4")
+    shutil.copy(tmp_path / "elsewhere" / FILE, packed / FILE)
+    refused(packed, "is of another conversion than the rest of the folder: its source is")
+
+
+def test_a_file_under_the_name_of_another_is_named(packed: Path) -> None:
+    shutil.copy(packed / "layer-00001.safetensors", packed / FILE)
+    refused(packed, "holds layer 1, its name says 0")
+
+
+def test_safetensors_of_others_are_named(packed: Path) -> None:
+    tensors = load_file(packed / FILE)
+    save_file(tensors, packed / FILE, metadata={"format": "pt"})
+    refused(packed, "is no packed file of ktk")
+
+
+def test_a_layer_that_is_still_to_come_is_named(packed: Path) -> None:
+    (packed / FILE).unlink()
+    refused(packed, r"is missing: .* run it again with --resume")
+    found, missing = describe_folder(packed)
+    assert ([file.layer for file in found], missing) == ([1], [0])
+
+
+def test_a_layer_that_was_not_asked_for_is_named(packed: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"packed has no layer 7; .* layers 0, 1"):
+        ktk.MoE.from_checkpoint(packed, 7)
+
+
+def test_another_backend_is_refused_if_it_would_change_the_weights(packed: Path) -> None:
+    for name in ("BF16", "AMXINT8", "FP8"):
+        with pytest.raises(
+            CheckpointFormatError,
+            match=f"{FILE} was converted for the backend AMXINT4, and {name} does not take it",
+        ):
+            ktk.MoE.from_checkpoint(packed, 0, name)
+
+
+def test_another_backend_that_stores_the_same_is_welcome(packed: Path) -> None:
+    moe = ktk.MoE.from_checkpoint(packed, 0, "RAWINT4")
+    assert made.same_weights(moe, ktk.MoE.from_checkpoint(packed, 0, "AMXINT4"))
+
+
+def test_a_backend_that_is_not_installed_is_named(packed: Path) -> None:
+    rewrite(packed / FILE, lambda entries: entries.update(backend="AMXINT5"))
+    index = packed / "ktk_packed.json"
+    index.write_text(index.read_text().replace("AMXINT4", "AMXINT5"))
+    with pytest.raises(BackendNotFound, match="AMXINT5"):
+        ktk.MoE.from_checkpoint(packed, 0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "message"),
+    [
+        (r".*", "", "cannot be read"),
+        (r'"version": 1', '"version": 7', "has version 7"),
+        (r'"layers"', '"players"', "is damaged"),
+    ],
+)
+def test_a_damaged_index_is_named(
+    packed: Path, pattern: str, replacement: str, message: str
+) -> None:
+    index = packed / "ktk_packed.json"
+    index.write_text(re.sub(pattern, replacement, index.read_text(), flags=re.DOTALL))
+    with pytest.raises(CheckpointError, match=rf"ktk_packed\.json.* {message}"):
+        ktk.MoE.from_checkpoint(packed, 0)
+
+
+def test_a_damaged_layer_stops_a_resumed_conversion(packed: Path, sound: Path) -> None:
+    path = packed / FILE
+    path.write_bytes(path.read_bytes()[:-1])
+    source = sound.parent / "source"
+    with pytest.raises(CheckpointError, match=f"{FILE} is damaged or truncated"):
+        convert(source, packed, backend="AMXINT4", resume=True)
+    path.unlink()
+    convert(source, packed, backend="AMXINT4", resume=True)
+    assert made.contents(packed) == made.contents(sound)

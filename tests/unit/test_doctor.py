@@ -1,0 +1,238 @@
+"""`ktk doctor` reads what Linux says, and has advice for what is in the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ktk import _core, system
+from ktk.cli import app, health, report
+from ktk.errors import BackendImportError
+from ktk.registry import BackendInfo
+
+
+def tree(root: Path, files: dict[str, str]) -> Path:
+    """Write a copy of the parts of /proc and /sys that are read."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree:  1 kB\nMemAvailable:   600 kB\n"
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    ("files", "limit", "available"),
+    [
+        ({}, None, 600 * KIB),
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/memory.current": "1\n",
+                "sys/fs/cgroup/a/memory.max": f"{500 * KIB}\n",
+                "sys/fs/cgroup/a/memory.current": f"{100 * KIB}\n",
+            },
+            500 * KIB,
+            400 * KIB,
+        ),
+        (
+            {
+                "proc/self/cgroup": "5:cpu:/x\n4:hugetlb,memory:/docker/1\n0::/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{300 * KIB}",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{310 * KIB}",
+            },
+            300 * KIB,
+            0,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "9223372036854771712\n",
+                "sys/fs/cgroup/memory.current": "7\n",
+            },
+            None,
+            600 * KIB,
+        ),
+    ],
+    ids=["no cgroup", "version 2", "version 1 in a container", "a limit beyond the machine"],
+)
+def test_memory_is_read_with_the_limits_around_it(
+    tmp_path: Path, files: dict[str, str], limit: int | None, available: int
+) -> None:
+    root = tree(tmp_path, {"proc/meminfo": MEMINFO, **files})
+    assert system.total_memory(root) == 1000 * KIB
+    assert system.memory_limit(root) == limit
+    assert system.available_memory(root) == available
+
+
+def test_modes_of_huge_pages(tmp_path: Path) -> None:
+    assert system.huge_pages(tmp_path) == ""
+    name = "sys/kernel/mm/transparent_hugepage/enabled"
+    for mode, text in {"never": "always madvise [never]\n", "always": "[always] madvise\n"}.items():
+        assert system.huge_pages(tree(tmp_path, {name: text})) == mode
+
+
+def test_flags_of_the_cpu(tmp_path: Path) -> None:
+    assert system.cpu_flags(tmp_path) == set()
+    text = "processor : 0\nflags\t\t: fpu amx_tile\n\nprocessor : 1\nflags\t: other\n"
+    assert system.cpu_flags(tree(tmp_path, {"proc/cpuinfo": text})) == {"fpu", "amx_tile"}
+
+
+_STUB = """
+int cuInit(unsigned flags) {{ return {status}; }}
+int cuDriverGetVersion(int* version) {{ *version = 12080; return 0; }}
+int cuDeviceGetCount(int* count) {{ *count = 2; return 0; }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("status", "expected", "state", "text"),
+    [
+        (0, system.Driver(12080, 2), "ok", "CUDA driver 12.8 with 2 devices"),
+        (100, system.Driver(0, 0, "cuInit fails with CUresult 100"), "note", "CUresult 100"),
+    ],
+)
+def test_the_driver_is_asked(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    status: int,
+    expected: system.Driver,
+    state: str,
+    text: str,
+) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to make a driver with")
+    source, library = tmp_path / "cuda.c", tmp_path / "libcuda.so.1"
+    source.write_text(_STUB.format(status=status))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    assert system.cuda_driver(str(library)) == expected
+    monkeypatch.setattr(system, "cuda_driver", lambda: expected)
+    [finding] = health.gpu()
+    assert finding.state == state
+    assert text in finding.text
+
+
+def test_no_driver_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert system.cuda_driver("libno-such-driver.so.1") is None
+    monkeypatch.setattr(system, "cuda_driver", lambda: None)
+    [finding] = health.gpu()
+    assert finding.state == "ok"
+
+
+def test_a_machine_that_runs_ktk_is_well() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    document = json.loads(result.output)
+    assert result.exit_code == 0, result.output
+    assert document["ok"] is True
+    subjects = [finding["subject"] for finding in document["findings"]]
+    for subject in ("CPU", "workers", "NUMA", "memory", "huge pages", "GPU", "packages"):
+        assert subject in subjects
+    assert subjects.count("backend") >= 6
+    for finding in document["findings"]:
+        assert finding["state"] in ("ok", "note", "problem")
+    text = CliRunner().invoke(app, ["doctor"]).output
+    assert _core.cpu_model() in text
+    for finding in document["findings"]:
+        assert finding["advice"] in text
+
+
+def findings(check: Any) -> list[tuple[str, str]]:
+    found = list(check())
+    assert all(one.advice for one in found if one.state == "problem"), "a problem without advice"
+    return [(one.subject, one.state) for one in found]
+
+
+def test_a_cpu_without_avx2_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_core, "detected_isa", list)
+    monkeypatch.setattr(health.platform, "machine", lambda: "x86_64")
+    assert findings(health.cpu) == [("CPU", "problem")]
+
+
+def test_ktk_isa_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTK_ISA", "avx2")
+    assert ("KTK_ISA", "note") in findings(health.cpu)
+    monkeypatch.setenv("KTK_ISA", "mmx")
+    assert ("KTK_ISA", "problem") in findings(health.cpu)
+
+
+@pytest.mark.parametrize(
+    ("detected", "flags", "state", "advice"),
+    [
+        (["avx2", "amx_int8"], {"amx_tile"}, "ok", ""),
+        (["avx2"], {"amx_tile"}, "note", "arch_prctl"),
+        (["avx2"], set(), "note", ""),
+    ],
+)
+def test_amx_is_missing_or_withheld(
+    monkeypatch: pytest.MonkeyPatch, detected: list[str], flags: set[str], state: str, advice: str
+) -> None:
+    monkeypatch.setattr(_core, "detected_isa", lambda: detected)
+    monkeypatch.setattr(system, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(health.platform, "machine", lambda: "x86_64")
+    [finding] = health.amx()
+    assert finding.state == state
+    assert advice in finding.advice
+
+
+def test_limits_of_a_container_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = {"id": 0, "cores": [0, 1, 2, 3], "cpus": [0, 1, 2, 3], "has_memory": True}
+    far = {"id": 1, "cores": [4, 5], "cpus": [4, 5], "has_memory": False}
+    topology = {"nodes": [node, far], "quota": 2, "default_threads": 2}
+    monkeypatch.setattr(_core, "topology", lambda: topology)
+    workers, numa = health.processors()
+    assert (workers.state, numa.state) == ("note", "note")
+    assert "6 physical cores; the cgroup's quota pays for 2" in workers.text
+    assert "node 1 with 2 cores; without memory: 1" in numa.text
+    monkeypatch.setattr(system, "memory_limit", lambda: 3 << 30)
+    [memory] = health.memory()
+    assert memory.state == "note"
+    assert "limit is 3.0 GiB" in memory.text
+
+
+@pytest.mark.parametrize(("mode", "state"), [("madvise", "ok"), ("never", "note"), ("", "note")])
+def test_huge_pages_that_are_off_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, mode: str, state: str
+) -> None:
+    monkeypatch.setattr(system, "huge_pages", lambda: mode)
+    assert findings(health.pages) == [("huge pages", state)]
+
+
+def test_broken_missing_and_doubled_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    infos = [
+        BackendInfo("BROKEN", "acme", "1.2", "acme.broken"),
+        BackendInfo("ELSEWHERE", "ktk", "1.2", "ktk.backends.elsewhere", built=False),
+        BackendInfo("TWICE", "acme", "1.2", "acme.twice", rivals=("zeta",)),
+    ]
+
+    def open_backend(info: BackendInfo) -> Any:
+        raise BackendImportError(f"backend {info} failed [libfoo.so missing]")
+
+    monkeypatch.setattr(health, "providers", lambda: infos)
+    monkeypatch.setattr(report, "open_backend", open_backend)
+    states = [one.state for one in health.backends()]
+    assert states == ["problem", "note", "problem", "problem", "problem"]
+    assert findings(health.backends)[-1] == ("backend", "problem")
+    monkeypatch.setattr(health, "CHECKS", (health.backends,))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1
+    assert "failed [libfoo.so missing]" in result.output
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> Any:
+        raise OSError("no /proc")
+
+    monkeypatch.setattr(health, "CHECKS", (check,))
+    [finding] = health.examine()
+    assert (finding.state, finding.text) == ("problem", "check fails: OSError: no /proc")
