@@ -12,7 +12,7 @@
 // of memory, step by step. More rows pass over a run of steps in L1 twice, for a tile each.
 #include <immintrin.h>
 
-#include "row_pointers.h"
+#include "common/row_pointers.h"
 #include "variant.h"
 
 namespace {

@@ -17,8 +17,8 @@
 #include <immintrin.h>
 #include <string.h>
 
+#include "common/row_pointers.h"
 #include "loops.h"
-#include "row_pointers.h"
 
 namespace {
 

@@ -1,4 +1,4 @@
-// From planes of bits to the operand of a product: table[code] + Dot::kWeightOffset, one byte each.
+// From planes of bits to the operand of a product: table[code] + an offset, one byte each.
 #pragma once
 
 #include "llamafile/dot.h"
@@ -11,19 +11,19 @@ struct Meaning {
   alignas(16) uint8_t table[16];
   int bias;
 
-  explicit Meaning(const BlockType& type) : bias(Dot::kWeightOffset - type.offset) {
+  explicit Meaning(const BlockType& type, int offset = Dot::kWeightOffset)
+      : bias(offset - type.offset) {
     for (int i = 0; i < 16; ++i) {
-      table[i] = static_cast<uint8_t>(type.linear ? i + bias : type.table[i] + Dot::kWeightOffset);
+      table[i] = static_cast<uint8_t>(type.linear ? i + bias : type.table[i] + offset);
     }
   }
 };
 
 // One register of columns of a unit. Types of up to four bits look their values up, linear ones
 // too; the others are all linear.
-template <int kBits_>
+template <int kBits, int kOffset = Dot::kWeightOffset>
 class Codes {
  public:
-  static constexpr int kBits = kBits_;
   using Int = Dot::Int;
 
   explicit Codes(const Meaning& meaning)
@@ -76,7 +76,7 @@ class Codes {
   Int meant(Int code) const {
     if constexpr (kBits <= 4) {
       return Dot::shuffle(meaning_, code);
-    } else if constexpr (kBits == 8 && Dot::kWeightOffset == 128) {
+    } else if constexpr (kBits == 8 && kOffset == 128) {
       return code;  // eight bits have the offset 128
     } else {
       return Dot::add_bytes(code, meaning_);
@@ -85,35 +85,6 @@ class Codes {
 
   Int meaning_;
 };
-
-// Operands that are ready: a row of 128 bytes for every step.
-struct Operands {
-  static constexpr int kBits = 0;
-  explicit Operands(const Meaning&) {}
-
-  template <int kHalf, class Use>
-  [[gnu::always_inline]] void for_each_step(const uint8_t* unit, Use use) const {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) use(j, Dot::load_bytes(unit + (4 * kHalf + j) * kRowBytes));
-  }
-};
-
-constexpr size_t kOperandBytes = kUnitSteps * kRowBytes;  // of a unit
-
-// Makes operands of the codes of some units.
-template <int kBits>
-void write_operands(const Meaning& meaning, const uint8_t* unit, size_t units, uint8_t* to) {
-  const Codes<kBits> codes(meaning);
-  for (; units > 0; --units, unit += kBits * kRowBytes, to += kOperandBytes) {
-    for (size_t at = 0; at < kRowBytes; at += sizeof(Dot::Int)) {
-      const auto store = [&](size_t step, Dot::Int x) {
-        Dot::store_bytes(to + step * kRowBytes + at, x);
-      };
-      codes.template for_each_step<0>(unit + at, [&](size_t j, Dot::Int x) { store(j, x); });
-      codes.template for_each_step<1>(unit + at, [&](size_t j, Dot::Int x) { store(4 + j, x); });
-    }
-  }
-}
 
 }  // namespace
 }  // namespace ktk::llamafile

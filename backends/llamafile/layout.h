@@ -89,6 +89,21 @@ constexpr size_t run_bytes(const BlockType& type, size_t units) {
 
 inline size_t num_units(const ktk_matrix* m) { return m->k / kUnit; }
 
+// Runs of a matrix: full ones, and the one that may end a block.
+struct Runs {
+  const BlockType& type;
+  size_t units;  // of a block
+  Header full, last;
+
+  explicit Runs(const ktk_matrix* m)
+      : type(block_type(m->format.element)),
+        units(num_units(m)),
+        full(header(type, kRunUnits)),
+        last(header(type, units % kRunUnits)) {}
+
+  const Header& of(size_t run_units) const { return run_units == kRunUnits ? full : last; }
+};
+
 inline size_t block_bytes(const ktk_matrix* m) {
   const BlockType& type = block_type(m->format.element);
   const size_t units = num_units(m);

@@ -1,46 +1,28 @@
-// The products: `multiply_thin` for few rows, which wait for memory and decode weights as they
-// read them, strictly in order; `multiply` for more, which decode a run to operands in L1 before
-// all rows pass over it.
+// The product. A tile of rows passes over a run of 32 columns at a time: strictly in the order of
+// memory if it is the only one, and over a run that stays in L1 if there are several.
 #pragma once
 
 #include "common/ukernel.h"
+#include "llamafile/either.h"
+#include "llamafile/floats/matmul.h"
 #include "llamafile/tile.h"
 
 namespace ktk::llamafile {
 namespace {
 
-// What depends on a type.
+// Tiles of a type, by their number of rows.
 struct Kernels {
-  MultiplyTile thin[Dot::kThinRows + 1];
   const MultiplyTile* of_rows;
   size_t max_rows;
-  void (*write_operands)(const Meaning&, const uint8_t*, size_t, uint8_t*);
-  size_t params;  // floats of a unit
 };
 
-template <int kBits, class Shape>
-constexpr Kernels make_kernels() {
-  constexpr int kMaxRows = Shape::kHalves ? Dot::kMaxRows / 2 : Dot::kMaxRows;
-  Kernels kernels = {
-      .thin = {},
-      .of_rows = kTiles<Operands, Shape, kMaxRows>.of_rows,
-      .max_rows = kMaxRows,
-      .write_operands = write_operands<kBits>,
-      .params = Shape::kParams,
-  };
-  for (int i = 1; i <= Dot::kThinRows; ++i) {
-    kernels.thin[i] = kTiles<Codes<kBits>, Shape, Dot::kThinRows>.of_rows[i];
-  }
-  return kernels;
-}
-
 template <int kBits, bool kHalves, bool kMins>
-inline const Kernels& kernels() {
-  static constexpr Kernels kKernels = make_kernels<kBits, Shape<kHalves, kMins>>();
-  return kKernels;
+inline Kernels kernels() {
+  constexpr int kMaxRows = kHalves ? Dot::kMaxHalfRows : Dot::kMaxRows;
+  return {kTiles<kBits, Shape<kHalves, kMins>, kMaxRows>.of_rows, kMaxRows};
 }
 
-inline const Kernels& kernels_for(const BlockType& type) {
+inline Kernels kernels_for(const BlockType& type) {
   const bool halves = type.group == 16;
   switch (type.bits) {
     case 2:
@@ -69,93 +51,56 @@ inline const uint8_t* block_at(const ktk_matmul* mm, size_t n) {
   return static_cast<const uint8_t*>(mm->weight) + block_offset(mm->matrix, n);
 }
 
-// Runs of a type: full ones, and the last one of a block.
-struct Runs {
-  const BlockType& type;
-  size_t units;  // of a block
-  Header full, last;
-
-  explicit Runs(const ktk_matrix* matrix)
-      : type(block_type(matrix->format.element)),
-        units(num_units(matrix)),
-        full(header(type, kRunUnits)),
-        last(header(type, units % kRunUnits)) {}
-
-  const Header& of(size_t run_units) const { return run_units == kRunUnits ? full : last; }
-};
-
-inline void multiply_thin(const ktk_matmul* mm) {
-  const Runs runs(mm->matrix);
-  const Kernels& kernels = kernels_for(runs.type);
-  const MultiplyTile multiply_tile = kernels.thin[mm->m];
-  const Meaning meaning(runs.type);
-  alignas(kLine) float params[kRunUnits * kMaxParams];
-  const uint8_t* run = block_at(mm, mm->n_begin);
-  TileArgs t = {};
-  t.meaning = &meaning;
-  t.act_stride = mm->act_stride;
-  t.dst_stride = mm->dst_stride;
-  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
-    float* dst = mm->dst + (n - mm->n_begin);
-    clear_dst(dst, mm->dst_stride, mm->m);
-    t.act = static_cast<const uint8_t*>(mm->act);
-    t.factors = t.act + factor_offset(mm->matrix);
-    for (size_t unit = 0; unit < runs.units; unit += t.units) {
-      t.units = smaller(kRunUnits, runs.units - unit);
-      const Header& at = runs.of(t.units);
-      const uint8_t* codes = run + at.end;
-      for (const uint8_t* line = run; line != codes; line += kLine) prefetch_l2(line + kBytesAhead);
-      load_params(runs.type, at, run, t.units, params);
-      for (size_t c = 0; c < kColumns; c += kTileColumns) {
-        t.weight = codes + 4 * c;
-        t.params = params + c;
-        t.dst = dst + c;
-        multiply_tile(t);
-      }
-      t.act += t.units * kUnit;
-      t.factors += t.units * sizeof(Factor);
-      run = codes + t.units * unit_bytes(runs.type);
-    }
-  }
+// Columns [n_begin, n_end) of the packed matrix, which are contiguous.
+inline WeightStream weight_stream(const ktk_matmul* mm) {
+  const size_t columns = round_up(mm->n_end - mm->n_begin, kColumns);
+  return {
+      .begin = reinterpret_cast<const char*>(block_at(mm, mm->n_begin)),
+      .lines = block_offset(mm->matrix, columns) / kLine,
+      .next = static_cast<const char*>(mm->next),
+  };
 }
 
-// Operands and parameters of a run.
-inline size_t scratch_size(const ktk_matrix*, size_t) {
-  return kRunUnits * (kOperandBytes + kMaxParams * sizeof(float));
+// How far ahead of its use a lone tile fetches memory. It leads the prefetcher of L2: from close by
+// when it waits for memory, from further away when it computes as long.
+inline size_t bytes_ahead(const BlockType& type, size_t rows) {
+  return 2 * rows <= type.bits ? 512 : 8192;
 }
 
 inline void multiply(const ktk_matmul* mm) {
   const Runs runs(mm->matrix);
-  const Kernels& kernels = kernels_for(runs.type);
+  const Kernels kernels = kernels_for(runs.type);
   const Meaning meaning(runs.type);
   const size_t row_tiles = (mm->m + kernels.max_rows - 1) / kernels.max_rows;
   const size_t tiles = row_tiles * (kColumns / kTileColumns);
-  uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
-  float* params = reinterpret_cast<float*>(operands + kRunUnits * kOperandBytes);
-  const WeightStream stream = {
-      .begin = reinterpret_cast<const char*>(block_at(mm, mm->n_begin)),
-      .lines = block_offset(mm->matrix, round_up(mm->n_end - mm->n_begin, kColumns)) / kLine,
-      .next = static_cast<const char*>(mm->next),
-  };
-  // The tiles of a run together fetch as many bytes as it has, those that come next.
-  const size_t share = (runs.full.end + kRunUnits * unit_bytes(runs.type)) / tiles + 1;
+  const bool is_lone = tiles == 1;
+  const WeightStream stream = weight_stream(mm);
+  // A lone tile fetches line by line. Several share fetching the next run.
+  const size_t codes_bytes = kRunUnits * unit_bytes(runs.type);
+  const size_t run_bytes = runs.full.end + codes_bytes;
+  const size_t share = is_lone ? 0 : run_bytes / tiles + 1;
+  const size_t distance = is_lone ? bytes_ahead(runs.type, mm->m) : run_bytes;
   const uint8_t* run = block_at(mm, mm->n_begin);
+  alignas(kLine) float params[kRunUnits * kMaxParams];
   TileArgs t = {};
   t.meaning = &meaning;
   t.act_stride = mm->act_stride;
   t.dst_stride = mm->dst_stride;
-  t.prefetch_half = share / (2 * kRunUnits * kUnitSteps) + 1;
-  t.prefetch_step = 2 * t.prefetch_half;
+  t.prefetch_step = is_lone ? kLine : share * kLine * kColumns / kTileColumns / codes_bytes + 1;
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     float* dst = mm->dst + (n - mm->n_begin);
     clear_dst(dst, mm->dst_stride, mm->m);
     for (size_t unit = 0; unit < runs.units; unit += t.units) {
       t.units = smaller(kRunUnits, runs.units - unit);
       const Header& at = runs.of(t.units);
+      const uint8_t* codes = run + at.end;
+      size_t ahead =
+          static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) + distance;
+      if (is_lone) {
+        for (const uint8_t* line = run; line != codes; line += kLine) prefetch_l2(line + distance);
+        ahead += at.end;
+      }
       load_params(runs.type, at, run, t.units, params);
-      kernels.write_operands(meaning, run + at.end, t.units, operands);
-      run += at.end + t.units * unit_bytes(runs.type);
-      size_t ahead = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin);
       // Rows are dealt out evenly: 13 are 7 + 6, not 12 + 1.
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;
@@ -164,20 +109,20 @@ inline void multiply(const ktk_matmul* mm) {
         t.factors = act + factor_offset(mm->matrix) + unit * sizeof(Factor);
         for (size_t c = 0; c < kColumns; c += kTileColumns, ahead += share) {
           t.prefetch = reinterpret_cast<const uint8_t*>(stream.at(ahead / kLine));
-          t.weight = operands + 4 * c;
+          t.codes = codes + 4 * c;
           t.params = params + c;
           t.dst = dst + row * mm->dst_stride + c;
           kernels.of_rows[row_end - row](t);
         }
         row = row_end;
       }
+      run = codes + t.units * unit_bytes(runs.type);
     }
   }
 }
 
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("thin", Dot::kThinRows, multiply_thin),
-    make_ukernel("wide", SIZE_MAX, multiply, scratch_size),
+    make_ukernel("tiles", either<multiply, floats::multiply<Dot>>),
 };
 
 }  // namespace

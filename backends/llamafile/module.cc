@@ -1,4 +1,4 @@
-// LLAMAFILE: ggml's block types, exactly as GGUF files hold them.
+// LLAMAFILE: ggml's block types and floats, exactly as GGUF files hold them.
 #include "ktk/module.h"
 
 #include "llamafile/types.h"
@@ -12,12 +12,18 @@ constexpr ktk_format format(ktk_element element) {
   return {element, KTK_NONE, KTK_NONE, 1, block_type(element).block};
 }
 
+constexpr ktk_format float_format(ktk_element element) {
+  return {element, KTK_NONE, KTK_NONE, 0, 0};
+}
+
 constexpr ktk_format kFormats[] = {
-    format(kQ4_K),  format(kQ5_K),    format(kQ6_K),  format(kQ8_0),    format(kQ4_0),
-    format(kQ4_1),  format(kQ5_0),    format(kQ5_1),  format(kIQ4_NL),  format(kIQ4_XS),
-    format(kMXFP4), format(kNVFP4),   format(kQ2_K),  format(kQ3_K),    format(kTQ1_0),
-    format(kTQ2_0), format(kIQ1_S),   format(kIQ1_M), format(kIQ2_XXS), format(kIQ2_XS),
-    format(kIQ2_S), format(kIQ3_XXS), format(kIQ3_S),
+    format(kQ4_K),         format(kQ5_K),          format(kQ6_K),    format(kQ8_0),
+    format(kQ4_0),         format(kQ4_1),          format(kQ5_0),    format(kQ5_1),
+    format(kIQ4_NL),       format(kIQ4_XS),        format(kMXFP4),   format(kNVFP4),
+    format(kQ2_K),         format(kQ3_K),          format(kTQ1_0),   format(kTQ2_0),
+    format(kIQ1_S),        format(kIQ1_M),         format(kIQ2_XXS), format(kIQ2_XS),
+    format(kIQ2_S),        format(kIQ3_XXS),       format(kIQ3_S),   float_format(KTK_F32),
+    float_format(KTK_F16), float_format(KTK_BF16),
 };
 constexpr uint32_t kNumFormats = sizeof kFormats / sizeof *kFormats;
 

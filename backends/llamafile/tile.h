@@ -14,8 +14,9 @@
 //                  t   = fma(sum of act codes 0, min 0, t), and the same for 1
 //                  dst = fma(t, a, dst)
 //
-// Sums are exact, so a row has the same bits whichever tile it is in. Weights come from planes of
-// codes, which few rows decode as they go, or as operands that were written to scratch for many.
+// Sums are exact, so a row has the same bits whichever tile it is in. Every tile decodes codes as
+// it goes: that takes instructions for which other ports have time, and no memory but the run
+// itself, which stays in L1 for all rows.
 #pragma once
 
 #include "common/weight_stream.h"
@@ -27,22 +28,18 @@ namespace {
 
 struct TileArgs {
   const Meaning* meaning;
-  const uint8_t* weight;  // first unit, columns of the tile
-  const float* params;    // the same
+  const uint8_t* codes;  // first unit, columns of the tile
+  const float* params;   // the same
   size_t units;
   const uint8_t* act;      // first row of the tile, first unit
   const uint8_t* factors;  // the same
   size_t act_stride;
   float* dst;
   size_t dst_stride;
-  // Of a tile of operands: in every step it fetches the lines at prefetch and prefetch_half behind
-  // it, which then move by prefetch_step.
+  // What the tile fetches: as many lines as it reads codes from, prefetch_step bytes apart.
   const uint8_t* prefetch;
-  size_t prefetch_half, prefetch_step;
+  size_t prefetch_step;
 };
-
-// How far ahead of their use a tile of codes fetches them: it leads the prefetcher of L2.
-constexpr size_t kBytesAhead = 512;
 
 // The same pointer, but gcc 12 does not know: it would compute the address of every row before the
 // loops, and spill them.
@@ -59,36 +56,21 @@ inline void pin(Register& x) {
   asm("" : "+x"(x));
 }
 
-// Calls use(j, v, operand) for the four steps 4 half + j of every register of columns.
-template <int kHalf, class Weights, class Use>
-[[gnu::always_inline]] inline void for_each_operand(const Weights& weights, const uint8_t* unit,
-                                                    Use use) {
-#pragma GCC unroll 2
-  for (int v = 0; v < kVecs; ++v) {
-    weights.template for_each_step<kHalf>(
-        unit + v * sizeof(Dot::Int),
-        [&](int j, Dot::Int operand) __attribute__((always_inline)) { use(j, v, operand); });
-  }
-}
-
-template <class Weights, class Shape, int kRows>
+template <int kBits, class Shape, int kRows>
 void multiply_tile(const TileArgs& args) {
   using Int = Dot::Int;
   using Float = Dot::Float;
-  constexpr bool kDecodes = Weights::kBits > 0;
-  // Of codes, or of operands, that a tile passes in a unit.
-  constexpr size_t kUnitBytes = kDecodes ? Weights::kBits * kRowBytes : kOperandBytes;
-  constexpr size_t kUnitLines = kUnitBytes / kLine * kTileColumns / kColumns;
-  constexpr size_t kSlots = kVecs * kUnitSteps;  // operands of a unit
   constexpr int kGroups = Shape::kHalves ? 2 : 1;
+  constexpr size_t kLines = kBits * kTileColumns * 4 / kLine;  // of a unit
+  constexpr size_t kOperands = kVecs * kUnitSteps;             // the same
   // Every third row has a pointer, the two behind it are reached through the index register.
   constexpr int kPointers = (kRows + 2) / 3;
   const TileArgs t = args;  // a copy that stores to dst cannot change
-  const Weights weights(*t.meaning);
+  const Codes<kBits> operands(*t.meaning);
   const uint8_t* act[kPointers];
 #pragma GCC unroll 4
   for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
-  const uint8_t* weight = t.weight;
+  const uint8_t* codes = t.codes;
   const uint8_t* prefetch = t.prefetch;
   const uint8_t* factors = t.factors;
   const float* params = t.params;
@@ -112,38 +94,43 @@ void multiply_tile(const TileArgs& args) {
         }
       }
     }
-    const auto half = [&]<int kHalf>() __attribute__((always_inline)) {
-      const auto add = [&](int j, int v, Int operand) __attribute__((always_inline)) {
-        const size_t slot = static_cast<size_t>((kHalf * kVecs + v) * 4 + j);
-        if constexpr (kDecodes) {
-          const size_t line = slot * kUnitLines / kSlots;
-          if (line != (slot + 1) * kUnitLines / kSlots) {
-            prefetch_l2(weight + kBytesAhead + line * (kUnitBytes / kUnitLines));
+    const auto add_half = [&]<int kHalf>() __attribute__((always_inline)) {
+      auto& sums = acc[kHalf * (kGroups - 1)];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        const auto add = [&](int j, Int operand) __attribute__((always_inline)) {
+          const size_t index = static_cast<size_t>((kHalf * kVecs + v) * 4 + j);
+          if (index * kLines / kOperands != (index + 1) * kLines / kOperands) {
+            prefetch_l2(prefetch);
+            prefetch += t.prefetch_step;
           }
-        } else if (v == 0) {
-          prefetch_l2(prefetch);
-          prefetch_l2(prefetch + t.prefetch_half);
-          prefetch += t.prefetch_step;
-        }
 #pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          Int& sum = acc[kHalf * (kGroups - 1)][r][v];
-          sum = Dot::dot(sum, operand, act[r / 3], t.act_stride, r % 3, j * 4);
-        }
-      };
-      for_each_operand<kHalf>(weights, weight, add);
+          for (int r = 0; r < kRows; ++r) {
+            sums[r][v] = Dot::dot(sums[r][v], operand, act[r / 3], t.act_stride, r % 3, j * 4);
+          }
+        };
+        operands.template for_each_step<kHalf>(codes + v * sizeof(Int), add);
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit / 2);
     };
-    half.template operator()<0>();
-    half.template operator()<1>();
-    weight += kUnitBytes;
-    Float param[2 * kGroups][kVecs];  // scales, minima
-#pragma GCC unroll 4
-    for (int i = 0; i < (Shape::kMins ? 2 : 1) * kGroups; ++i) {
+    add_half.template operator()<0>();
+    add_half.template operator()<1>();
+    codes += kBits * kRowBytes;
+    // Scales, then minima: in registers if there are enough of them.
+    constexpr int kKept = Shape::kHalves && Shape::kMins ? 0 : 2;
+    Float kept[2][kVecs];
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) param[i][v] = Dot::load(params + i * 32 + v * Dot::kLanes);
+    for (int i = 0; i < kKept; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        if (i * kColumns < Shape::kParams)
+          kept[i][v] = Dot::load(params + i * kColumns + v * Dot::kLanes);
+      }
     }
+    const auto param = [&](int i, int v) __attribute__((always_inline)) {
+      return kKept ? kept[i][v] : Dot::load(params + i * kColumns + v * Dot::kLanes);
+    };
     factor = hidden(factors);
     float* dst = hidden(t.dst);
 #pragma GCC unroll 16
@@ -152,20 +139,20 @@ void multiply_tile(const TileArgs& args) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) {
         pin(acc[0][r][v]);
-        Float value = Dot::convert(acc[0][r][v]);
         float* to = dst + v * Dot::kLanes;
+        Float value = Dot::convert(acc[0][r][v]);
         if constexpr (Shape::kHalves) {
-          value = Dot::mul(value, param[0][v]);
-          value = Dot::fma(Dot::convert(acc[1][r][v]), param[1][v], value);
+          value = Dot::mul(value, param(0, v));
+          value = Dot::fma(Dot::convert(acc[1][r][v]), param(1, v), value);
           if constexpr (Shape::kMins) {
-            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), param[2][v], value);
-            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), param[3][v], value);
+            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), param(2, v), value);
+            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), param(3, v), value);
           }
           value = Dot::fma(value, Dot::set1(f->scale), Dot::load(to));
         } else {
           value = Dot::mul(value, Dot::set1(f->scale));
-          value = Dot::fma(value, param[0][v], Dot::load(to));
-          if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), param[1][v], value);
+          value = Dot::fma(value, param(0, v), Dot::load(to));
+          if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), param(1, v), value);
         }
         Dot::store(to, value);
       }
@@ -177,20 +164,20 @@ void multiply_tile(const TileArgs& args) {
 
 using MultiplyTile = void (*)(const TileArgs&);
 
-template <class Weights, class Shape, int kMaxRows>
+template <int kBits, class Shape, int kMaxRows>
 struct Tiles {
   MultiplyTile of_rows[kMaxRows + 1];
 
   template <int kRows = 1>
   constexpr void fill() {
-    of_rows[kRows] = multiply_tile<Weights, Shape, kRows>;
+    of_rows[kRows] = multiply_tile<kBits, Shape, kRows>;
     if constexpr (kRows < kMaxRows) fill<kRows + 1>();
   }
   constexpr Tiles() : of_rows{} { fill(); }
 };
 
-template <class Weights, class Shape, int kMaxRows>
-inline constexpr Tiles<Weights, Shape, kMaxRows> kTiles;
+template <int kBits, class Shape, int kMaxRows>
+inline constexpr Tiles<kBits, Shape, kMaxRows> kTiles;
 
 }  // namespace
 }  // namespace ktk::llamafile

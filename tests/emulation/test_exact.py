@@ -9,6 +9,8 @@ import amx_tools
 import numpy as np
 import pytest
 import torch
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 import ktk
 from ktk import _core
@@ -137,6 +139,39 @@ def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int
         rows = min(m, m_max)
         expected = act[:rows].astype(np.float64) @ weight.T
         np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=ukernel), expected)
+
+
+def random_blocks(name: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
+    """Rows of blocks of any bits that make finite numbers."""
+    kind = GGMLQuantizationType[name.upper()]
+    block, size = GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (500, size), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        blocks = blocks[np.isfinite(quants.dequantize(blocks, kind)).all(axis=1)]
+    return blocks[rng.integers(0, len(blocks), (shape[0], shape[1] // block))].reshape(shape[0], -1)
+
+
+BLOCK_TYPES = [fmt.element for fmt in ktk.load_backend("LLAMAFILE").formats if fmt.group_n == 1]
+
+
+@pytest.mark.parametrize(("m", "n"), [(5, 33), (37, 32)])
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_ggml_products_have_the_bits_of_vnni(name: str, m: int, n: int) -> None:
+    """The sums of a group are exact, and what follows is rounded in the same order."""
+    backend, variant = find("LLAMAFILE", "amx_int8")
+    fmt = _core.Format(name)
+    k = 5 * 256 + fmt.group_k  # more than two stretches of two runs, and not whole runs
+    rng = np.random.default_rng(11)
+    rows = random_blocks(name, (n, k), rng)
+    act = rng.standard_normal((m, k)).astype(np.float32)
+    matrix = _core.PackedMatrix(backend.core, "amx_int8", rows, given=fmt, stored=fmt)
+    vnni = _core.PackedMatrix(backend.core, "avx512_vnni", rows, given=fmt, stored=fmt)
+    expected = vnni.matmul(act)
+    assert np.isfinite(expected).any()  # exponents of mxfp4 reach beyond f32
+    for ukernel, (_, m_max) in enumerate(variant.ukernels):
+        rows = min(m, m_max)
+        result = matrix.matmul(act[:rows], ukernel=ukernel)
+        np.testing.assert_array_equal(result, expected[:rows])
 
 
 @pytest.mark.parametrize(

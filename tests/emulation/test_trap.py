@@ -48,6 +48,7 @@ def test_machine_code_runs_on_software_tiles(tmp_path: Path) -> None:
     [
         ("int8", "tdpbsud"),
         ("int4", "tdpbsud"),
+        ("ggml", "tdpbssd"),
         ("bf16", "tdpbf16ps"),
         ("scaled", "tdpbf16ps"),
     ],

@@ -15,6 +15,7 @@
 #include "check.h"
 #include "core/cpu.h"
 #include "ktk/target.h"
+#include "moe/elements.h"
 #include "moe/layer.h"
 #include "moe/ticket.h"
 
@@ -49,12 +50,22 @@ constexpr ktk_backend kBackend = {
     .num_variants = std::size(kVariants),
 };
 
-// Sizes off every step, and an intermediate size of two shards for the largest depth step (512).
-constexpr size_t kExperts = 5, kTopK = 2, kHidden = 70, kIntermediate = 530;
+constexpr size_t kExperts = 5, kTopK = 2;
 
-ktk::Config config() {
-  return {kExperts, kTopK, kHidden, kIntermediate, {KTK_SILU, 1.0f, INFINITY, false}};
-}
+// Off every step, and an intermediate size of two shards for the largest depth step (512); but made
+// of whole blocks of ggml's types.
+struct Sizes {
+  size_t hidden, intermediate;
+
+  explicit Sizes(const ktk_format& given) {
+    const size_t step = ktk::is_ggml(given.element) ? ktk::block_of(given.element).columns : 1;
+    hidden = (70 + step - 1) / step * step;
+    intermediate = (530 + step - 1) / step * step;
+  }
+  ktk::Config config() const {
+    return {kExperts, kTopK, hidden, intermediate, {KTK_SILU, 1.0f, INFINITY, false}};
+  }
+};
 
 std::vector<uint16_t> random_bf16(size_t count, float scale, unsigned seed) {
   std::mt19937 random(seed);
@@ -82,13 +93,22 @@ struct Weight {
       return;
     }
     std::mt19937 random(seed);
-    source.data_stride = format.element == KTK_E2M1 || format.element == KTK_U4 ? k / 2 : k;
+    const ktk::Block block = ktk::block_of(format.element);
+    source.data_stride = block.bytes_of(k);
     codes.resize(n * source.data_stride);
     for (uint8_t& code : codes) {
       do code = static_cast<uint8_t>(random());
       while (format.element == KTK_E4M3 && (code & 0x7f) == 0x7f);  // NaN
     }
     source.data = codes.data();
+    if (ktk::is_ggml(format.element)) {
+      // Blocks of the types that are given begin with one f16 scale, or two: 1.25 * 2^-11.
+      const uint16_t scales[] = {0x1100, 0x1100};
+      for (size_t i = 0; i < codes.size(); i += block.bytes) {
+        std::memcpy(&codes[i], scales, sizeof scales);
+      }
+      return;
+    }
     const auto groups = [](size_t extent, uint32_t group) {
       return group ? (extent + group - 1) / group : 1;
     };
@@ -126,12 +146,14 @@ struct Weight {
 std::shared_ptr<Layer> make_layer(const ktk_format& given, const std::string& variant, int threads,
                                   int shards) {
   const auto engine = ktk::Engine::make({.threads = threads, .cpus = {}, .pin = false});
-  auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), variant, false, config(),
-                                       engine, shards, ktk::Parts<std::optional<ktk_format>>{});
+  const Sizes sizes(given);
+  auto layer =
+      std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), variant, false, sizes.config(),
+                              engine, shards, ktk::Parts<std::optional<ktk_format>>{});
   for (unsigned e = 0; e < kExperts; ++e) {
-    const Weight gate(given, kIntermediate, kHidden, 3 * e);
-    const Weight up(given, kIntermediate, kHidden, 3 * e + 1);
-    const Weight down(given, kHidden, kIntermediate, 3 * e + 2);
+    const Weight gate(given, sizes.intermediate, sizes.hidden, 3 * e);
+    const Weight up(given, sizes.intermediate, sizes.hidden, 3 * e + 1);
+    const Weight down(given, sizes.hidden, sizes.intermediate, 3 * e + 2);
     layer->load(e, {gate.source, up.source, down.source});
   }
   return layer;
@@ -139,46 +161,49 @@ std::shared_ptr<Layer> make_layer(const ktk_format& given, const std::string& va
 
 // Arrays of a call, of exactly the size they need.
 struct Call {
+  Sizes sizes;
   std::vector<uint16_t> hidden;
   std::vector<int32_t> ids;
   std::vector<float> weights, out;
   ktk::Request request;
 
-  explicit Call(size_t tokens) : hidden(random_bf16(tokens * kHidden, 1.0f, 99)) {
+  Call(const ktk_format& given, size_t tokens)
+      : sizes(given), hidden(random_bf16(tokens * sizes.hidden, 1.0f, 99)) {
     std::mt19937 random(7);
     for (size_t i = 0; i < tokens * kTopK; ++i) {
       // Some ids are out of range on either side, and mean nobody.
       ids.push_back(static_cast<int32_t>(random() % (kExperts + 2)) - 1);
       weights.push_back(0.25f * static_cast<float>(random() % 5));
     }
-    out.assign(tokens * kHidden, NAN);
-    request.hidden = {hidden.data(), KTK_BF16, kHidden};
+    out.assign(tokens * sizes.hidden, NAN);
+    request.hidden = {hidden.data(), KTK_BF16, sizes.hidden};
     request.choice = {ids.data(), false, kTopK, weights.data(), kTopK, tokens, kTopK};
-    request.out = {out.data(), KTK_F32, kHidden};
+    request.out = {out.data(), KTK_F32, sizes.hidden};
   }
 };
 
 std::vector<double> reference(const Layer& layer, const Call& call) {
+  const auto [hidden, intermediate] = call.sizes;
   std::vector<double> out(call.out.size());
-  std::vector<float> gate(kIntermediate * kHidden), up(gate.size()), down(gate.size());
+  std::vector<float> gate(intermediate * hidden), up(gate.size()), down(gate.size());
   for (size_t e = 0; e < kExperts; ++e) {
     layer.weights()->unpack(e, gate.data(), up.data(), down.data());
     for (size_t i = 0; i < call.ids.size(); ++i) {
       if (call.ids[i] != static_cast<int32_t>(e)) continue;
-      const uint16_t* x = &call.hidden[i / kTopK * kHidden];
-      std::vector<double> h(kIntermediate);
-      for (size_t n = 0; n < kIntermediate; ++n) {
+      const uint16_t* x = &call.hidden[i / kTopK * hidden];
+      std::vector<double> h(intermediate);
+      for (size_t n = 0; n < intermediate; ++n) {
         double g = 0, u = 0;
-        for (size_t k = 0; k < kHidden; ++k) {
-          g += double{to_f32(x[k])} * gate[n * kHidden + k];
-          u += double{to_f32(x[k])} * up[n * kHidden + k];
+        for (size_t k = 0; k < hidden; ++k) {
+          g += double{to_f32(x[k])} * gate[n * hidden + k];
+          u += double{to_f32(x[k])} * up[n * hidden + k];
         }
         h[n] = g / (1 + std::exp(-g)) * u;
       }
-      for (size_t n = 0; n < kHidden; ++n) {
+      for (size_t n = 0; n < hidden; ++n) {
         double y = 0;
-        for (size_t k = 0; k < kIntermediate; ++k) y += h[k] * down[n * kIntermediate + k];
-        out[i / kTopK * kHidden + n] += call.weights[i] * y;
+        for (size_t k = 0; k < intermediate; ++k) y += h[k] * down[n * intermediate + k];
+        out[i / kTopK * hidden + n] += call.weights[i] * y;
       }
     }
   }
@@ -196,7 +221,7 @@ std::vector<std::string> runnable() {
 void check_layer(const ktk_format& given, const std::string& variant, int shards) {
   const auto layer = make_layer(given, variant, 3, shards);
   for (const size_t tokens : {1, 3, 20, 200}) {
-    Call call(tokens);
+    Call call(given, tokens);
     layer->forward(call.request);
     const std::vector<double> wanted = reference(*layer, call);
     double error = 0, size = 0;
@@ -219,7 +244,7 @@ TEST(layers_compute_what_they_hold) {
 TEST(bits_do_not_depend_on_the_number_of_workers) {
   for (const ktk_format& given : kGiven) {
     for (const std::string& variant : runnable()) {
-      Call alone(50), together(50);
+      Call alone(given, 50), together(given, 50);
       make_layer(given, variant, 1, 1)->forward(alone.request);
       make_layer(given, variant, 4, 1)->forward(together.request);
       CHECK(!std::memcmp(alone.out.data(), together.out.data(), alone.out.size() * sizeof(float)));
@@ -229,12 +254,12 @@ TEST(bits_do_not_depend_on_the_number_of_workers) {
 
 TEST(tickets_run_in_the_background) {
   const auto layer = make_layer(kGiven[0], runnable().front(), 2, 1);
-  Call direct(9);
+  Call direct(kGiven[0], 9);
   layer->forward(direct.request);
   std::vector<std::unique_ptr<Call>> calls;
   std::vector<std::unique_ptr<ktk::Ticket>> tickets;
   for (int i = 0; i < 8; ++i) {
-    calls.push_back(std::make_unique<Call>(9));
+    calls.push_back(std::make_unique<Call>(kGiven[0], 9));
     tickets.push_back(std::make_unique<ktk::Ticket>(layer, calls.back()->request));
     // The inputs were copied.
     calls.back()->hidden.assign(calls.back()->hidden.size(), 0);
@@ -248,10 +273,10 @@ TEST(tickets_run_in_the_background) {
 
 TEST(an_error_in_a_ticket_reaches_its_owner) {
   const auto engine = ktk::Engine::make({.threads = 2, .cpus = {}, .pin = false});
-  const auto layer =
-      std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false, config(), engine, 1,
-                              ktk::Parts<std::optional<ktk_format>>{});
-  Call call(4);
+  const auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false,
+                                             Sizes(kGiven[0]).config(), engine, 1,
+                                             ktk::Parts<std::optional<ktk_format>>{});
+  Call call(kGiven[0], 4);
   const ktk::Ticket ticket(layer, call.request);
   CHECK_THROWS(std::runtime_error, ticket.wait());
 }

@@ -1,0 +1,202 @@
+// The product with AMX, for many rows: 16 x 16 sums, 32 deep, one instruction.
+//
+//   tiles        B 6: columns 0-15    B 7: columns 16-31
+//   A 4: rows 0-15       C 0                C 1
+//   A 5: rows 16-31      C 2                C 3
+//
+// B tiles are operands (operands.h) with the sign of the weights; a row of 128 bytes is a row of B
+// 6 and one of B 7. A stretch of two runs is written to scratch, 16 KiB, before all rows pass over
+// it. A tile is as deep as a group of the type, 32 or 16, because the scales change there, and its
+// sums can only leave through memory. They are scaled and added to dst while the next unit is
+// multiplied: at once, that would wait for the stores and the tiles would wait for it.
+//
+// Sums are exact and meet the roundings that tile.h lists, so a row has the same bits here and in
+// the micro-kernel for few rows.
+#pragma once
+
+#include "common/amx.h"
+#include "llamafile/matmul.h"
+#include "llamafile/operands.h"
+
+namespace ktk::llamafile {
+namespace {
+
+constexpr size_t kTileRows = 16;
+constexpr size_t kBlockRows = 2 * kTileRows;
+constexpr size_t kBlockValues = kBlockRows * kColumns;
+
+// Operands and parameters of a stretch; C of the unit that is being multiplied, and of the one
+// before it, each of up to two groups.
+inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
+  return kStretchBytes + 2 * 2 * kBlockValues * sizeof(int32_t);
+}
+
+// C = A x B of one group of 32 (or 16) rows, stored as rows of 32 columns.
+template <bool kBothHalves>
+inline void multiply_group(const uint8_t* operands, const uint8_t* act, size_t act_stride,
+                           int32_t* c) {
+  constexpr size_t kStride = kColumns * sizeof(int32_t);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(6, operands, kRowBytes);
+  _tile_loadd(4, act, act_stride);
+  _tile_loadd(7, operands + kLine, kRowBytes);
+  _tile_dpbssd(0, 4, 6);
+  _tile_dpbssd(1, 4, 7);
+  _tile_stored(0, c, kStride);
+  _tile_stored(1, c + 16, kStride);
+  if constexpr (kBothHalves) {
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(5, act + kTileRows * act_stride, act_stride);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+    _tile_stored(2, c + kTileRows * kColumns, kStride);
+    _tile_stored(3, c + kTileRows * kColumns + 16, kStride);
+  }
+}
+
+// A stored C that is yet to be added to dst.
+template <class Shape>
+struct Pending {
+  const int32_t* c;
+  const uint8_t* factor;  // of the first row
+  size_t act_stride;
+  const float* params;
+  float* dst;
+  size_t dst_stride;
+  size_t rows = 0;
+
+  void add() const {
+    if (rows == 0) return;
+    for (size_t column = 0; column < kColumns; column += Dot::kLanes) add_columns(column);
+  }
+
+ private:
+  void add_columns(size_t column) const {
+    const auto param = [&](size_t i) { return Dot::load(params + i * kColumns + column); };
+    Dot::Float scale[2], min[2];
+    for (size_t i = 0; i < Shape::kScales; ++i) {
+      scale[i] = param(i);
+      if constexpr (Shape::kMins) min[i] = param(Shape::kScales + i);
+    }
+    const uint8_t* of_row = factor;
+    const int32_t* from = c + column;
+    float* to = dst + column;
+    for (size_t row = 0; row < rows; ++row) {
+      const Factor* f = reinterpret_cast<const Factor*>(of_row);
+      const Dot::Float act_scale = Dot::set1(f->scale);
+      Dot::Float value = Dot::convert(_mm512_load_si512(from));
+      if constexpr (Shape::kHalves) {
+        value = Dot::mul(value, scale[0]);
+        value = Dot::fma(Dot::convert(_mm512_load_si512(from + kBlockValues)), scale[1], value);
+        if constexpr (Shape::kMins) {
+          value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), min[0], value);
+          value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), min[1], value);
+        }
+        value = Dot::fma(value, act_scale, Dot::load(to));
+      } else {
+        value = Dot::fma(Dot::mul(value, act_scale), scale[0], Dot::load(to));
+        if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), min[0], value);
+      }
+      Dot::store(to, value);
+      of_row += act_stride;
+      from += kColumns;
+      to += dst_stride;
+    }
+  }
+};
+
+template <class Shape>
+inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
+                                WriteOperands write_signed) {
+  constexpr size_t kGroups = Shape::kScales;  // of a unit
+  const Meaning meaning(runs.type, 0);
+  const TileRows tile_rows(mm->m, kUnit / kGroups);
+  const size_t units = runs.units;
+  const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
+  const uint8_t* act = static_cast<const uint8_t*>(mm->act);
+  uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
+  float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
+  int32_t* c = reinterpret_cast<int32_t*>(operands + kStretchBytes);
+  int32_t* c_before = c + 2 * kBlockValues;
+  const WeightStream stream = weight_stream(mm);
+  const uint8_t* run = block_at(mm, mm->n_begin);
+  Pending<Shape> pending = {};
+  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
+    float* dst = mm->dst + (n - mm->n_begin);
+    clear_dst(dst, mm->dst_stride, mm->m);
+    for (size_t unit = 0, count; unit < units; unit += count) {
+      pending.add();  // its parameters are about to be overwritten
+      pending.rows = 0;
+      const Stretch stretch(runs, meaning, write_signed, Shape::kParams, run, units - unit,
+                            operands, params);
+      count = stretch.units;
+      tile_memory_barrier();
+      // All units of all rows together fetch the stretch that comes next.
+      const size_t lines = static_cast<size_t>(stretch.end - run) / kLine;
+      const size_t share = lines / (row_blocks * count) + 1;
+      run = stretch.end;
+      size_t line = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) / kLine;
+      for (size_t row = 0; row < mm->m; row += kBlockRows) {
+        const size_t rows = smaller(kBlockRows, mm->m - row);
+        const uint8_t* first = act + row * mm->act_stride;
+        const auto multiply_rows = rows > kTileRows ? multiply_group<true> : multiply_group<false>;
+        for (size_t i = 0; i < count; ++i) {
+          for (size_t j = 0; j < share; ++j, ++line) prefetch_l2(stream.at(line));
+          for (size_t g = 0; g < kGroups; ++g) {
+            multiply_rows(operands + i * kOperandBytes + g * kOperandBytes / kGroups,
+                          first + (unit + i) * kUnit + g * kUnit / kGroups, mm->act_stride,
+                          c + g * kBlockValues);
+          }
+          pending.add();
+          pending = {
+              .c = c,
+              .factor = first + factor_offset(mm->matrix) + (unit + i) * sizeof(Factor),
+              .act_stride = mm->act_stride,
+              .params = params + i * Shape::kParams,
+              .dst = dst + row * mm->dst_stride,
+              .dst_stride = mm->dst_stride,
+              .rows = rows,
+          };
+          int32_t* const swap = c;
+          c = c_before;
+          c_before = swap;
+        }
+      }
+    }
+  }
+  pending.add();
+}
+
+template <class Shape>
+inline void multiply_amx_as(const ktk_matmul* mm, const Runs& runs) {
+  switch (runs.type.bits) {
+    case 2:
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<2, 0>);
+    case 3:
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<3, 0>);
+    case 4:
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<4, 0>);
+    case 5:
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<5, 0>);
+    case 6:
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<6, 0>);
+    default:
+      return multiply_amx_blocks<Shape>(mm, runs, write_operands<8, 0>);
+  }
+}
+
+inline void multiply_amx(const ktk_matmul* mm) {
+  const Runs runs(mm->matrix);
+  const BlockType& type = runs.type;
+  if (type.group == 16) {
+    if (type.has_dmin) return multiply_amx_as<Shape<true, true>>(mm, runs);
+    return multiply_amx_as<Shape<true, false>>(mm, runs);
+  }
+  if (type.has_dmin) return multiply_amx_as<Shape<false, true>>(mm, runs);
+  multiply_amx_as<Shape<false, false>>(mm, runs);
+}
+
+}  // namespace
+}  // namespace ktk::llamafile

@@ -1,0 +1,22 @@
+// AMX-INT8: Sapphire Rapids and later servers.
+#include "llamafile/amx.h"
+#include "llamafile/variant.h"
+
+namespace ktk::llamafile {
+namespace {
+
+// Few rows wait for memory, or for the operands: they are decoded as they are read.
+constexpr ktk_ukernel kAmxUkernels[] = {
+    make_ukernel("vnni_4x32", Dot::kMaxRows, either<multiply, floats::multiply<Dot>>),
+    make_ukernel("amx_32x32", SIZE_MAX, either<multiply_amx, floats::multiply<Dot>>,
+                 amx_scratch_size),
+};
+
+}  // namespace
+}  // namespace ktk::llamafile
+
+extern "C" {
+extern const ktk_variant KTK_VARIANT(llamafile);
+constexpr ktk_variant KTK_VARIANT(llamafile) = ktk::llamafile::make_variant(
+    ktk::llamafile::kAmxUkernels, ktk::llamafile::kTileRows, ktk::enter_amx, ktk::leave_amx);
+}

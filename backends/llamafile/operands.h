@@ -1,0 +1,53 @@
+// Weights as operands in memory, for products that want all of them there: AMX.
+#pragma once
+
+#include "llamafile/codes.h"
+#include "llamafile/params.h"
+
+namespace ktk::llamafile {
+namespace {
+
+constexpr size_t kStretchUnits = 2 * kRunUnits;
+constexpr size_t kOperandBytes = kUnitSteps * kRowBytes;  // of a unit: a row for every step
+
+// Makes operands of the codes of some units.
+template <int kBits, int kOffset>
+void write_operands(const Meaning& meaning, const uint8_t* unit, size_t units, uint8_t* to) {
+  const Codes<kBits, kOffset> codes(meaning);
+  for (; units > 0; --units, unit += kBits * kRowBytes, to += kOperandBytes) {
+    for (size_t at = 0; at < kRowBytes; at += sizeof(Dot::Int)) {
+      const auto store = [&](size_t step, Dot::Int x) {
+        Dot::store_bytes(to + step * kRowBytes + at, x);
+      };
+      codes.template for_each_step<0>(unit + at, [&](size_t j, Dot::Int x) { store(j, x); });
+      codes.template for_each_step<1>(unit + at, [&](size_t j, Dot::Int x) { store(4 + j, x); });
+    }
+  }
+}
+
+using WriteOperands = void (*)(const Meaning&, const uint8_t*, size_t, uint8_t*);
+
+// Bytes of scratch: operands and parameters of a stretch.
+constexpr size_t kStretchBytes = kStretchUnits * (kOperandBytes + kMaxParams * sizeof(float));
+
+// Operands and parameters of the units from `run` on, of which the block has `units_left`.
+struct Stretch {
+  const uint8_t* end;
+  size_t units = 0;
+
+  Stretch(const Runs& runs, const Meaning& meaning, WriteOperands write, size_t unit_params,
+          const uint8_t* run, size_t units_left, uint8_t* operands, float* params)
+      : end(run) {
+    while (units < smaller(kStretchUnits, units_left)) {
+      const size_t count = smaller(kRunUnits, units_left - units);
+      const Header& at = runs.of(count);
+      load_params(runs.type, at, end, count, params + units * unit_params);
+      write(meaning, end + at.end, count, operands + units * kOperandBytes);
+      end += at.end + count * unit_bytes(runs.type);
+      units += count;
+    }
+  }
+};
+
+}  // namespace
+}  // namespace ktk::llamafile

@@ -1,0 +1,60 @@
+"""What LLAMAFILE unpacks is, bit by bit, what gguf's own decoders make of the same blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+import ktk
+from ktk import Format, _core
+
+TYPES = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4", "NVFP4"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", "TQ1_0", "TQ2_0"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
+    *("F32", "F16", "BF16"),
+)
+CORE = ktk.load_backend("LLAMAFILE").core
+VARIANTS = [variant.name for variant in ktk.load_backend("LLAMAFILE").variants if variant.runnable]
+
+
+def random_rows(kind: GGMLQuantizationType, n: int, k: int) -> np.ndarray:
+    """Rows of any bits at all: every code, and scales that are subnormal, infinite or NaN."""
+    block, size = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(n + k)
+    rows = rng.integers(0, 256, (n, k // block * size), dtype=np.uint8)
+    plain = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}.get(kind.name)
+    return rows if plain is None else rows.view(plain)
+
+
+def decode(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        return quants.dequantize(rows.view(np.uint8), kind)
+
+
+def pack(variant: str, rows: np.ndarray, kind: GGMLQuantizationType) -> _core.PackedMatrix:
+    return _core.PackedMatrix(CORE, variant, rows, given=Format(kind.name.lower()))
+
+
+def check_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+    """NaN has many forms, and a sum of two may have either sign."""
+    same = actual.view(np.uint32) == expected.view(np.uint32)
+    same |= np.isnan(actual) & np.isnan(expected)
+    places = np.argwhere(~same)
+    assert not places.size, (
+        f"{len(places)} of {same.size} differ; the first, at {places[0]}: "
+        f"{actual[tuple(places[0])]} for {expected[tuple(places[0])]}"
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", TYPES)
+def test_blocks_keep_their_values(name: str, variant: str) -> None:
+    kind = GGMLQuantizationType[name]
+    block = GGML_QUANT_SIZES[kind][0]
+    # Runs of 256 columns, whole and begun; rows beyond the last step of columns.
+    for n, k in [(37, 2048), (5, 256 + block if block > 1 else 259), (1, max(block, 2))]:
+        rows = random_rows(kind, n, k)
+        check_same_bits(pack(variant, rows, kind).unpack(), decode(rows, kind))
