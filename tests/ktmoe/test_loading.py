@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from ktmoe_layers import INNER, E, H, K, inputs, weights
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 import ktk
 from ktk import KTMoEWrapper
 from ktk.ktmoe.writers import submit_write
+from ktk.packed.convert import convert
 
 
 def checkpoint(folder: Path, seed: int = 0, **more: Any) -> Path:
@@ -117,3 +120,49 @@ def test_two_models_of_two_sizes_are_called_in_turns(tmp_path: Path) -> None:
     mixed.append(theirs[1].forward(*inputs(4, hidden=32)))
     for one, other in zip(chained, mixed, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("method", ["AMXINT8", "AMXINT4", "BF16"])
+def test_a_converted_folder_is_the_checkpoint_it_was_made_of(tmp_path: Path, method: str) -> None:
+    path = checkpoint(tmp_path / "model")
+    convert(path, tmp_path / "packed", backend=method)
+    call = inputs(5)
+    results = []
+    for source in (path, tmp_path / "packed"):
+        made = layer(source, method=method)
+        made.load_weights(torch.arange(E))
+        results.append(made.forward(*call))
+    assert torch.equal(*results)
+
+
+def test_gguf_is_computed_as_it_is(tmp_path: Path) -> None:
+    hidden, inner = 256, 256
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe")
+    for name, value in (
+        ("expert_count", E),
+        ("expert_used_count", K),
+        ("embedding_length", hidden),
+        ("expert_feed_forward_length", inner),
+    ):
+        writer.add_uint32(f"qwen3moe.{name}", value)
+    values = {}
+    shapes = {"gate": (E, inner, hidden), "up": (E, inner, hidden), "down": (E, hidden, inner)}
+    for part, shape in shapes.items():
+        random = np.random.default_rng(len(values)).standard_normal(shape, np.float32) / 16
+        blocks = gguf.quants.quantize(random, gguf.GGMLQuantizationType.Q8_0)
+        values[part] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+        name = f"blk.5.ffn_{part}_exps.weight"
+        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
+    made = layer(tmp_path, method="LLAMAFILE", **sizes)
+    made.load_weights()
+    assert made.moe is not None
+    assert str(made.moe.format) == "q8_0"
+    for number in (0, E - 1):
+        for stored, part in zip(made.moe.unpack_expert(number), values.values(), strict=True):
+            np.testing.assert_array_equal(stored, part[number])
+    assert made.forward(*inputs(3, hidden=hidden)).isfinite().all()
