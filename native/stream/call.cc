@@ -68,6 +68,7 @@ void AsyncCall::start() {
         "the layer); capture it again");
     return;
   }
+  if (!layer_) throw std::logic_error("a call that is not live can be started once");
   if (options_.live) copy_mask(given_.skip, skip_);
   // A deferred half reads its inputs after others may have got their memory.
   const bool read = options_.stable ? options_.give != nullptr : options_.live;
@@ -97,7 +98,9 @@ void AsyncCall::run() {
       std::fill_n(options_.give->sums, options_.give->size(), 0.0f);
     }
   }
+  std::shared_ptr<Layer> layer;  // may take its time to go, so not under the lock
   const std::lock_guard lock(mutex_);
+  if (!options_.live) layer.swap(layer_);
   ++ended_;
   changed_.notify_all();
 }

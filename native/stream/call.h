@@ -51,6 +51,7 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
   AsyncCall(std::shared_ptr<Layer> layer, const Request& request, Options options,
             std::shared_ptr<Latch> errors);
 
+  // A call that is not live can be started once, and lets go of its layer when it has ended.
   void start();
   // Returns when what was started has written its output; its deferred half may still run.
   void wait();
