@@ -134,6 +134,8 @@ class KTMoEWrapper(Layer):
             if not captured and inputs.hidden.shape[0] in _capture_sizes and on_gpu(inputs.hidden):
                 # The capture that follows finds its buffers, and need not make any.
                 self.model.staging.captured(inputs.hidden, inputs.ids)
+                if what.deferred:
+                    self.model.room(self.layer_idx, inputs.hidden, captured=True)
         if give is not None:
             self.model.leave(replace(give, call=step.call))
         self._step = step

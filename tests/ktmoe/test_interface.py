@@ -61,6 +61,41 @@ def test_the_readme_of_kt_kernel_runs() -> None:
     KTMoEWrapper.set_capture_batch_sizes([])
 
 
+@pytest.mark.parametrize(
+    "of_engine",
+    [
+        # SGLang's own wrapper, which still has the arguments of 2025, and its fork's.
+        {"num_gpu_experts": 2},
+        {
+            "gpu_experts_mask": torch.arange(E) < 2,
+            "numa_nodes": None,
+            "swiglu_limit": 0.0,
+            "swiglu_alpha": 0.0,
+        },
+    ],
+    ids=["sglang", "sglang-kt"],
+)
+def test_engines_make_layers_with_their_keywords(of_engine: dict[str, Any]) -> None:
+    layer = KTMoEWrapper(
+        layer_idx=1,
+        num_experts=E,
+        num_experts_per_tok=K,
+        hidden_size=H,
+        moe_intermediate_size=INNER,
+        cpuinfer_threads=60,
+        threadpool_count=2,
+        weight_path="/models/some",
+        chunked_prefill_size=8192,
+        method="BF16",
+        max_deferred_experts_per_token=0,
+        **of_engine,
+    )
+    layer.load_weights_from_tensors(*weights(), torch.arange(E))
+    x, ids, w = inputs(4)
+    masked = expected(0, x, ids, w, mask=torch.arange(E) < 2)
+    assert torch.equal(layer.forward(x, ids.int(), w, 0), masked)
+
+
 def test_results_are_those_of_the_layer() -> None:
     layer = wrapper(seed=3)
     x, ids, w = inputs(7)
