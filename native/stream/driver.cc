@@ -11,6 +11,7 @@ namespace ktk {
 namespace {
 
 constexpr const char* kVariable = "KTK_CUDA_LIBRARY";
+constexpr int kNotSupported = 801;  // CUDA_ERROR_NOT_SUPPORTED
 
 template <typename Function>
 void find(void* library, const std::string& path, const char* name, Function& function) {
@@ -61,14 +62,19 @@ void CudaDriver::check(int code, const char* what) const {
 
 void CudaDriver::launch(uintptr_t stream, HostFunction fn, void* argument) const {
   const Handle handle = reinterpret_cast<Handle>(stream);
-  // The stream's context need not be current on this thread, and launching wants it so.
+  // The stream's context need not be current on this thread, and launching wants it so. Streams of
+  // green contexts do not tell theirs; who uses them has made it current.
   Handle context = nullptr;
-  check(stream_get_ctx_(handle, &context), "cuStreamGetCtx");
-  check(ctx_push_(context), "cuCtxPushCurrent");
+  const int told = stream_get_ctx_(handle, &context);
+  if (told != kNotSupported) {
+    check(told, "cuStreamGetCtx");
+    check(ctx_push_(context), "cuCtxPushCurrent");
+  }
   const int launched = launch_host_func_(handle, fn, argument);
-  // Its result would hide whether the function was queued, and it cannot fail after the push.
+  // The result of a pop would hide whether the function was queued, and it cannot fail after a
+  // push.
   Handle popped = nullptr;
-  ctx_pop_(&popped);
+  if (told != kNotSupported) ctx_pop_(&popped);
   check(launched, "cuLaunchHostFunc");
 }
 
