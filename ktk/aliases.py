@@ -72,6 +72,7 @@ _TABLE = (
     Alias("MOE_INT4", ("AMXINT4",), "4 bits, quantised while loading"),
     Alias("INT8", ("AMXINT8",), "int8 with a scale per output row"),
     Alias("AMXBF16", ("BF16",), "bf16"),
+    Alias("GGUF", ("LLAMAFILE",), "any of ggml's types, as GGUF files have them"),
     Alias("AMXFP8", ("FP8",), "E4M3 with scales per 128 x 128"),
 )
 

@@ -39,7 +39,8 @@ class MoEConfig:
     activation_alpha : float
         Slope of the sigmoid of ``swigluoai``.
     clamp_gate_below : bool
-        Also clamp ``g`` to at least ``-activation_limit`` (MiniMax-M3; gpt-oss does not).
+        Also clamp ``g`` to at least ``-activation_limit``: how kt-kernel computes MiniMax-M3. The
+        model itself, as published for transformers, clamps ``g`` from above only; so does gpt-oss.
     """
 
     num_experts: int

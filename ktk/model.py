@@ -111,7 +111,7 @@ class Model(Mapping[int, MoE]):
         try:
             return self._layers[layer]
         except KeyError:
-            from ktk.checkpoint.experts import spans
+            from ktk.checkpoint.spans import spans
 
             raise KeyError(
                 f"layer {layer} is not loaded; loaded are {spans(list(self._layers)) or 'none'}"

@@ -2,7 +2,8 @@
 
 `families` is the table of naming schemes and `storage` the one of how a matrix is stored under any
 of them; a new family or scheme is a row there. `config` reads sizes, activation function and
-quantisation from config.json, `index` finds and maps tensors, `experts` joins them.
+quantisation from config.json, `index` finds and maps tensors, `find` says what rows of the tables
+a `layer` is of, `check` compares it with them, and `experts` reads it.
 `gguf` does the same for GGUF files, and `open` chooses between the two. `default` chooses a backend
 by what is stored, and `load` makes layers.
 """

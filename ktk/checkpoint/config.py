@@ -33,6 +33,9 @@ _ACTIVATIONS = {
     "gelu_tanh": "gelu_tanh",
 }
 
+# Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.
+_LIMITS_OF_LAYERS = ("expert_swiglu_limit_list", "swiglu_limits")
+
 # gpt-oss published its weights before transformers wrote these two into config.json.
 _OAI_ALPHA = 1.702
 _OAI_LIMIT = 7.0
@@ -135,6 +138,9 @@ def _size(path: Path, entries: dict[str, Any], field: str) -> int:
 
 def _activation(entries: dict[str, Any]) -> dict[str, Any]:
     name = str(entries.get("hidden_act") or entries.get("hidden_activation") or "silu")
+    for key in _LIMITS_OF_LAYERS:
+        if any(entries.get(key) or ()):
+            name = f"{name}, then clamped as {key} says"
     limit = entries.get("swiglu_limit")
     alpha = entries.get("swiglu_alpha")
     if entries.get("model_type") == "gpt_oss" or name == "swigluoai" or alpha is not None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.experts import spans
 from ktk.checkpoint.open import open_checkpoint
+from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 
 

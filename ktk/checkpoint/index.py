@@ -52,6 +52,10 @@ class TensorIndex:
         except KeyError:
             raise CheckpointError(f"{self.folder} has no tensor {name}") from None
 
+    def where(self, name: str) -> str:
+        """Name a tensor and its file, for messages."""
+        return f"tensor {name} in {self.file(name)}"
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
         return tuple(self._slice(name).get_shape())

@@ -72,6 +72,9 @@ def load_moe(
 ) -> MoE:
     """Load the routed experts of one layer.
 
+    Experts are packed one after the other, from the mapped files where the backend takes what they
+    hold: in memory are the packed layer and at most two experts in floats, one of them being read.
+
     Parameters
     ----------
     path

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ktk.checkpoint import default_backend, open_checkpoint
-from ktk.checkpoint.experts import spans
+from ktk.checkpoint.spans import spans
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.registry import backends, load_backend
 from ktk.system import available_memory

@@ -19,7 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from ktk.checkpoint.experts import spans
+from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 from ktk.packed.convert import Conversion, gigabytes
 

@@ -1,13 +1,13 @@
 """Packed files: the experts of a model as a backend stores them, made once and loaded often."""
 
 from ktk.checkpoint.detect import is_packed
-from ktk.packed.convert import Conversion, LayerPlan, convert
+from ktk.packed.convert import Conversion, FilePlan, convert
 from ktk.packed.describe import PackedFile, describe_folder
 from ktk.packed.read import PackedCheckpoint
 
 __all__ = [
     "Conversion",
-    "LayerPlan",
+    "FilePlan",
     "PackedCheckpoint",
     "PackedFile",
     "convert",

@@ -41,7 +41,7 @@ _CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
-class LayerPlan:
+class FilePlan:
     """What is to become of a layer; `done` if an earlier run made its file."""
 
     encoder: Encoder
@@ -80,7 +80,7 @@ class Conversion:
 
     Attributes
     ----------
-    plans : list of LayerPlan
+    plans : list of FilePlan
         The layers, from `with` on.
 
     Raises
@@ -105,7 +105,7 @@ class Conversion:
         self.backend = load_backend(backend) if isinstance(backend, str) else backend
         self.group_size = group_size
         self.threads = threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
-        self.plans: list[LayerPlan] = []
+        self.plans: list[FilePlan] = []
         self._wanted = None if layers is None else sorted(set(layers))
         self._resume = resume
         self._stack = ExitStack()
@@ -142,11 +142,11 @@ class Conversion:
         self._stack.close()
 
     @property
-    def todo(self) -> list[LayerPlan]:
+    def todo(self) -> list[FilePlan]:
         """The layers that are not there yet."""
         return [plan for plan in self.plans if not plan.done]
 
-    def run(self) -> Iterator[LayerPlan]:
+    def run(self) -> Iterator[FilePlan]:
         """Write what is missing; yields the layer after each expert.
 
         Raises
@@ -162,7 +162,7 @@ class Conversion:
                 except OSError as error:
                     raise CheckpointError(self._failure(plan, error)) from error
 
-    def _write(self, plan: LayerPlan, pool: ThreadPoolExecutor) -> Iterator[LayerPlan]:
+    def _write(self, plan: FilePlan, pool: ThreadPoolExecutor) -> Iterator[FilePlan]:
         writer = LayerWriter(plan.path, plan.header)
         experts = plan.header.layout.config.num_experts
 
@@ -219,12 +219,17 @@ class Conversion:
                 "another folder"
             )
         earlier = read_index(self.output)
-        for what in ("backend", "group_size", "source"):
+        for what in ("backend", "group_size"):
             if getattr(earlier, what) != getattr(mine, what):
                 raise CheckpointError(
                     f"{self.output} was begun with the {what} {getattr(earlier, what)}, not "
                     f"{getattr(mine, what)}: choose another folder"
                 )
+        if earlier.source != source:
+            raise CheckpointError(
+                f"{self.output} was begun from {earlier.source_name}, whose files were not those "
+                f"of {self.source}: choose another folder"
+            )
         return replace(earlier, layers=tuple(sorted({*earlier.layers, *mine.layers})))
 
     def _check_empty(self) -> None:
@@ -239,14 +244,14 @@ class Conversion:
                 f"{self.output} is not empty, it holds {foreign[0]}: choose another folder"
             )
 
-    def _plan(self, encoder: Encoder, source: str) -> LayerPlan:
+    def _plan(self, encoder: Encoder, source: str) -> FilePlan:
         header = Header(self.backend.name, encoder.number, source, encoder.layout)
         path = file_of(self.output, encoder.number)
         if not path.exists():
-            return LayerPlan(encoder, header, path, done=False)
+            return FilePlan(encoder, header, path, done=False)
         if not open_layer(path).header.same_content(header):
             raise CheckpointError(f"{path} is of another conversion: remove it")
-        return LayerPlan(encoder, header, path, done=True)
+        return FilePlan(encoder, header, path, done=True)
 
     def _check_space(self) -> None:
         needed = sum(plan.nbytes for plan in self.todo)
@@ -262,7 +267,7 @@ class Conversion:
         if found.is_file():
             write_file(self.output / _CONFIG, found.read_bytes())
 
-    def _failure(self, plan: LayerPlan, error: OSError) -> str:
+    def _failure(self, plan: FilePlan, error: OSError) -> str:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return (
                 f"{self.output} is full: layer {plan.encoder.number} needs "
@@ -280,12 +285,12 @@ def convert(
     layers: Sequence[int] | None = None,
     resume: bool = False,
     threads: int | None = None,
-) -> list[LayerPlan]:
+) -> list[FilePlan]:
     """Convert the experts of a checkpoint; parameters and errors as of `Conversion`.
 
     Returns
     -------
-    list of LayerPlan
+    list of FilePlan
         The layers that the folder now has of this call.
     """
     with Conversion(

@@ -129,12 +129,20 @@ def _stored(
         except ValueError:
             if not decoded:
                 raise
-            chosen = backend.formats[0]
+            chosen = _made_of_floats(backend)
     else:
         chosen = _grouped(backend, given, n, k, group_size, decoded)
     columns, _ = chosen.block
     if k % columns:
         raise ValueError(f"a depth of {k} does not fill whole bytes of {chosen.element}")
+    return chosen
+
+
+def _made_of_floats(backend: Backend) -> Format:
+    """Return what `quantize` can make for a backend that takes no floats."""
+    chosen: Format = backend.formats[0]
+    if chosen.scale == "none" and chosen.element not in _FLOATS.values():
+        raise ValueError(f"it takes weights as they are, such as {chosen}, and makes none")
     return chosen
 
 

@@ -2,30 +2,32 @@
 
     ktk        {"version": 1, "writer": "ktk 0.1.0", "backend": "AMXINT4", "layer": 3,
                 "source": "...", "config": {...}, "formats": {"gate": {...}, ...},
-                "biases": [...], "crc32": {"gate": "8 digits per expert", ...}}
-    ktk_crc32  the CRC-32 of that text
+                "biases": [...], "xxh3": {"gate": "16 digits per expert", ...}}
+    ktk_xxh3   the checksum of that text
 
-Checksums are the CRC-32 of zlib, one for each tensor of each expert: it finds every damage of up to
-32 bits in a row, is in the standard library, and ran at 4.2 GB/s on one thread of a Zen 4, where
-SHA-256 made 1.7 and BLAKE2b 0.9. They are there to notice decay, not attackers.
+Checksums are XXH3 of 64 bits, one for each tensor of each expert, because they must not slow down
+loading. AMXINT8 on two cores of a Zen 4, from the page cache: 2.3 GB/s with the CRC-32 of zlib (4.2
+GB/s on one thread; SHA-256 makes 1.7, BLAKE2b 0.9) where 3.9 went without; with XXH3, which makes
+30, 3.3 where 3.5 went without. They are there to notice decay, not attackers.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from typing import Any
 
+import xxhash
+
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.packed.layout import ALIGNMENT, Layout
 
 VERSION = 1
-_DIGITS = 8
+_DIGITS = 16
 
 
 class HeaderError(ValueError):
@@ -47,7 +49,7 @@ class Header:
     layout
         Its tensors.
     checksums
-        CRC-32 of each expert's part of each tensor.
+        Of each expert's part of each tensor.
     """
 
     backend: str
@@ -59,14 +61,20 @@ class Header:
     def same_content(self, other: Header) -> bool:
         """Whether two files are of one conversion, whatever their bytes are."""
         mine, theirs = (_entries(header) for header in (self, other))
-        return all(mine[key] == theirs[key] for key in mine.keys() - {"crc32", "writer"})
+        return all(mine[key] == theirs[key] for key in mine.keys() - {"xxh3", "writer"})
+
+
+def checksum(data: bytes | memoryview) -> int:
+    """Return the checksum of bytes; other threads run meanwhile."""
+    digest: int = xxhash.xxh3_64_intdigest(data)
+    return digest
 
 
 def to_bytes(header: Header) -> bytes:
     """Write everything that stands before the tensors; as long for any checksums."""
     text = json.dumps(_entries(header), separators=(",", ":"))
     document: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "ktk": text, "ktk_crc32": _hex(_crc(text))}
+        "__metadata__": {"format": "pt", "ktk": text, "ktk_xxh3": _hex(checksum(text.encode()))}
     }
     experts = header.layout.config.num_experts
     for name, spec in header.layout.specs.items():
@@ -92,7 +100,7 @@ def from_metadata(metadata: Mapping[str, str] | None) -> Header:
     if metadata is None or "ktk" not in metadata:
         raise HeaderError("is no packed file of ktk: its metadata lacks the entry ktk")
     text = metadata["ktk"]
-    if metadata.get("ktk_crc32") != _hex(_crc(text)):
+    if metadata.get("ktk_xxh3") != _hex(checksum(text.encode())):
         raise HeaderError("is damaged: the checksum of its header is wrong")
     entries = json.loads(text)
     if entries["version"] != VERSION:
@@ -107,7 +115,7 @@ def from_metadata(metadata: Mapping[str, str] | None) -> Header:
         layer=entries["layer"],
         source=entries["source"],
         layout=Layout(config, formats, tuple(entries["biases"])),
-        checksums={name: _split(digits) for name, digits in entries["crc32"].items()},
+        checksums={name: _split(digits) for name, digits in entries["xxh3"].items()},
     )
 
 
@@ -126,7 +134,7 @@ def _entries(header: Header) -> dict[str, Any]:
         "config": config,
         "formats": {part: format_entries(fmt) for part, fmt in layout.formats.items()},
         "biases": list(layout.biases),
-        "crc32": {
+        "xxh3": {
             name: "".join(map(_hex, header.checksums.get(name, none))) for name in layout.specs
         },
     }
@@ -148,13 +156,9 @@ def _writer() -> str:
     return f"ktk {version('ktk')}"
 
 
-def _hex(crc: int) -> str:
-    return f"{crc:0{_DIGITS}x}"
+def _hex(digest: int) -> str:
+    return f"{digest:0{_DIGITS}x}"
 
 
 def _split(digits: str) -> tuple[int, ...]:
     return tuple(int(digits[i : i + _DIGITS], 16) for i in range(0, len(digits), _DIGITS))
-
-
-def _crc(text: str) -> int:
-    return zlib.crc32(text.encode())

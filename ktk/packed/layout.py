@@ -6,7 +6,7 @@ packed layout of an instruction set nor on threads, shards or NUMA nodes, and an
 safetensors understands it.
 
     | 8 bytes | JSON                         | tensors, without gaps, wide elements first       |
-    | length  | __metadata__: ktk, ktk_crc32 | down_scale gate_scale up_scale | down | gate | up |
+    | length  | __metadata__: ktk, ktk_xxh3  | down_scale gate_scale up_scale | down | gate | up |
                 dtype, shape, place of each    [E, groups of n, groups of k]    [E, n, bytes of k]
 
 Every tensor has a leading dimension of experts: an expert is one run of bytes in each of them.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -18,16 +15,13 @@ from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.matrix import Matrix
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.packed.folder import file_of, read_index
-from ktk.packed.header import Header, HeaderError, from_metadata
+from ktk.packed.header import Header, HeaderError, checksum, from_metadata
 from ktk.packed.layout import PARTS, extents, same_format
 from ktk.packed.write import bytes_of, file_size
 from ktk.quantize import Quantized
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
-
-# Checksums of an expert's tensors are computed side by side: zlib lets go of the GIL.
-_CHECKERS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,6 @@ class PackedCheckpoint:
         self.folder = Path(path)
         self.index = read_index(self.folder)
         self._mapped: dict[Path, Any] = {}
-        self._checkers = ThreadPoolExecutor(_CHECKERS, "ktk-checksum")
 
     def __enter__(self) -> PackedCheckpoint:
         return self
@@ -107,7 +100,6 @@ class PackedCheckpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._checkers.shutdown()
         self.release()
 
     def files(self) -> list[Path]:
@@ -164,13 +156,13 @@ class PackedCheckpoint:
         if mapped is None:
             mapped = self._mapped[layer.path] = safe_open(layer.path, framework="pt")
         arrays = {name: mapped.get_slice(name)[number] for name in layer.header.layout.specs}
-        sums = self._checkers.map(_checksum, arrays.values())
-        for name, found in zip(arrays, sums, strict=True):
+        for name, array in arrays.items():
+            found = checksum(bytes_of(array))
             if found != layer.header.checksums[name][number]:
                 raise CheckpointError(
                     f"{layer.path} is damaged: tensor {name} of expert {number} has the checksum "
-                    f"{found:08x}, and was written with "
-                    f"{layer.header.checksums[name][number]:08x}. Convert the layer again"
+                    f"{found:016x}, and was written with "
+                    f"{layer.header.checksums[name][number]:016x}. Convert the layer again"
                 )
         return arrays
 
@@ -231,7 +223,3 @@ def _refusal(backend: Backend, matrix: Matrix) -> str:
         return str(error)
     same = same_format(stored, matrix.format, matrix.n, matrix.k)
     return "" if same else f"it would make {stored} of {matrix.format}"
-
-
-def _checksum(array: torch.Tensor) -> int:
-    return zlib.crc32(bytes_of(array))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ktk.packed.durable import PendingFile
-from ktk.packed.header import Header, to_bytes
+from ktk.packed.header import Header, checksum, to_bytes
 
 
 class LayerWriter:
@@ -37,7 +36,7 @@ class LayerWriter:
             array = arrays[name]
             assert (array.dtype, tuple(array.shape)) == (spec.torch_dtype, spec.shape), name
             data = bytes_of(array)
-            self._checksums[name][expert] = zlib.crc32(data)
+            self._checksums[name][expert] = checksum(data)
             self._file.write(data, self._begin + layout.offsets[name] + expert * spec.nbytes)
         self._missing.discard(expert)
 

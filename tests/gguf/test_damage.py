@@ -22,11 +22,17 @@ DOWN = "blk.0.ffn_down_exps.weight"
 
 
 def fails(path: Path, *named: str, layer: int = 0) -> None:
-    """Reading an expert must fail with a message that has all of these."""
+    """Reading an expert must fail with a message that has all of these.
+
+    So must loading the layer into a backend that takes blocks, which decodes none.
+    """
     with pytest.raises(CheckpointError) as caught, GgufCheckpoint(path) as checkpoint:
         checkpoint.expert(checkpoint.layer(layer), 0)
+    with pytest.raises(CheckpointError) as packing:
+        load_moe(path, layer, "LLAMAFILE")
     for text in named:
         assert text in str(caught.value)
+        assert text in str(packing.value)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ PROMISED = {
     "AMXINT8": 0.0280,
     # 16 levels for 128 values lose a tenth of each matrix.
     "AMXINT4": 3**0.5 * 0.1,
+    # The file's weights as they are; int8 activations of three products.
+    "LLAMAFILE": 3**0.5 * 0.012,
 }
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -80,6 +82,43 @@ def test_the_layer_is_that_of_float64(tmp_path: Path, case: str, backend: str) -
     want = expected(parts, activation, hidden.double().numpy(), ids.tolist(), weights.numpy())
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     assert error <= PROMISED[backend]
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file is behind."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+@pytest.mark.parametrize(("backend", "decoded"), [("LLAMAFILE", 0), ("BF16", 2)])
+def test_loading_takes_the_packed_layer_and_two_experts_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, decoded: int
+) -> None:
+    """Blocks are packed from the mapped file; what is decoded are two experts, one ahead."""
+    size = 1024
+    expert = 3 * size * size * 4
+    fields = {**files.FIELDS, "embedding_length": size, "expert_feed_forward_length": size}
+    stack = files.tensor((E, size, size), "Q8_0", 1)
+    path = files.write(
+        tmp_path / "m.gguf",
+        files.stacked(dict.fromkeys(files.PARTS, stack)),
+        fields=fields,
+    )
+    ktk.MoE.from_checkpoint(path, 0, backend)  # what is imported and allocated once
+    seen = []
+    load_expert = ktk.MoE.load_expert
+
+    def watched(self: ktk.MoE, *arguments: Any, **arrays: Any) -> None:
+        seen.append(anonymous_bytes())
+        load_expert(self, *arguments, **arrays)
+        seen.append(anonymous_bytes())
+
+    monkeypatch.setattr(ktk.MoE, "load_expert", watched)
+    before = anonymous_bytes()
+    moe = ktk.MoE.from_checkpoint(path, 0, backend)
+    slack = 2**21  # pages of the allocator, and the last huge page of the layer
+    assert moe.nbytes - slack < seen[-1] - before
+    assert max(seen) - before < moe.nbytes + decoded * expert + slack
 
 
 def test_the_demo_runs_a_split_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

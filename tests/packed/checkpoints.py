@@ -14,24 +14,30 @@ from ktk import Format
 from ktk.quantize import Quantized, quantize
 
 E, K, H, I = 3, 2, 128, 512  # noqa: E741 - the names of the table of families
-SIZES = {"gate": (I, H), "up": (I, H), "down": (H, I)}
-CONFIG: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "num_experts": E,
-    "num_experts_per_tok": K,
-    "hidden_size": H,
-    "moe_intermediate_size": I,
-}
+PARTS = ("gate", "up", "down")
+Sizes = tuple[int, int, int]  # E, H, I
 BLOCKS = Format("e4m3", "f32", "none", 128, 128)
 ROWS = Format("i8", "f32", "none", 1, 0)
 GROUPS = Format("u4", "bf16", "none", 1, 32)
 MX = Format("e2m1", "ue8m0", "none", 1, 32)
 
 
-def weight(part: str, layer: int, expert: int) -> torch.Tensor:
+def config(sizes: Sizes = (E, H, I)) -> dict[str, Any]:
+    """What config.json says."""
+    return {
+        "model_type": "qwen3_moe",
+        "num_experts": sizes[0],
+        "num_experts_per_tok": K,
+        "hidden_size": sizes[1],
+        "moe_intermediate_size": sizes[2],
+    }
+
+
+def weight(part: str, layer: int, expert: int, sizes: Sizes = (E, H, I)) -> torch.Tensor:
     """Random weights of a trained model's size."""
     seed = 100 * layer + 10 * expert + len(part)
-    n, k = SIZES[part]
+    _, hidden, inner = sizes
+    n, k = (hidden, inner) if part == "down" else (inner, hidden)
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()
 
@@ -50,17 +56,22 @@ def tensors_of(matrix: Quantized) -> dict[str, torch.Tensor]:
     return {".weight": data}
 
 
-def write(folder: Path, fmt: Format | None = None, layers: tuple[int, ...] = (0,)) -> Path:
+def write(
+    folder: Path,
+    fmt: Format | None = None,
+    layers: tuple[int, ...] = (0,),
+    sizes: Sizes = (E, H, I),
+) -> Path:
     """Write a model whose experts are bf16, or in a format."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for layer in layers:
-        for expert in range(E):
-            for part in SIZES:
+        for expert in range(sizes[0]):
+            for part in PARTS:
                 stem = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
-                matrix = quantize(weight(part, layer, expert), fmt or Format("bf16"))
+                matrix = quantize(weight(part, layer, expert, sizes), fmt or Format("bf16"))
                 tensors |= {stem + name: t for name, t in tensors_of(matrix).items()}
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config(sizes)))
     save_file(tensors, folder / "model.safetensors")
     return folder
 

@@ -100,7 +100,10 @@ def rewrite(path: Path, change: Callable[[dict[str, object]], None]) -> None:
     entries = json.loads(document["__metadata__"]["ktk"])
     change(entries)
     text = json.dumps(entries, separators=(",", ":"))
-    document["__metadata__"] |= {"ktk": text, "ktk_crc32": headers._hex(headers._crc(text))}
+    document["__metadata__"] |= {
+        "ktk": text,
+        "ktk_xxh3": f"{headers.checksum(text.encode()):016x}",
+    }
     body = json.dumps(document).encode()
     path.write_bytes(len(body).to_bytes(8, "little") + body + data[8 + size :])
 

@@ -17,7 +17,7 @@ import ktk
 from ktk import Format
 from ktk.checkpoint import describe
 from ktk.errors import CheckpointFormatError
-from ktk.packed import convert, describe_folder
+from ktk.packed import Conversion, convert, describe_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -138,7 +138,7 @@ def test_floats_become_codes_for_backends_that_take_only_those(
     assert plan.encoder.how == "decoded to f32 and quantised by ktk.quantize"
     packed = ktk.MoE.from_checkpoint(tmp_path / "packed", 0)
     assert packed.backend.name == backend
-    for part, stored in zip(made.SIZES, packed.unpack_expert(1), strict=True):
+    for part, stored in zip(made.PARTS, packed.unpack_expert(1), strict=True):
         meant = made.weight(part, 0, 1)
         want = ktk.quantize.quantize(meant, plan.encoder.layout.formats[part]).dequantize()
         assert torch.equal(torch.from_numpy(stored), want)
@@ -181,6 +181,50 @@ def test_gguf_is_converted(types: tuple[str, str], tmp_path: Path) -> None:
     assert torch.equal(outputs(packed), outputs(direct))
 
 
+def test_blocks_of_gguf_are_kept_as_they_are(tmp_path: Path) -> None:
+    """Each part in its own type."""
+    if "LLAMAFILE" not in ktk.backends():
+        pytest.skip("no backend takes blocks here")
+    source = tmp_path / "model.gguf"
+    experts = gguf_files.experts("Q8_0", down="Q4_0")
+    gguf_files.write(source, gguf_files.stacked(experts))
+    [plan] = convert(source, tmp_path / "packed", backend="LLAMAFILE")
+    assert plan.encoder.how == "stored as they are"
+    assert [fmt.element for fmt in plan.encoder.layout.formats.values()] == ["q8_0", "q8_0", "q4_0"]
+    for shards in (1, 2):
+        packed = ktk.MoE.from_checkpoint(tmp_path / "packed", 0, shards=shards)
+        direct = ktk.MoE.from_checkpoint(source, 0, "LLAMAFILE", shards=shards)
+        assert packed.backend.name == "LLAMAFILE"
+        assert torch.equal(outputs(packed), outputs(direct))
+
+
+def test_blocks_are_not_made_of_floats(tmp_path: Path) -> None:
+    if "LLAMAFILE" not in ktk.backends():
+        pytest.skip("no backend takes blocks here")
+    source = made.write(tmp_path / "source", BLOCKS)
+    with pytest.raises(CheckpointFormatError, match="LLAMAFILE cannot be made of that"):
+        convert(source, tmp_path / "packed", backend="LLAMAFILE")
+
+
+def test_a_conversion_holds_few_experts(tmp_path: Path) -> None:
+    """Memory of the process, mapped files left out: the layer is 50 MB as bf16, 25 converted."""
+    source = made.write(tmp_path / "source", sizes=(32, 256, 1024))
+    with Conversion(source, tmp_path / "packed", backend="AMXINT8", threads=2) as conversion:
+        [plan] = conversion.plans
+        before = _own_memory()
+        most = max(_own_memory() for _ in conversion.run())
+    expert = plan.nbytes // 32
+    assert plan.nbytes > 22e6
+    # Two experts in the hands of threads, packed, exported and on their way into the file.
+    assert most - before < 2 * 4 * expert + 8e6, f"{(most - before) / 1e6:.1f} MB"
+
+
+def _own_memory() -> int:
+    with open("/proc/self/status") as status:
+        [line] = [line for line in status if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+
 def test_slots_are_filled_through_the_map(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source")
     convert(source, tmp_path / "packed", backend="AMXINT8")
@@ -216,7 +260,7 @@ def test_a_folder_describes_itself(tmp_path: Path) -> None:
     for file in found:
         assert file.nbytes == file.path.stat().st_size
         assert file.formats["up"] == ROWS
-    assert json.loads((tmp_path / "packed" / "config.json").read_text()) == made.CONFIG
+    assert json.loads((tmp_path / "packed" / "config.json").read_text()) == made.config()
     assert str(describe(tmp_path / "packed")) == (
         "qwen3_moe: 3 experts of 128 x 512, 2 per token, i8 with f32 scales per 1 x k, in layers "
         "1, 5"

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from ktk import Format
 from ktk.checkpoint import describe, load_moe
 from ktk.checkpoint.config import read_config
-from ktk.checkpoint.experts import Checkpoint, spans
+from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.families import FAMILIES
+from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 
 E, K, H, I = 3, 2, 20, 12  # noqa: E741 - the names the table uses
@@ -232,6 +233,7 @@ def test_sizes_cannot_be_overridden(tmp_path: Path) -> None:
         ({"hidden_act": "swish"}, ("silu", None, 1.702)),
         ({"hidden_act": "gelu_pytorch_tanh"}, ("gelu_tanh", None, 1.702)),
         ({"swiglu_limit": 10}, ("silu", 10.0, 1.702)),
+        ({"expert_swiglu_limit_list": [0, 0]}, ("silu", None, 1.702)),
         ({"model_type": "gpt_oss"}, ("swigluoai", 7.0, 1.702)),
         ({"swiglu_alpha": 1.5, "swiglu_limit": 6.0}, ("swigluoai", 6.0, 1.5)),
     ],
@@ -245,10 +247,22 @@ def test_activation_follows_the_configuration(
     assert tuple(arguments[name] for name in names) == expected
 
 
-def test_an_unknown_activation_is_named_and_can_be_replaced(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "hidden_act": "relu2"}))
+@pytest.mark.parametrize(
+    ("entries", "name"),
+    [
+        ({"hidden_act": "relu2"}, "relu2"),
+        (
+            {"expert_swiglu_limit_list": [0, 0, 4.0]},
+            "silu, then clamped as expert_swiglu_limit_list says",
+        ),
+    ],
+)
+def test_an_unknown_activation_is_named_and_can_be_replaced(
+    tmp_path: Path, entries: dict[str, Any], name: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **entries}))
     config = read_config(tmp_path)
-    with pytest.raises(CheckpointError, match=r"'relu2'.*gelu_tanh.*silu"):
+    with pytest.raises(CheckpointError, match=rf"'{name}'.*gelu_tanh.*silu"):
         config.arguments()
     assert config.arguments(activation="silu")["activation"] == "silu"
 

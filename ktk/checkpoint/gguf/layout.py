@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.experts import spans
 from ktk.checkpoint.gguf.architectures import Metadata
 from ktk.checkpoint.gguf.blocks import type_name
 from ktk.checkpoint.gguf.shards import TensorSet
+from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 
 PARTS = ("gate", "up", "down")

@@ -1,0 +1,88 @@
+"""Compares the tensors of a layer with config.json and with what the tables say of them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from ktk.checkpoint.index import TensorIndex
+from ktk.checkpoint.layer import Layer, is_bias
+from ktk.checkpoint.storage import PLAIN, Part
+from ktk.checkpoint.surplus import by_layer, surplus
+from ktk.errors import CheckpointError
+
+
+class Checker:
+    """Refuses layers that lack a tensor, or have one that is not what it should be."""
+
+    def __init__(self, index: TensorIndex) -> None:
+        self.index = index
+
+    def check(self, layer: Layer) -> None:
+        """Check all tensors of a layer.
+
+        Raises
+        ------
+        CheckpointError
+            The message names the first one that is missing, wrong or not expected.
+        """
+        for part, expert in layer.tensors():
+            self._check_part(layer, part, expert)
+        self._check_count(layer)
+        self._check_surplus(layer)
+
+    def _check_part(self, layer: Layer, part: str, expert: int) -> None:
+        """Compare the tensors of one part with what config.json and the tables mean."""
+        if is_bias(part):
+            self._check_tensor(layer, part, "data", layer.name(part, expert), PLAIN.tensors["data"])
+            return
+        for role, piece in layer.scheme.tensors.items():
+            name = layer.name(part, expert, role)
+            if name in self.index:
+                self._check_tensor(layer, part, role, name, piece)
+            elif not piece.optional:
+                data = layer.name(part, expert)
+                if role != "data" and data in self.index:
+                    raise CheckpointError(
+                        f"{self.index.where(data)} needs {name}, which is missing"
+                    )
+                self.index.file(name)
+
+    def _check_tensor(self, layer: Layer, part: str, role: str, name: str, piece: Part) -> None:
+        shape, expected = self.index.shape(name), layer.shapes(part, role)
+        if shape not in expected:
+            stored = layer.family.parts[part]
+            axes = stored.axes if layer.scheme is PLAIN or is_bias(part) else piece.shape
+            raise CheckpointError(
+                f"{self.index.where(name)} has shape {list(shape)}, but config.json means "
+                f"{' or '.join(str(list(one)) for one in expected)} ({axes})"
+            )
+        if self.index.dtype(name) not in piece.dtypes:
+            raise CheckpointError(
+                f"{self.index.where(name)} has elements of type {self.index.dtype(name)}, expected "
+                f"{' or '.join(piece.dtypes)}"
+            )
+
+    def _check_count(self, layer: Layer) -> None:
+        """Refuse more experts than config.json says; too few were noticed by `_check`."""
+        for part, stored in layer.family.parts.items():
+            surplus = layer.name(part, layer.config.num_experts)
+            if not stored.fused and surplus in self.index:
+                raise CheckpointError(
+                    f"{self.index.folder} has the tensor {surplus}, but config.json says that "
+                    f"there are {layer.config.num_experts} experts"
+                )
+
+    def _check_surplus(self, layer: Layer) -> None:
+        """Refuse tensors of experts that are not read."""
+        names = self._expert_names.get(layer.prefix, [])
+        found = surplus(names, set(layer.names()))
+        if found:
+            raise CheckpointError(
+                f"{self.index.where(found[0])} is none that ktk reads with experts that are named "
+                f"and stored so ({layer.family.name}, {layer.scheme.name}); there are "
+                f"{len(found)} such tensors in layer {layer.number}"
+            )
+
+    @cached_property
+    def _expert_names(self) -> dict[str, list[str]]:
+        return by_layer(self.index.names())

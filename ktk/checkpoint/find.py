@@ -1,0 +1,151 @@
+"""Finds out by the tables of families and storage how the experts of a layer are stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.families import FAMILIES, PREFIXES, Stored
+from ktk.checkpoint.index import TensorIndex
+from ktk.checkpoint.layer import Layer, first_part, is_bias, weight_parts
+from ktk.checkpoint.spans import spans
+from ktk.checkpoint.storage import SCHEMES, Scheme
+from ktk.errors import CheckpointError
+
+
+class Finder:
+    """Looks for experts among the tensors of a checkpoint."""
+
+    def __init__(self, index: TensorIndex, config: ExpertConfig) -> None:
+        self.index = index
+        self.config = config
+
+    def numbers(self) -> list[int]:
+        """Return the layers that have experts of a family ktk knows."""
+        found = (self._names.fullmatch(name) for name in self.index.names())
+        return sorted({int(_group(match)) for match in found if match})
+
+    def find(self, number: int) -> Layer:
+        """Return how the experts of a layer are stored, as far as the first of them shows it."""
+        named = [layer for layer in self._candidates(number) if layer.first_name in self.index]
+        if not named:
+            raise CheckpointError(self._no_experts(number))
+        # A row made for this model is the only one: another might fit by accident of sizes.
+        own = [layer for layer in named if layer.family.model_types]
+        candidates = own or named
+        typed = [layer for layer in candidates if self._has_types(layer)]
+        if not typed:
+            raise CheckpointError(self._no_scheme(candidates))
+        grouped = [replace(layer, group=self._group_of(layer)) for layer in typed]
+        return next((layer for layer in grouped if self._fits(layer)), grouped[0])
+
+    def _candidates(self, number: int) -> Iterator[Layer]:
+        for prefix in PREFIXES:
+            for family in FAMILIES:
+                if family.model_types and self.config.model_type not in family.model_types:
+                    continue
+                for scheme in SCHEMES:
+                    if all(_suits(scheme, family.parts[part]) for part in weight_parts(family)):
+                        yield Layer(number, prefix.format(L=number), family, scheme, self.config)
+
+    @cached_property
+    def _names(self) -> re.Pattern[str]:
+        """Match the first tensor of an expert, in any layer and scheme."""
+        names = {
+            prefix + name
+            for prefix in PREFIXES
+            for family in FAMILIES
+            for scheme in SCHEMES
+            for stored in [family.parts[first_part(family)]]
+            for name in [scheme.name_of("data", stored.stem, stored.fused)]
+            if name is not None
+        }
+        return _pattern(sorted(names))
+
+    def _has_types(self, layer: Layer) -> bool:
+        """Whether the first matrix has all tensors of the scheme, with elements of its types."""
+        part = layer.first
+        for role, piece in layer.scheme.tensors.items():
+            name = layer.name(part, 0, role)
+            if name not in self.index:
+                if not piece.optional:
+                    return False
+            elif self.index.dtype(name) not in piece.dtypes:
+                return False
+        return True
+
+    def _fits(self, layer: Layer) -> bool:
+        return all(
+            name in self.index and self.index.shape(name) in layer.shapes(part, role)
+            for part in layer.family.parts
+            for role in (layer.scheme.tensors if not is_bias(part) else ("data",))
+            for name in [layer.name(part, 0, role)]
+            if name in self.index or not self._optional(layer, part, role)
+        )
+
+    def _optional(self, layer: Layer, part: str, role: str) -> bool:
+        return not is_bias(part) and layer.scheme.tensors[role].optional
+
+    def _group_of(self, layer: Layer) -> int:
+        """Columns of a group: as config.json says, or else as the first scales have it."""
+        said = self.config.quantization.group_size
+        if said is not None:
+            return said
+        scale = layer.scheme.tensors.get("scale")
+        if scale is None or "K/G" not in scale.shape:
+            return 0
+        part = layer.first
+        _, k = layer.extents(part)
+        shape = self.index.shape(layer.name(part, 0, "scale"))
+        groups = shape[-len(scale.shape.split()) :][scale.shape.split().index("K/G")]
+        return 0 if groups == 1 else -(-k // groups)
+
+    def _no_scheme(self, candidates: list[Layer]) -> str:
+        """Say what is beside a tensor that no row of the table explains."""
+        layer = candidates[0]
+        first = layer.first_name
+        stem = layer.stem(layer.first, 0)
+        beside = [
+            f"{name} ({self.index.dtype(name)})"
+            for name in sorted(self.index.names())
+            if name.startswith(stem) and name != first
+        ]
+        method = self.config.quantization.method
+        return (
+            f"{self.index.where(first)} has elements of type {self.index.dtype(first)}, and ktk "
+            f"knows no scheme that it is part of; beside it: {', '.join(beside) or 'nothing'}"
+            + (f"; config.json says {method}" if method else "")
+        )
+
+    def _no_experts(self, number: int) -> str:
+        message = f"{self.index.folder} has no experts that ktk knows by name in layer {number}"
+        near = sorted(
+            re.sub(r"experts\.\d+", "experts.*", name)
+            for name in self.index.names()
+            if re.search(rf"(^|\.)layers\.{number}\..*experts", name)
+        )
+        if near:
+            return f"{message}; it has {', '.join(dict.fromkeys(near))}"
+        layers = self.numbers()
+        return f"{message}; layers with experts: {spans(layers) or 'none'}"
+
+
+def _suits(scheme: Scheme, stored: Stored) -> bool:
+    """Whether the scheme has names for tensors of this kind: shared by experts, or their own."""
+    return not stored.fused or all(part.fused is not None for part in scheme.tensors.values())
+
+
+def _pattern(names: list[str]) -> re.Pattern[str]:
+    """Match any of the names, with the layer in one of the groups."""
+    choices = []
+    for name in names:
+        escaped = re.escape(name).replace(r"\{L\}", r"(\d+)").replace(r"\{e\}", r"\d+")
+        choices.append(escaped)
+    return re.compile("|".join(choices))
+
+
+def _group(match: re.Match[str]) -> str:
+    return next(group for group in match.groups() if group is not None)

@@ -1,0 +1,114 @@
+"""What is known of one layer of experts: names and shapes of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.families import Family
+from ktk.checkpoint.storage import PLAIN, Layout, Scheme
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The experts of one layer: which names they have, and how their matrices are stored.
+
+    `group` is the number of columns that share a scale, where the scheme leaves it open; 0 for all.
+    """
+
+    number: int
+    prefix: str
+    family: Family
+    scheme: Scheme
+    config: ExpertConfig
+    group: int = 0
+
+    @property
+    def first(self) -> str:
+        """The part that layers are recognised by."""
+        return first_part(self.family)
+
+    @property
+    def first_name(self) -> str:
+        """The full name of that part's tensor, of expert 0."""
+        return self.name(self.first, 0)
+
+    def name(self, part: str, expert: int, role: str = "data") -> str:
+        """Return the full name of a tensor of a part of an expert."""
+        stored = self.family.parts[part]
+        if is_bias(part):
+            return self.prefix + stored.name.format(e=expert)
+        name = self.scheme.name_of(role, self.stem(part, expert), stored.fused)
+        assert name is not None, "a scheme without shared tensors was not chosen for a fused family"
+        return name
+
+    def stem(self, part: str, expert: int) -> str:
+        """Return what the names of the tensors of a matrix begin with."""
+        return self.prefix + self.family.parts[part].stem.format(e=expert)
+
+    def bias_name(self, part: str, expert: int) -> str:
+        """Return the name that a bias of a matrix would have, in a family that knows of none."""
+        suffix = "_bias" if self.family.parts[part].fused else ".bias"
+        return self.stem(part, expert) + suffix
+
+    def tensors(self) -> Iterator[tuple[str, int]]:
+        """Yield parts and experts; a tensor that experts share belongs to expert 0."""
+        for part, stored in self.family.parts.items():
+            for expert in range(1 if stored.fused else self.config.num_experts):
+                yield part, expert
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all tensors, and of those that may be beside them."""
+        for part, expert in self.tensors():
+            if is_bias(part):
+                yield self.name(part, expert)
+                continue
+            yield self.bias_name(part, expert)
+            for role in self.scheme.tensors:
+                yield self.name(part, expert, role)
+
+    def shapes(self, part: str, role: str = "data") -> list[tuple[int, ...]]:
+        """Return what the shape of a tensor may be."""
+        stored = self.family.parts[part]
+        if self.scheme is PLAIN or is_bias(part):
+            return [tuple(self._size(axis) for axis in stored.axes.split())]
+        shapes = self.layout(part).shapes(self.scheme.tensors[role])
+        experts = (self.config.num_experts,) if stored.fused else ()
+        return [(*experts, *shape) for shape in shapes]
+
+    def layout(self, part: str) -> Layout:
+        """Return the sizes of a matrix, as schemes want them."""
+        return Layout(*self.extents(part), self.group, self.config.quantization)
+
+    def extents(self, part: str) -> tuple[int, int]:
+        """Return rows and columns of a part as it is multiplied, whatever the order of its axes."""
+        depth = "I" if part == "down" else "H"
+        [rows] = set(self.family.parts[part].axes.split()) - {"E", depth}
+        return self._size(rows), self._size(depth)
+
+    def _size(self, axis: str) -> int:
+        config = self.config
+        sizes = {
+            "E": config.num_experts,
+            "H": config.hidden_size,
+            "I": config.intermediate_size,
+            "2I": 2 * config.intermediate_size,
+            "I2": 2 * config.intermediate_size,
+        }
+        return sizes[axis]
+
+
+def first_part(family: Family) -> str:
+    """Return the part that layers of a family are recognised by."""
+    return next(iter(family.parts))
+
+
+def is_bias(part: str) -> bool:
+    """Whether a part is a bias and no matrix."""
+    return part.endswith("_bias")
+
+
+def weight_parts(family: Family) -> list[str]:
+    """Return the parts that are matrices."""
+    return [part for part in family.parts if not is_bias(part)]

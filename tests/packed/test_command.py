@@ -1,0 +1,74 @@
+"""`ktk convert` says what it does and refuses what makes no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import checkpoints as made
+import pytest
+from checkpoints import BLOCKS
+from typer.testing import CliRunner
+
+from ktk.cli import app
+from ktk.cli.convert import parse_layers
+from ktk.errors import BackendNotFound, CheckpointError
+from ktk.packed import convert
+
+runner = CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("3", [3]), ("0-3,5", [0, 1, 2, 3, 5]), ("7, 2-3,3", [2, 3, 7]), ("10-10", [10])],
+)
+def test_layers_are_numbers_and_ranges(text: str, layers: list[int]) -> None:
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "1-2-3", "0x1"])
+def test_other_layers_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no layer and no range of layers such as 0-3"):
+        parse_layers(text)
+    result = runner.invoke(app, ["convert", "in", "out", "--backend", "BF16", "--layers", text])
+    assert result.exit_code == 2
+    assert not Path("out").exists()
+
+
+def test_it_says_what_becomes_of_which_layers(tmp_path: Path) -> None:
+    source = made.write(tmp_path / "source", BLOCKS, layers=(0, 1, 2, 3))
+    output = tmp_path / "packed"
+    arguments = ["convert", str(source), str(output), "--backend", "AMXINT8"]
+    first = runner.invoke(app, [*arguments, "--layers", "0-1", "--threads", "1"])
+    assert first.exit_code == 0, first.output
+    said = " ".join(first.output.split())
+    assert "layers 0-1: decoded to f32 and quantised by AMXINT8; i8 with f32 scales" in said
+    assert "1.2 MB to write" in said
+    second = runner.invoke(app, [*arguments, "--resume"])
+    assert second.exit_code == 0, second.output
+    said = " ".join(second.output.split())
+    assert "layers 0-1 are there already" in said
+    assert "layers 2-3: decoded" in said
+    assert "2.4 MB in 4 layers" in said
+    convert(source, tmp_path / "expected", backend="AMXINT8")
+    assert made.contents(output) == made.contents(tmp_path / "expected")
+
+
+def test_groups_are_passed_on(tmp_path: Path) -> None:
+    source = made.write(tmp_path / "source")
+    arguments = ["convert", str(source), str(tmp_path / "packed"), "--backend", "AMXINT4"]
+    assert runner.invoke(app, [*arguments, "--group-size", "32"]).exit_code == 0
+    convert(source, tmp_path / "expected", backend="AMXINT4", group_size=32)
+    assert made.contents(tmp_path / "packed") == made.contents(tmp_path / "expected")
+
+
+def test_errors_are_those_of_ktk(tmp_path: Path) -> None:
+    source = made.write(tmp_path / "source")
+    result = runner.invoke(
+        app, ["convert", str(source), str(tmp_path / "o"), "--backend", "AMXINT"]
+    )
+    assert isinstance(result.exception, BackendNotFound)
+    result = runner.invoke(
+        app, ["convert", str(source), "/proc/none", "--backend", "AMXINT8", "--layers", "0"]
+    )
+    assert isinstance(result.exception, CheckpointError)
+    assert "/proc/none cannot be written" in str(result.exception)
