@@ -27,6 +27,7 @@ from ktk.errors import (
     CheckpointError,
     CheckpointFormatError,
 )
+from ktk.ktmoe import KTMoEWrapper, generate_gpu_experts_masks
 from ktk.model import Model
 from ktk.moe import MoE, Ticket
 from ktk.pool import default_pool
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "Format",
+    "KTMoEWrapper",
     "MoE",
     "MoEConfig",
     "Model",
@@ -51,6 +53,7 @@ __all__ = [
     "WorkerPool",
     "backends",
     "default_pool",
+    "generate_gpu_experts_masks",
     "get_include",
     "load_backend",
 ]

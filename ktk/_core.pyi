@@ -310,3 +310,65 @@ class MoE:
 
     @property
     def down_format(self) -> Format | None: ...
+
+class Latch:
+    """Keeps the first error of calls that nobody waits for."""
+
+    def __init__(self) -> None: ...
+
+    def check(self) -> None:
+        """Raises RuntimeError if an error was kept, and forgets it."""
+
+class Carry:
+    """An array f32 [tokens, hidden] for what one layer leaves to the next."""
+
+    def __init__(self, sums: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]) -> None: ...
+
+class AsyncCall:
+    """A call of a layer that may be started, and waited for, repeatedly."""
+
+    def __init__(self, layer: MoE, hidden: Annotated[NDArray, dict(writable=False)], topk_ids: Annotated[NDArray, dict(writable=False)], topk_weights: Annotated[NDArray, dict(writable=False)], mask: Annotated[NDArray, dict(writable=False)] | None, out: NDArray, errors: Latch, *, name: str, live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None) -> None: ...
+
+    def start(self) -> None:
+        """Queues the call behind others of its pool."""
+
+    def wait(self, all: bool = False) -> None:
+        """
+        Waits until the output is written; `all`: until the deferred half has ended, too.
+        """
+
+    @property
+    def done(self) -> bool:
+        """Whether it was started, and has ended."""
+
+    def start_on(self, stream: int) -> None:
+        """Lets a CUDA stream start the call; in a capture, at every replay."""
+
+    def wait_on(self, stream: int, all: bool = False) -> None:
+        """Lets a CUDA stream wait for the call."""
+
+class Job:
+    """Work on a pool's queue."""
+
+    def wait(self) -> None:
+        """Waits for its end; raises what went wrong in it."""
+
+def submit_write(layer: MoE, expert: int, ranks: Sequence[Sequence[int]], wide_scales: bool) -> Job:
+    """
+    Queues writing an expert, as its checkpoint has it, to the addresses (w13, w13_scale, w2,
+    w2_scale) of each GPU.
+    """
+
+def drain(pool: WorkerPool) -> None:
+    """
+    Waits for what is queued on a pool, whose queue has a thread from then on.
+    """
+
+def split_deferred(topk_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], num_experts: int, deferred: int, batch_union: bool = False) -> tuple:
+    """Ids that stay, and ids that are deferred, with -1 elsewhere."""
+
+def stream_is_capturing(stream: int) -> bool:
+    """Whether a CUDA stream is being captured into a graph."""
+
+def cuda_library() -> str:
+    """The CUDA driver's library; RuntimeError says why there is none."""

@@ -40,6 +40,8 @@ constexpr ktk_variant make_variant(const ktk_ukernel& ukernel, uint32_t m_step =
       .enter = enter,
       .leave = leave,
       .weight_offset = weight_offset,
+      .act_format = nullptr,
+      .export_weight = export_weight,
   };
 }
 

@@ -101,4 +101,24 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
   }
 }
 
+// A pair of a row is a dword of the layout. Two rows of a step are a line apart, so a block is read
+// step by step, as unpack_block() does.
+inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                          size_t n_end, const ktk_target* target) {
+  for (size_t first = n_begin; first < n_end; first += kBlockCols) {
+    const char* step = static_cast<const char*>(packed) + weight_offset(matrix, first);
+    const size_t columns = n_end - first < kBlockCols ? n_end - first : kBlockCols;
+    char* rows = static_cast<char*>(target->data) + first * target->data_stride;
+    for (size_t k = 0; k < matrix->k; k += kStepDepth, step += kStepBytes) {
+      const size_t depth = matrix->k - k < kStepDepth ? matrix->k - k : kStepDepth;
+      for (size_t c = 0; c < columns; ++c) {
+        const char* pairs = step + c / kTileCols * kTileBytes + c % kTileCols * 4;
+        char* to = rows + c * target->data_stride + k * 2;
+        for (size_t i = 0; i + 1 < depth; i += 2) memcpy(to + i * 2, pairs + i / 2 * kLine, 4);
+        if (depth % 2) memcpy(to + (depth - 1) * 2, pairs + depth / 2 * kLine, 2);
+      }
+    }
+  }
+}
+
 }  // namespace

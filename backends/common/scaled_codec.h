@@ -4,6 +4,8 @@
 //   kLineDepth                        k of one line
 //   copy(row, k, count, line, col)    `count` codes of a source row from k on, the rest zeros
 //   copy_line(rows, stride, k, line)  all codes of sixteen rows
+//   write(line, col, count, row, k)   the inverse of copy()
+//   write_line(line, rows, stride, k) the inverse of copy_line()
 //   is_nan(row, k)                    whether a row of k codes has a NaN among them
 //   value(line, col, i)               of the code i of a column
 #pragma once
@@ -42,9 +44,16 @@ inline float source_scale_f32(const ktk_source* source, size_t row, size_t group
   return value;
 }
 
-// The scales of one block: pack() takes those of the `columns` columns from n on, value() returns
-// the one of a column and k. has_nan() says whether kernels take a scale of a column for a number
-// that is none; f32 scales take care of themselves.
+// Where a scale of a row and group of k is written to.
+template <class Scale>
+Scale* target_scale(const ktk_target* target, size_t row, size_t group) {
+  char* line = static_cast<char*>(target->scale) + row * target->scale_stride;
+  return reinterpret_cast<Scale*>(line) + group;
+}
+
+// The scales of one block: pack() takes those of the `columns` columns from n on, write() gives
+// them back, value() returns the one of a column and k. has_nan() says whether kernels take a scale
+// of a column for a number that is none; f32 scales take care of themselves.
 
 struct MxScaleCodec : MxScales {
   using Scales = MxScales;
@@ -60,6 +69,14 @@ struct MxScaleCodec : MxScales {
         const bool given = col < columns && group < groups;
         *at(block, step_bytes, col, group) =
             given ? static_cast<uint8_t>(*source_scale(source, n + col, group)) : kUe8m0One;
+      }
+    }
+  }
+  static void write(const ktk_matrix* matrix, char* block, size_t step_bytes, size_t n,
+                    size_t columns, const ktk_target* target) {
+    for (size_t col = 0; col < columns; ++col) {
+      for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
+        *target_scale<uint8_t>(target, n + col, group) = *at(block, step_bytes, col, group);
       }
     }
   }
@@ -88,6 +105,15 @@ struct BlockScaleCodec : BlockScales {
       out[group] = source_scale_f32(source, row, group);
     }
   }
+  // All blocks of a group of columns hold its scales; the first one gives them.
+  static void write(const ktk_matrix* matrix, const char* block, size_t, size_t n, size_t,
+                    const ktk_target* target) {
+    if (n % matrix->format.group_n) return;
+    const float* scales = reinterpret_cast<const float*>(block + kStartBytes);
+    for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
+      *target_scale<float>(target, n / matrix->format.group_n, group) = scales[group];
+    }
+  }
   static float value(const ktk_matrix*, const char* block, size_t, size_t, size_t k) {
     return reinterpret_cast<const float*>(block + kStartBytes)[k / kGroupDepth];
   }
@@ -101,6 +127,13 @@ struct RowScaleCodec : RowScales {
     float* out = reinterpret_cast<float*>(block + kStartBytes);
     for (size_t col = 0; col < kBlockCols; ++col) {
       out[col] = col < columns ? source_scale_f32(source, n + col, 0) : 0;
+    }
+  }
+  static void write(const ktk_matrix*, const char* block, size_t, size_t n, size_t columns,
+                    const ktk_target* target) {
+    const float* scales = reinterpret_cast<const float*>(block + kStartBytes);
+    for (size_t col = 0; col < columns; ++col) {
+      *target_scale<float>(target, n + col, 0) = scales[col];
     }
   }
   static float value(const ktk_matrix*, const char* block, size_t, size_t col, size_t) {
@@ -161,6 +194,32 @@ struct ScaledCodec {
                               Layout::line_offset(matrix, col / kHalfCols, k);
         out[k] = Codes::value(line, col % kHalfCols, k % Codes::kLineDepth) *
                  ScaleCodec::value(matrix, block, Layout::kStepBytes, col, k);
+      }
+    }
+  }
+
+  static void write(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
+                    const ktk_target* target) {
+    uint8_t* data = static_cast<uint8_t*>(target->data);
+    for (size_t n = n_begin; n < n_end; n += kBlockCols) {
+      const size_t columns = smaller(n_end - n, kBlockCols);
+      char* block = const_cast<char*>(static_cast<const char*>(packed)) + Layout::offset(matrix, n);
+      ScaleCodec::write(matrix, block, Layout::kStepBytes, n, columns, target);
+      for (size_t k = 0; k < matrix->k; k += Codes::kLineDepth) {
+        const size_t depth = smaller(matrix->k - k, Codes::kLineDepth);
+        for (size_t half = 0; half * kHalfCols < columns; ++half) {
+          const uint8_t* line =
+              reinterpret_cast<uint8_t*>(block) + Layout::line_offset(matrix, half, k);
+          const size_t first = half * kHalfCols;
+          uint8_t* rows = data + (n + first) * target->data_stride;
+          if (first + kHalfCols <= columns && depth == Codes::kLineDepth) {
+            Codes::write_line(line, rows, target->data_stride, k);
+            continue;
+          }
+          for (size_t i = 0; i < smaller(columns - first, kHalfCols); ++i) {
+            Codes::write(line, i, depth, rows + i * target->data_stride, k);
+          }
+        }
       }
     }
   }

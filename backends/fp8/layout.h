@@ -43,6 +43,19 @@ struct Codes {
                       _mm_shuffle_epi8(codes, pairs));
     }
   }
+  static void write(const uint8_t* line, size_t col, size_t count, uint8_t* row, size_t k) {
+    for (size_t i = 0; i < count; ++i) row[k + i] = line[position(col, i)];
+  }
+  static void write_line(const uint8_t* line, uint8_t* rows, size_t stride, size_t k) {
+    const __m128i columns = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    for (size_t col = 0; col < kHalfCols; col += 4) {
+      const __m128i pairs =
+          _mm_load_si128(reinterpret_cast<const __m128i*>(line + col * kLineDepth));
+      int32_t four[4];
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(four), _mm_shuffle_epi8(pairs, columns));
+      for (size_t i = 0; i < 4; ++i) memcpy(rows + (col + i) * stride + k, four + i, kLineDepth);
+    }
+  }
   static float value(const uint8_t* line, size_t col, size_t i) {
     const uint8_t code = line[position(col, i)];
     const uint32_t exponent = code >> 3 & 0xf, mantissa = code & 7;

@@ -27,6 +27,10 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
   dispatch(matrix,
            [&](auto codec) { codec.unpack(matrix, packed, n_begin, n_end, out, out_stride); });
 }
+inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                          size_t n_end, const ktk_target* target) {
+  dispatch(matrix, [&](auto codec) { codec.write(matrix, packed, n_begin, n_end, target); });
+}
 
 template <class Act>
 constexpr ktk_variant make_variant(const ktk_ukernel& ukernel, ktk_isa more_isa = KTK_ISA_NONE,
@@ -55,6 +59,8 @@ constexpr ktk_variant make_variant(const ktk_ukernel& ukernel, ktk_isa more_isa 
       .enter = enter,
       .leave = leave,
       .weight_offset = weight_offset,
+      .act_format = nullptr,
+      .export_weight = export_weight,
   };
 }
 

@@ -44,6 +44,20 @@ struct Codes {
     for (uint32_t& column : nibbles) column = pairs(column);
     memcpy(line, nibbles, sizeof nibbles);
   }
+  // The inverse of even_nibbles().
+  static uint32_t spread(uint32_t x) {
+    x = (x | x << 8) & 0x00ff00ff;
+    return (x | x << 4) & 0x0f0f0f0f;
+  }
+  static void write(const uint8_t* line, size_t col, size_t count, uint8_t* row, size_t k) {
+    uint32_t nibbles;
+    memcpy(&nibbles, line + col * sizeof nibbles, sizeof nibbles);
+    nibbles = spread(nibbles & 0xffff) | spread(nibbles >> 16) << 4;
+    memcpy(row + k / 2, &nibbles, (count + 1) / 2);
+  }
+  static void write_line(const uint8_t* line, uint8_t* rows, size_t stride, size_t k) {
+    for (size_t i = 0; i < kHalfCols; ++i) write(line, i, kLineDepth, rows + i * stride, k);
+  }
   static float value(const uint8_t* line, size_t col, size_t i) {
     static constexpr float kValues[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
     const uint8_t byte = line[col * 4 + i % 2 * 2 + i / 4];

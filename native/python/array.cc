@@ -67,7 +67,9 @@ ktk_element element_of(const char* name, const nb::dlpack::dtype& dtype) {
 
 template <typename Array>
 void check_array(const char* name, const Array& array, const std::vector<int64_t>& shape) {
-  if (array.device_type() != nb::device::cpu::value) {
+  // Page-locked memory is CPU memory as well.
+  const int device = array.device_type();
+  if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
     throw nb::type_error((std::string(name) + " must be in CPU memory").c_str());
   }
   const std::vector<int64_t> got = shape_of(array);

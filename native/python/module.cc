@@ -15,4 +15,5 @@ NB_MODULE(_core, m) {
   ktk::bind_backend(m);
   ktk::bind_packed(m);
   ktk::bind_moe(m);
+  ktk::bind_stream(m);
 }

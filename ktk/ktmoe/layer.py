@@ -1,0 +1,192 @@
+"""A layer as the constructor of `KTMoEWrapper` makes it, and what it is filled with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktk import _core
+from ktk.config import MoEConfig
+from ktk.ktmoe.arguments import activation, refuse_sft
+from ktk.ktmoe.deferral import check_policy
+from ktk.ktmoe.loading import as_list, load_from_path, load_from_tensors
+from ktk.ktmoe.masks import check_mask, initial_mask
+from ktk.ktmoe.model import ModelState
+from ktk.ktmoe.pools import shared_pool
+from ktk.moe import MoE
+from ktk.registry import load_backend
+
+
+class CPUInfer:
+    """The workers of a layer, under the name that kt-kernel has for them."""
+
+    def __init__(self, pool: _core.WorkerPool, state: ModelState) -> None:
+        self.pool = pool
+        self._state = state
+
+    def sync(self, allow_n_pending: int = 0) -> None:
+        """Wait for what is queued on the pool, and raise what went wrong in it.
+
+        `allow_n_pending` is accepted; all of it is waited for.
+        """
+        _core.drain(self.pool)
+        self._state.check()
+
+
+class Layer:
+    """Sizes, workers, mask and weights of a layer; :class:`KTMoEWrapper` says what they mean."""
+
+    def __init__(
+        self,
+        layer_idx: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        moe_intermediate_size: int,
+        gpu_experts_mask: torch.Tensor | int | None = None,
+        cpuinfer_threads: int | None = None,
+        threadpool_count: int | None = None,
+        weight_path: str | Path | None = None,
+        chunked_prefill_size: int | None = None,
+        cpu_save: bool = False,
+        max_deferred_experts_per_token: int | None = None,
+        method: str = "AMXINT4",
+        numa_nodes: Sequence[int] | None = None,
+        mode: str = "inference",
+        num_gpu_experts: int | None = None,
+        *,
+        swiglu_limit: float = 0.0,
+        swiglu_alpha: float = 0.0,
+        model: ModelState | None = None,
+        deferral_policy: str = "per-token",
+        keep_gpu_experts: bool = True,
+        **sft: Any,
+    ) -> None:
+        refuse_sft(mode, method, sft)
+        self.config = MoEConfig(
+            num_experts=num_experts,
+            num_experts_per_tok=num_experts_per_tok,
+            hidden_size=hidden_size,
+            intermediate_size=moe_intermediate_size,
+        )
+        self.layer_idx = layer_idx
+        self.method = method
+        self.weight_path = weight_path
+        self.deferral_policy = check_policy(deferral_policy)
+        self.max_deferred_experts_per_token = max_deferred_experts_per_token or 0
+        if self.max_deferred_experts_per_token < 0:
+            raise ValueError(
+                "max_deferred_experts_per_token must not be negative, "
+                f"got {max_deferred_experts_per_token}"
+            )
+        self._mask = initial_mask(num_experts, gpu_experts_mask, num_gpu_experts)
+        self._keep_gpu_experts = keep_gpu_experts
+        self._activation = activation(swiglu_limit, swiglu_alpha)
+        self.backend = load_backend(method)
+        pool = shared_pool(cpuinfer_threads, threadpool_count, numa_nodes)
+        key = (str(weight_path), hidden_size, num_experts_per_tok, id(pool))
+        self.model = model or ModelState.of_layer(key, layer_idx)
+        self.model.add_layer(layer_idx, self)
+        self.cpu_infer = CPUInfer(pool, self.model)
+        self.moe: MoE | None = None
+        self._left_out: torch.Tensor | None = None  # bool [num_experts], if any is
+
+    @property
+    def gpu_experts_mask(self) -> torch.Tensor:
+        """The live mask, bool [num_experts] in CPU memory."""
+        return self._mask
+
+    @gpu_experts_mask.setter
+    def gpu_experts_mask(self, mask: torch.Tensor) -> None:
+        # Calls that were captured read the memory of the first one.
+        self._mask.copy_(check_mask(self.config.num_experts, mask))
+
+    @property
+    def num_gpu_experts(self) -> int:
+        """How many experts the mask gives to the GPU."""
+        return int(self._mask.sum())
+
+    # --- loading --------------------------------------------------------------------------------
+
+    def load_weights(
+        self, physical_to_logical_map_cpu: torch.Tensor | Sequence[int] | None = None
+    ) -> None:
+        """Load the layer from `weight_path`.
+
+        Parameters
+        ----------
+        physical_to_logical_map_cpu : int tensor [num_experts], optional
+            Slot p is filled with expert ``map[p]`` of the checkpoint; by default p.
+
+        Raises
+        ------
+        CheckpointError
+            When something is missing, damaged, or not of the sizes of this layer.
+        """
+        if not self.weight_path:
+            raise ValueError("load_weights needs the weight_path that the layer was made without")
+        self._use(
+            load_from_path(
+                self.weight_path,
+                self.layer_idx,
+                self.backend,
+                self.config,
+                self._experts(),
+                as_list(physical_to_logical_map_cpu),
+                pool=self.cpu_infer.pool,
+                **self._activation,
+            )
+        )
+
+    def load_weights_from_tensors(
+        self,
+        gate_proj: torch.Tensor,
+        up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        physical_to_logical_map_cpu: torch.Tensor | Sequence[int] | None = None,
+    ) -> None:
+        """Pack the layer from floats, which may go afterwards.
+
+        Parameters
+        ----------
+        gate_proj, up_proj : tensor [experts, moe_intermediate_size, hidden_size]
+        down_proj : tensor [experts, hidden_size, moe_intermediate_size]
+            bf16, f16 or f32, in CPU memory.
+        physical_to_logical_map_cpu : int tensor [num_experts], optional
+            Slot p is filled with expert ``map[p]`` of the tensors; by default p.
+        """
+        self._use(
+            load_from_tensors(
+                self.backend,
+                replace(self.config, **self._activation),
+                (gate_proj, up_proj, down_proj),
+                self._experts(),
+                as_list(physical_to_logical_map_cpu),
+                pool=self.cpu_infer.pool,
+            )
+        )
+
+    def _experts(self) -> list[int]:
+        """Return the slots to load."""
+        if self._keep_gpu_experts:
+            return list(range(self.config.num_experts))
+        return torch.nonzero(~self._mask).flatten().tolist()
+
+    def _use(self, moe: MoE) -> None:
+        self.moe = moe
+        self._left_out = None if self._keep_gpu_experts else self._mask.clone()
+
+    def _check_left_out(self) -> None:
+        """Refuse a mask that wants experts on the CPU that are not there."""
+        if self._left_out is None:
+            return
+        missing = torch.nonzero(self._left_out & ~self._mask)
+        if len(missing):
+            raise RuntimeError(
+                f"expert {int(missing[0])} of layer {self.layer_idx} is to be computed on the CPU, "
+                "but was left out of its memory (keep_gpu_experts=False)"
+            )

@@ -1,0 +1,72 @@
+"""Which experts live on the GPU."""
+
+from __future__ import annotations
+
+import torch
+
+
+def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
+    """Choose the most used experts of a model for the GPU.
+
+    Parameters
+    ----------
+    activation_freq : tensor [layers, experts]
+        How often each expert was chosen; any unit.
+    num_gpu_experts : int
+        Experts of all layers together that the GPU holds; clamped to [0, layers * experts].
+
+    Returns
+    -------
+    tensor [layers, experts], bool, in CPU memory
+        True: on the GPU. Layers may get different numbers. Of equally used ones, those of earlier
+        layers and lower numbers come first.
+    """
+    if activation_freq.ndim != 2:
+        raise ValueError(
+            f"activation_freq must be [layers, experts], got {list(activation_freq.shape)}"
+        )
+    flat = activation_freq.detach().to("cpu", torch.float64).flatten()
+    count = min(max(int(num_gpu_experts), 0), flat.numel())
+    mask = torch.zeros(flat.numel(), dtype=torch.bool)
+    mask[torch.argsort(flat, descending=True, stable=True)[:count]] = True
+    return mask.reshape(activation_freq.shape)
+
+
+def initial_mask(
+    num_experts: int, mask: torch.Tensor | int | None, num_gpu_experts: int | None
+) -> torch.Tensor:
+    """Make a layer's mask from the arguments of either generation of the constructor.
+
+    Until early 2026 an int said how many experts, from number 0 on, are on the GPU; since then a
+    mask says which. The int came where the mask comes now, so that it may be found there.
+    """
+    if isinstance(mask, int):  # by position, in the old order of arguments
+        if num_gpu_experts not in (None, mask):
+            raise ValueError(f"num_gpu_experts is given twice: {mask} and {num_gpu_experts}")
+        mask, num_gpu_experts = None, mask
+    if num_gpu_experts is not None and not 0 <= num_gpu_experts <= num_experts:
+        raise ValueError(
+            f"num_gpu_experts must be between 0 and num_experts ({num_experts}), "
+            f"got {num_gpu_experts}"
+        )
+    if mask is None:
+        return torch.arange(num_experts) < (num_gpu_experts or 0)
+    copied = check_mask(num_experts, mask)
+    # 0 is the default of the callers that pass both.
+    if num_gpu_experts and num_gpu_experts != int(copied.sum()):
+        raise ValueError(
+            f"gpu_experts_mask has {int(copied.sum())} experts on the GPU, but num_gpu_experts is "
+            f"{num_gpu_experts}; give one of them"
+        )
+    return copied
+
+
+def check_mask(num_experts: int, mask: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a mask in CPU memory."""
+    copied = torch.as_tensor(mask).detach().to("cpu", copy=True)
+    if list(copied.shape) != [num_experts] or copied.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(
+            f"gpu_experts_mask must be a bool tensor [{num_experts}], "
+            f"got {list(copied.shape)} {copied.dtype}"
+        )
+    return copied.bool().contiguous()

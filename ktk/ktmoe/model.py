@@ -1,0 +1,158 @@
+"""What the layers of one model share: an error to report, buffers, deferred experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet, WeakValueDictionary
+
+import torch
+
+from ktk import _core
+from ktk.ktmoe.staging import StagingCache
+from ktk.ktmoe.streams import handle_of, on_stream
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Sums of deferred experts, f32 [tokens, hidden_size], and who computes them."""
+
+    layer_idx: int
+    sums: torch.Tensor
+    carry: _core.Carry
+    captured: bool
+    device: torch.device
+    call: _core.AsyncCall | None = None
+
+
+class ModelState:
+    """The state of one model's layers between their calls.
+
+    Layers that are made without ``model=`` find one by their weights, sizes and workers; a layer
+    number that such a state already has begins a new one. Two models that agree in all of these
+    and are made in turns need a state each: make one, and pass it to the layers of the model.
+
+    The layers of a model are called in ascending order, one at a time.
+    """
+
+    def __init__(self) -> None:
+        self.errors = _core.Latch()
+        self.staging = StagingCache()
+        self.captured_calls: list[_core.AsyncCall] = []
+        self._layers: WeakValueDictionary[int, object] = WeakValueDictionary()
+        self._carried: Carried | None = None
+        self._sums: dict[tuple[int, int, bool], tuple[torch.Tensor, _core.Carry]] = {}
+        _states.add(self)
+
+    @classmethod
+    def of_layer(cls, key: Hashable, layer_idx: int) -> ModelState:
+        """Return the state of the model that a new layer continues, or a new one."""
+        state = _by_key.get(key)
+        if state is None or layer_idx in state._layers:
+            _by_key[key] = state = cls()
+        return state
+
+    def add_layer(self, layer_idx: int, layer: object) -> None:
+        """Register a layer, without keeping it alive."""
+        if layer_idx in self._layers:
+            raise ValueError(f"the model has a layer {layer_idx} already")
+        self._layers[layer_idx] = layer
+
+    def check(self) -> None:
+        """Raise what went wrong in a call that nobody waited for."""
+        self.errors.check()
+
+    # --- deferred experts -----------------------------------------------------------------------
+
+    def take(self, layer_idx: int, hidden: torch.Tensor, captured: bool) -> Carried | None:
+        """Return what an earlier layer has left to this one, which now owns it."""
+        left, self._carried = self._carried, None
+        if left is None:
+            return None
+        if layer_idx <= left.layer_idx:
+            raise RuntimeError(
+                f"layer {layer_idx} was called, but the deferred experts of layer "
+                f"{left.layer_idx} were never added: give the last layer "
+                "max_deferred_experts_per_token=0, or call flush() after it; they are dropped now"
+            )
+        if list(left.sums.shape) != list(hidden.shape) or captured != left.captured:
+            kind = {True: "a captured call", False: "a call"}
+            raise RuntimeError(
+                f"layer {layer_idx} was called with {kind[captured]} of {hidden.shape[0]} tokens, "
+                f"but layer {left.layer_idx} left the deferred experts of {kind[left.captured]} of "
+                f"{left.sums.shape[0]}; they are dropped now"
+            )
+        return left
+
+    def room(self, layer_idx: int, hidden: torch.Tensor, captured: bool) -> Carried:
+        """Return where a call leaves its deferred experts.
+
+        One buffer for each size is enough: the calls of a pool run in turn, and each takes what is
+        there before it leaves anything.
+        """
+        key = (*hidden.shape, captured)
+        if key not in self._sums:
+            sums = torch.zeros(hidden.shape, pin_memory=hidden.device.type != "cpu")
+            if not captured:
+                self._drop_eager_sums()
+            array: Any = sums
+            self._sums[key] = (sums, _core.Carry(array))
+        sums, carry = self._sums[key]
+        return Carried(layer_idx, sums, carry, captured, hidden.device)
+
+    def leave(self, carried: Carried) -> None:
+        """Keep what a call leaves to the next layer."""
+        self._carried = carried
+
+    def flush(self, cuda_stream: int | None = None) -> torch.Tensor | None:
+        """Return what the last layer has left, f32 [tokens, hidden_size]; None if nothing.
+
+        On a stream it is there when the stream has passed this point.
+        """
+        self.check()
+        left, self._carried = self._carried, None
+        if left is None:
+            return None
+        assert left.call is not None
+        stream = handle_of(cuda_stream, left.device)
+        if not stream and left.device.type == "cpu":
+            left.call.wait(all=True)
+            self.check()
+            return left.sums.clone()
+        left.call.wait_on(stream, all=True)
+        if left.device.type == "cpu":
+            return left.sums
+        with on_stream(stream, left.device):
+            out = torch.empty(left.sums.shape, device=left.device)
+            return out.copy_(left.sums, non_blocking=True)
+
+    def reset(self) -> None:
+        """Drop deferred experts that nobody will ask for: the forward pass was given up."""
+        self._carried = None
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Drop buffers, and graphs' calls with them."""
+        self._carried = None
+        self.staging.clear()
+        self.captured_calls.clear()
+        self._sums.clear()
+
+    def _drop_eager_sums(self) -> None:
+        """Keep one size only for calls that are not captured: prompts have any number of tokens."""
+        for key in [key for key in self._sums if not key[-1]]:
+            del self._sums[key]
+
+
+_by_key: WeakValueDictionary[Hashable, ModelState] = WeakValueDictionary()
+_states: WeakSet[ModelState] = WeakSet()
+
+
+def clear_all() -> None:
+    """Drop the buffers of all models."""
+    for state in list(_states):
+        state.clear()

@@ -1,0 +1,183 @@
+"""One call of one layer, from its submission to its result: on the pool, or on a CUDA stream.
+
+=================  ======================  =====================================================
+tensors            stream                  the call
+=================  ======================  =====================================================
+CPU                0 or None               is queued on the pool at once; inputs are copied
+CPU                a handle                starts when the stream gets there; inputs are copied,
+                                           or, in a capture, read again at every replay
+GPU                a handle                likewise, between asynchronous copies to and from
+                                           page-locked buffers
+=================  ======================  =====================================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ktk import _core
+from ktk.ktmoe.streams import on_gpu, on_stream
+
+if TYPE_CHECKING:
+    from ktk.ktmoe.model import Carried, ModelState
+
+# Calls on streams, which may have yet to get there when the last one who knew the call is gone.
+_in_flight: list[_core.AsyncCall] = []
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer is called with, checked: [tokens, hidden_size], and twice [tokens, k]."""
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    copied: bool = False  # not the caller's memory
+
+    @classmethod
+    def of(
+        cls, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, width: int, top_k: int
+    ) -> Inputs:
+        """Check shapes and devices; leading dimensions are tokens."""
+        for name, tensor, columns in (
+            ("hidden_states", hidden, width),
+            ("topk_ids", ids, top_k),
+            ("topk_weights", weights, top_k),
+        ):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            if tensor.ndim < 2 or tensor.shape[-1] != columns:
+                raise ValueError(f"{name} must be [..., {columns}], got {list(tensor.shape)}")
+            if tensor.device != hidden.device:
+                raise ValueError(f"{name} is on {tensor.device}, hidden_states on {hidden.device}")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"topk_ids must be int32 or int64, got {ids.dtype}")
+        given = (hidden, ids, weights)
+        rows = [t.detach().reshape(-1, t.shape[-1]) for t in given]
+        copied = any(r.data_ptr() != t.data_ptr() for r, t in zip(rows, given, strict=True))
+        flat = cls(rows[0], rows[1], rows[2], copied)
+        tokens = flat.hidden.shape[0]
+        for name, tensor in (("topk_ids", flat.ids), ("topk_weights", flat.weights)):
+            if tensor.shape[0] != tokens:
+                raise ValueError(f"{name} has {tensor.shape[0]} tokens, hidden_states has {tokens}")
+        return flat
+
+
+@dataclass(frozen=True)
+class Step:
+    """A call that was submitted."""
+
+    call: _core.AsyncCall
+    out: torch.Tensor  # in CPU memory
+    stream: int
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What does not depend on where a call runs."""
+
+    layer: _core.MoE
+    name: str
+    mask: torch.Tensor
+    deferred: int
+    batch_union: bool
+
+    def call(
+        self,
+        state: ModelState,
+        inputs: Inputs,
+        out: torch.Tensor,
+        give: Carried | None,
+        take: Carried | None,
+        *,
+        stable: bool = False,
+        live: bool = False,
+    ) -> _core.AsyncCall:
+        """Make the call; it is not started."""
+        hidden: Any = inputs.hidden  # arrays as the stub has them: anything with DLPack is taken
+        ids: Any = inputs.ids
+        weights: Any = inputs.weights
+        mask: Any = self.mask
+        result: Any = out
+        return _core.AsyncCall(
+            self.layer,
+            hidden,
+            ids,
+            weights,
+            mask,
+            result,
+            state.errors,
+            name=self.name,
+            deferred=self.deferred if give else 0,
+            batch_union=self.batch_union,
+            give=give.carry if give else None,
+            take=take.carry if take else None,
+            stable=stable,
+            live=live,
+        )
+
+
+def submit_on_pool(
+    what: Submission,
+    state: ModelState,
+    inputs: Inputs,
+    give: Carried | None,
+    take: Carried | None,
+) -> Step:
+    """Queue a call on the layer's pool."""
+    out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
+    call = what.call(state, inputs, out, give, take)
+    call.start()
+    return Step(call, out, 0)
+
+
+def submit_on_stream(
+    what: Submission,
+    state: ModelState,
+    inputs: Inputs,
+    stream: int,
+    captured: bool,
+    give: Carried | None,
+    take: Carried | None,
+) -> Step:
+    """Let a stream start a call."""
+    if not on_gpu(inputs.hidden):
+        if captured and inputs.copied:
+            raise ValueError(
+                "a graph reads its inputs again at every replay, but a tensor that was given has "
+                "leading dimensions that only a copy makes one; pass [tokens, ...]"
+            )
+        out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
+        call = what.call(state, inputs, out, give, take, live=captured)
+    else:
+        staging, hidden = state.staging, inputs.hidden
+        buffers = (
+            staging.captured(hidden, inputs.ids)
+            if captured
+            else staging.eager(hidden, inputs.ids, stream)
+        )
+        with on_stream(stream, hidden.device):
+            buffers.copy_in(inputs.hidden, inputs.ids, inputs.weights)
+        staged = Inputs(buffers.hidden, buffers.ids, buffers.weights)
+        out = buffers.out
+        call = what.call(state, staged, out, give, take, stable=True, live=captured)
+    call.start_on(stream)
+    if captured:
+        state.captured_calls.append(call)
+    else:
+        _in_flight[:] = [earlier for earlier in _in_flight if not earlier.done]
+        _in_flight.append(call)
+    return Step(call, out, stream)
+
+
+def result_on_stream(step: Step, hidden: torch.Tensor) -> torch.Tensor:
+    """Let the stream wait for a call, and return where its result will be then."""
+    step.call.wait_on(step.stream)
+    if not on_gpu(hidden):
+        return step.out
+    with on_stream(step.stream, hidden.device):
+        out = torch.empty(step.out.shape, dtype=step.out.dtype, device=hidden.device)
+        return out.copy_(step.out, non_blocking=True)

@@ -1,0 +1,223 @@
+#include "stream/call.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+namespace ktk {
+namespace {
+
+void copy_rows(const void* data, size_t rows, size_t bytes, size_t stride, std::vector<char>& to) {
+  to.resize(rows * bytes);
+  for (size_t r = 0; r < rows; ++r) {
+    std::memcpy(to.data() + r * bytes, static_cast<const char*>(data) + r * stride, bytes);
+  }
+}
+
+// Python may write the mask at any time: each byte is read once, as it is then.
+void copy_mask(std::span<const uint8_t> mask, std::vector<uint8_t>& to) {
+  to.resize(mask.size());
+  for (size_t e = 0; e < mask.size(); ++e) {
+    to[e] = std::atomic_ref(const_cast<uint8_t&>(mask[e])).load(std::memory_order_relaxed);
+  }
+}
+
+}  // namespace
+
+AsyncCall::AsyncCall(std::shared_ptr<Layer> layer, const Request& request, Options options,
+                     std::shared_ptr<Latch> errors)
+    : layer_(std::move(layer)),
+      given_(request),
+      request_(request),
+      options_(std::move(options)),
+      errors_(std::move(errors)) {
+  if (!options_.live) copy_mask(given_.skip, skip_);
+  if (!options_.live && !options_.stable) read_inputs();
+}
+
+void AsyncCall::read_inputs() {
+  const Choice& from = given_.choice;
+  Choice& to = request_.choice;
+  const size_t element = element_bits(given_.hidden.type) / 8;
+  const size_t width = layer_->config().hidden;
+  copy_rows(given_.hidden.data, from.tokens, width * element, given_.hidden.stride * element,
+            hidden_);
+  request_.hidden = {hidden_.data(), given_.hidden.type, width};
+  const size_t id = from.ids_64 ? 8 : 4;
+  copy_rows(from.ids, from.tokens, from.top_k * id, from.ids_stride * id, ids_);
+  to.ids = ids_.data();
+  to.ids_stride = from.top_k;
+  weights_.resize(from.tokens * from.top_k);
+  for (size_t t = 0; t < from.tokens; ++t) {
+    std::memcpy(&weights_[t * from.top_k], from.weights + t * from.weights_stride,
+                from.top_k * sizeof(float));
+  }
+  to.weights = weights_.data();
+  to.weights_stride = from.top_k;
+}
+
+void AsyncCall::start() {
+  std::unique_lock lock(mutex_);
+  // A graph may be replayed before the deferred half of its last replay has ended.
+  changed_.wait(lock, [&] { return ended_ == started_; });
+  if (abandoned_) {
+    keep_error(
+        "a graph was replayed that outlived its buffers (clear_buffer_cache, or the end of "
+        "the layer); capture it again");
+    return;
+  }
+  if (!layer_) throw std::logic_error("a call that is not live can be started once");
+  if (options_.live) copy_mask(given_.skip, skip_);
+  // A deferred half reads its inputs after others may have got their memory.
+  const bool read = options_.stable ? options_.give != nullptr : options_.live;
+  if (read) read_inputs();
+  request_.skip = skip_;
+  ++started_;
+  layer_->engine()->enqueue([self = shared_from_this()] { self->run(); });
+}
+
+void AsyncCall::run() {
+  try {
+    compute_now();
+  } catch (const std::exception& error) {
+    keep_error(error.what());
+    clear_output();
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    ++written_;
+  }
+  changed_.notify_all();
+  if (options_.give) {
+    try {
+      compute_later();
+    } catch (const std::exception& error) {
+      keep_error(error.what());
+      std::fill_n(options_.give->sums, options_.give->size(), 0.0f);
+    }
+  }
+  std::shared_ptr<Layer> layer;  // may take its time to go, so not under the lock
+  const std::lock_guard lock(mutex_);
+  if (!options_.live) layer.swap(layer_);
+  ++ended_;
+  changed_.notify_all();
+}
+
+void AsyncCall::compute_now() {
+  Request request = request_;
+  Halves halves;
+  if (options_.give) {
+    halves = split_deferred(request.choice, options_.deferral, layer_->config().num_experts);
+    request.choice.ids = halves.now.data();
+    request.choice.ids_64 = true;
+    request.choice.ids_stride = request.choice.top_k;
+  }
+  if (!options_.take) {
+    layer_->forward(request);
+    return;
+  }
+  const size_t width = layer_->config().hidden, tokens = request.choice.tokens;
+  std::vector<float> sums(tokens * width);
+  const Rows out = request.out;
+  request.out = {sums.data(), KTK_F32, width};
+  layer_->forward(request);
+  ops().add(options_.take->sums, sums.size(), sums.data());
+  const size_t stride = out.stride * element_bits(out.type) / 8;
+  for (size_t t = 0; t < tokens; ++t) {
+    ops().from_f32(&sums[t * width], out.type, width, static_cast<char*>(out.data) + t * stride);
+  }
+}
+
+void AsyncCall::compute_later() {
+  Request request = request_;
+  const Halves halves =
+      split_deferred(request.choice, options_.deferral, layer_->config().num_experts);
+  request.choice.ids = halves.later.data();
+  request.choice.ids_64 = true;
+  request.choice.ids_stride = request.choice.top_k;
+  request.out = {options_.give->sums, KTK_F32, options_.give->hidden};
+  layer_->forward(request);
+}
+
+void AsyncCall::clear_output() {
+  const Rows& out = request_.out;
+  const size_t bytes = element_bits(out.type) / 8;
+  for (size_t t = 0; t < request_.choice.tokens; ++t) {
+    std::memset(static_cast<char*>(out.data) + t * out.stride * bytes, 0,
+                layer_->config().hidden * bytes);
+  }
+}
+
+void AsyncCall::wait() {
+  std::unique_lock lock(mutex_);
+  const size_t until = started_;
+  changed_.wait(lock, [&] { return written_ >= until; });
+}
+
+void AsyncCall::wait_all() {
+  std::unique_lock lock(mutex_);
+  const size_t until = started_;
+  changed_.wait(lock, [&] { return ended_ >= until; });
+}
+
+bool AsyncCall::done() {
+  const std::lock_guard lock(mutex_);
+  return started_ > 0 && ended_ == started_;
+}
+
+void AsyncCall::abandon() {
+  std::shared_ptr<Layer> layer;  // may take its time to go, so not under the lock
+  std::unique_lock lock(mutex_);
+  abandoned_ = true;
+  changed_.wait(lock, [&] { return ended_ == started_; });
+  layer.swap(layer_);
+  lock.unlock();
+}
+
+// What a host function throws would end the process.
+void AsyncCall::launch(uintptr_t stream, void (*body)(AsyncCall&)) {
+  struct Node {
+    std::shared_ptr<AsyncCall> call;
+    void (*body)(AsyncCall&);
+    bool once;
+  };
+  const CudaDriver& driver = CudaDriver::get();
+  const bool captured = driver.capturing(stream);
+  auto node = std::make_unique<Node>(Node{shared_from_this(), body, !captured});
+  driver.launch(
+      stream,
+      [](void* argument) {
+        Node* at = static_cast<Node*>(argument);
+        try {
+          at->body(*at->call);
+        } catch (const std::exception& error) {
+          at->call->keep_error(error.what());
+        }
+        if (at->once) delete at;
+      },
+      node.get());
+  if (!captured) {
+    node.release();
+    return;
+  }
+  // The driver never says when a graph is gone, so its nodes stay; without its layer, which
+  // abandon() lets go, a call is small.
+  static std::mutex mutex;
+  static std::vector<std::unique_ptr<Node>>& kept = *new std::vector<std::unique_ptr<Node>>;
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(node));
+}
+
+void AsyncCall::start_on(uintptr_t stream) {
+  launch(stream, [](AsyncCall& call) { call.start(); });
+}
+
+void AsyncCall::wait_on(uintptr_t stream, bool all) {
+  launch(
+      stream,
+      all ? [](AsyncCall& call) { call.wait_all(); } : [](AsyncCall& call) { call.wait(); });
+}
+
+}  // namespace ktk

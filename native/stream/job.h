@@ -1,0 +1,39 @@
+// Work that is queued behind the calls of an engine, and waited for later.
+#pragma once
+
+#include <exception>
+#include <functional>
+#include <future>
+#include <memory>
+
+#include "moe/engine.h"
+
+namespace ktk {
+
+class Job {
+ public:
+  Job(Engine& engine, std::function<void()> work) {
+    auto promise = std::make_shared<std::promise<void>>();
+    ended_ = promise->get_future().share();
+    engine.enqueue([work = std::move(work), promise]() mutable {
+      try {
+        work();
+      } catch (...) {
+        work = nullptr;  // what it holds goes before anybody hears of the end
+        promise->set_exception(std::current_exception());
+        return;
+      }
+      work = nullptr;
+      promise->set_value();
+    });
+  }
+  ~Job() { ended_.wait(); }
+
+  // Rethrows what the work threw.
+  void wait() const { ended_.get(); }
+
+ private:
+  std::shared_future<void> ended_;
+};
+
+}  // namespace ktk

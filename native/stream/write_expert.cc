@@ -1,0 +1,233 @@
+#include "stream/write_expert.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "moe/elements.h"
+
+namespace ktk {
+namespace {
+
+size_t groups_in(size_t extent, uint32_t group) { return group ? (extent + group - 1) / group : 1; }
+
+// Copies scales as they are, or makes bf16 of their exponents: 2^(e - 127) is the bits of a bf16,
+// but for 2^-127, which is subnormal, and NaN.
+void put_scales(const char* from, size_t count, ktk_element type, bool wide, char* to) {
+  if (!wide || type != KTK_UE8M0) {
+    std::memcpy(to, from, count * element_bits(type) / 8);
+    return;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const auto e = static_cast<uint8_t>(from[i]);
+    const auto bits = static_cast<uint16_t>(e == 0 ? 0x0040 : e == 255 ? 0x7fc0 : e << 7);
+    std::memcpy(to + 2 * i, &bits, sizeof bits);
+  }
+}
+
+// Rows [begin, end) of a packed matrix, in the stored format.
+struct Stored {
+  std::vector<char> data, scale, zero;
+  size_t data_bytes, scale_bytes;  // of a row
+};
+
+class Writer {
+ public:
+  Writer(Layer& layer, size_t expert, const std::vector<RankTarget>& ranks, bool wide_scales)
+      : layer_(layer),
+        expert_(expert),
+        ranks_(ranks),
+        wide_(wide_scales),
+        per_rank_(layer.config().intermediate / ranks.size()) {}
+
+  void run() {
+    struct Job {
+      const Shard* shard;
+      int part;
+      size_t begin, end;
+    };
+    std::vector<Job> jobs;
+    for (const Shard& shard : layer_.weights()->shards()) {
+      for (int part = 0; part < 3; ++part) {
+        const ktk_matrix& matrix = matrix_of(shard, part);
+        // Packing steps and groups are not cut; a few hundred KiB stay in cache.
+        const size_t group = std::max<uint32_t>(matrix.format.group_n, 1);
+        const size_t step = std::lcm<size_t>(layer_.variant().tile.n_step, group);
+        for (size_t n = 0; n < matrix.n; n += step) {
+          jobs.push_back({&shard, part, n, std::min(n + step, matrix.n)});
+        }
+      }
+    }
+    std::atomic<size_t> next{0};
+    layer_.engine()->pool.run([&](int) {
+      for (size_t i = next.fetch_add(1); i < jobs.size(); i = next.fetch_add(1)) {
+        const Job& job = jobs[i];
+        const ktk_matrix& matrix = matrix_of(*job.shard, job.part);
+        const Stored rows = exported(matrix, packed_of(*job.shard, job.part), job.begin, job.end);
+        if (job.part == 2) {
+          put_down(*job.shard, matrix, rows, job.begin, job.end);
+        } else {
+          put_gate(*job.shard, matrix, rows, job.part, job.begin, job.end);
+        }
+      }
+    });
+  }
+
+ private:
+  static const ktk_matrix& matrix_of(const Shard& shard, int part) {
+    return part == 0 ? shard.matrix.gate : part == 1 ? shard.matrix.up : shard.matrix.down;
+  }
+  const char* packed_of(const Shard& shard, int part) const {
+    return part == 0   ? shard.gate_at(expert_)
+           : part == 1 ? shard.up_at(expert_)
+                       : shard.down_at(expert_);
+  }
+  size_t scale_size(const ktk_format& format) const {
+    return wide_ && format.scale == KTK_UE8M0 ? 2 : element_bits(format.scale) / 8;
+  }
+
+  Stored exported(const ktk_matrix& matrix, const char* packed, size_t begin, size_t end) const {
+    const ktk_format& f = matrix.format;
+    Stored rows;
+    rows.data_bytes = block_of(f.element).bytes_of(matrix.k);
+    rows.scale_bytes = groups_in(matrix.k, f.group_k) * element_bits(f.scale) / 8;
+    const size_t zero_bytes = groups_in(matrix.k, f.group_k) * element_bits(f.zero) / 8;
+    const size_t count = end - begin, groups = groups_in(count, f.group_n);
+    rows.data.resize(count * rows.data_bytes);
+    rows.scale.resize(groups * rows.scale_bytes);
+    rows.zero.resize(groups * zero_bytes);
+    // The target's row 0 is row 0 of the matrix, which lies before what is kept here.
+    const auto first = [](std::vector<char>& all, size_t row, size_t bytes) -> void* {
+      return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(all.data()) - row * bytes);
+    };
+    const size_t group = f.group_n ? begin / f.group_n : 0;
+    const ktk_target target = {first(rows.data, begin, rows.data_bytes),
+                               first(rows.scale, group, rows.scale_bytes),
+                               first(rows.zero, group, zero_bytes),
+                               rows.data_bytes,
+                               rows.scale_bytes,
+                               zero_bytes};
+    layer_.variant().export_weight(&matrix, packed, begin, end, &target);
+    return rows;
+  }
+
+  // Rows of gate or up: a rank has those of its intermediate columns.
+  void put_gate(const Shard& shard, const ktk_matrix& matrix, const Stored& rows, int part,
+                size_t begin, size_t end) const {
+    const ktk_format& f = matrix.format;
+    const size_t group = std::max<uint32_t>(f.group_n, 1);
+    const size_t scales = groups_in(matrix.k, f.group_k);
+    const size_t scale_bytes = scales * scale_size(f);
+    for (size_t n = begin; n < end;) {
+      const size_t at = shard.begin + n, rank = at / per_rank_;
+      const size_t stop = std::min(end, (rank + 1) * per_rank_ - shard.begin);
+      const size_t row = static_cast<size_t>(part) * per_rank_ + at % per_rank_;
+      std::memcpy(static_cast<char*>(ranks_[rank].w13) + row * rows.data_bytes,
+                  rows.data.data() + (n - begin) * rows.data_bytes, (stop - n) * rows.data_bytes);
+      if (f.scale != KTK_NONE) {
+        put_scales(rows.scale.data() + (n - begin) / group * rows.scale_bytes,
+                   groups_in(stop - n, f.group_n) * scales, f.scale, wide_,
+                   static_cast<char*>(ranks_[rank].w13_scale) + row / group * scale_bytes);
+      }
+      n = stop;
+    }
+  }
+
+  // Rows of down: a rank has its intermediate columns of each.
+  void put_down(const Shard& shard, const ktk_matrix& matrix, const Stored& rows, size_t begin,
+                size_t end) const {
+    const ktk_format& f = matrix.format;
+    const Block block = block_of(f.element);
+    const size_t row_bytes = block.bytes_of(per_rank_);
+    for (size_t k = 0; k < matrix.k;) {
+      const size_t at = shard.begin + k, rank = at / per_rank_;
+      const size_t stop = std::min(matrix.k, (rank + 1) * per_rank_ - shard.begin);
+      char* to = static_cast<char*>(ranks_[rank].w2) + block.bytes_of(at % per_rank_);
+      for (size_t n = begin; n < end; ++n) {
+        std::memcpy(to + n * row_bytes,
+                    rows.data.data() + (n - begin) * rows.data_bytes + block.bytes_of(k),
+                    block.bytes_of(stop - k));
+      }
+      if (f.scale != KTK_NONE && f.group_k) put_down_scales(f, rows, rank, begin, end, at, k, stop);
+      k = stop;
+    }
+    // A scale for the whole row is everybody's, and each shard has it.
+    if (f.scale == KTK_NONE || f.group_k || shard.begin) return;
+    const size_t group = std::max<uint32_t>(f.group_n, 1);
+    for (const RankTarget& rank : ranks_) {
+      put_scales(rows.scale.data(), groups_in(end - begin, f.group_n), f.scale, wide_,
+                 static_cast<char*>(rank.w2_scale) + begin / group * scale_size(f));
+    }
+  }
+
+  // Scales of columns [k, stop) of a shard, the first of which is column `at` of the matrix.
+  void put_down_scales(const ktk_format& f, const Stored& rows, size_t rank, size_t begin,
+                       size_t end, size_t at, size_t k, size_t stop) const {
+    const size_t group = std::max<uint32_t>(f.group_n, 1);
+    const size_t row_bytes = per_rank_ / f.group_k * scale_size(f);
+    char* to =
+        static_cast<char*>(ranks_[rank].w2_scale) + at % per_rank_ / f.group_k * scale_size(f);
+    const char* from = rows.scale.data() + k / f.group_k * element_bits(f.scale) / 8;
+    for (size_t g = 0; g < groups_in(end - begin, f.group_n); ++g) {
+      put_scales(from + g * rows.scale_bytes, (stop - k) / f.group_k, f.scale, wide_,
+                 to + (begin / group + g) * row_bytes);
+    }
+  }
+
+  Layer& layer_;
+  size_t expert_;
+  const std::vector<RankTarget>& ranks_;
+  bool wide_;
+  size_t per_rank_;
+};
+
+void check_groups(const char* name, size_t step, const std::string& format, size_t per_rank) {
+  if (per_rank % step == 0) return;
+  throw std::invalid_argument("each GPU gets " + std::to_string(per_rank) +
+                              " intermediate columns, but " + name + " is stored as " + format +
+                              ", which can be cut at multiples of " + std::to_string(step) +
+                              " only");
+}
+
+}  // namespace
+
+void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget>& ranks) {
+  if (!layer.variant().export_weight) {
+    throw std::invalid_argument("the backend " + layer.table().name +
+                                " cannot write weights as a checkpoint has them");
+  }
+  if (!layer.weights() || layer.weights()->state(expert) != Weights::State::kLoaded) {
+    throw std::invalid_argument("expert " + std::to_string(expert) + " is not loaded");
+  }
+  const size_t intermediate = layer.config().intermediate;
+  if (ranks.empty() || intermediate % ranks.size()) {
+    throw std::invalid_argument("intermediate_size " + std::to_string(intermediate) +
+                                " cannot be divided among " + std::to_string(ranks.size()) +
+                                " GPUs");
+  }
+  const size_t per_rank = intermediate / ranks.size();
+  const Parts<ktk_format>& formats = layer.weights()->formats();
+  const auto rows = [&](const char* name, const ktk_format& f) {
+    if (f.scale != KTK_NONE) {
+      check_groups(name, std::max<uint32_t>(f.group_n, 1), describe(f), per_rank);
+    }
+  };
+  rows("gate", formats.gate);
+  rows("up", formats.up);
+  const ktk_format& down = formats.down;
+  check_groups("down", block_of(down.element).columns, describe(down), per_rank);
+  if (down.scale != KTK_NONE && down.group_k) {
+    check_groups("down", down.group_k, describe(down), per_rank);
+  }
+}
+
+void write_expert(Layer& layer, size_t expert, const std::vector<RankTarget>& ranks,
+                  bool wide_scales) {
+  const std::lock_guard lock(layer.engine()->busy);
+  Writer(layer, expert, ranks, wide_scales).run();
+}
+
+}  // namespace ktk

@@ -1,0 +1,43 @@
+"""Lets the tests import `ktmoe_layers`, and gives them a driver that is none: stub_driver.c."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from ktmoe_driver import Stub  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
+    command = [compiler, "-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o", str(path)]
+    subprocess.run([*command, str(HERE / "stub_driver.c")], check=True)
+    return path
+
+
+@pytest.fixture(scope="session")
+def driver(stub_path: Path) -> Stub:
+    """The stub, as the driver of this process."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA driver of its own: test_gpu.py uses that")
+    os.environ["KTK_CUDA_LIBRARY"] = str(stub_path)
+    return Stub(stub_path)
+
+
+@pytest.fixture
+def stream(driver: Stub) -> Iterator[int]:
+    handle = driver.stream()
+    yield handle
+    driver.synchronize(handle)
+    driver.destroy(handle)

@@ -1,0 +1,37 @@
+"""The stub driver's own functions."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+
+class Stub:
+    """Streams and graphs of stub_driver.c, by their handles."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lib = ctypes.CDLL(str(path))
+        for name in ("stub_stream", "stub_end_capture"):
+            getattr(self.lib, name).restype = ctypes.c_void_p
+
+    def stream(self) -> int:
+        return int(self.lib.stub_stream())
+
+    def synchronize(self, stream: int) -> None:
+        assert self.lib.stub_synchronize(ctypes.c_void_p(stream)) == 0
+
+    def begin_capture(self, stream: int) -> None:
+        self.lib.stub_begin_capture(ctypes.c_void_p(stream))
+
+    def end_capture(self, stream: int) -> int:
+        return int(self.lib.stub_end_capture(ctypes.c_void_p(stream)))
+
+    def replay(self, graph: int, stream: int) -> None:
+        self.lib.stub_replay(ctypes.c_void_p(graph), ctypes.c_void_p(stream))
+
+    def destroy(self, stream: int) -> None:
+        self.lib.stub_destroy(ctypes.c_void_p(stream))
+
+    def fail_next_launch(self) -> None:
+        self.lib.stub_fail_next_launch()

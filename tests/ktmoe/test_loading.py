@@ -1,0 +1,168 @@
+"""Layers from the folders that weight_path names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from ktmoe_layers import INNER, E, H, K, inputs, weights
+from safetensors.torch import save_file
+
+import ktk
+from ktk import KTMoEWrapper
+from ktk.ktmoe.writers import submit_write
+from ktk.packed.convert import convert
+
+
+def checkpoint(folder: Path, seed: int = 0, **more: Any) -> Path:
+    """Write one layer as Qwen3-MoE has it."""
+    folder.mkdir()
+    gate, up, down = weights(seed)
+    tensors = {
+        f"model.layers.5.mlp.experts.{e}.{name}_proj.weight": matrix[e].clone()
+        for e in range(E)
+        for name, matrix in (("gate", gate), ("up", up), ("down", down))
+    }
+    save_file(tensors, folder / "model.safetensors")
+    config = {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": H,
+        "moe_intermediate_size": INNER,
+        **more,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def layer(path: Path, **options: Any) -> KTMoEWrapper:
+    return KTMoEWrapper(
+        **{
+            "layer_idx": 5,
+            "num_experts": E,
+            "num_experts_per_tok": K,
+            "hidden_size": H,
+            "moe_intermediate_size": INNER,
+            "gpu_experts_mask": None,
+            "cpuinfer_threads": 2,
+            "threadpool_count": 2,
+            "weight_path": str(path),
+            "chunked_prefill_size": 64,
+            "method": "BF16",
+            **options,
+        }
+    )
+
+
+def test_a_checkpoint_is_loaded_through_the_map(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    order = torch.randperm(E, generator=torch.Generator().manual_seed(1))
+    made = layer(path)
+    made.load_weights(order)
+    moe = ktk.load_backend("BF16").moe(
+        num_experts=E, num_experts_per_tok=K, hidden_size=H, intermediate_size=INNER
+    )
+    moe.load(*(part[order] for part in weights()))
+    call = inputs(5)
+    assert torch.equal(made.forward(*call), moe(*call))
+
+
+@pytest.mark.parametrize("method", ["AMXINT4", "AMXINT8", "MOE_INT8", "MOE_INT4"])
+def test_methods_that_quantise_load_the_same_layer(tmp_path: Path, method: str) -> None:
+    made = layer(checkpoint(tmp_path / "model"), method=method)
+    made.load_weights()
+    from_tensors = layer(tmp_path / "model", method=method, layer_idx=6)
+    from_tensors.load_weights_from_tensors(*weights(), torch.arange(E))
+    call = inputs(5)
+    assert torch.equal(made.forward(*call), from_tensors.forward(*call))
+
+
+def test_experts_of_the_gpu_need_not_be_read(tmp_path: Path) -> None:
+    mask = torch.arange(E) < 5
+    path = checkpoint(tmp_path / "model")
+    made = layer(path, gpu_experts_mask=mask, keep_gpu_experts=False)
+    made.load_weights()
+    assert made.moe is not None
+    assert made.moe.nbytes == 3 * made.moe.expert_nbytes
+    with pytest.raises(ValueError, match="expert 0 is not loaded"):
+        submit_write(made.moe, 1, 0, [1], [0], [1], [0])
+
+
+def test_sizes_that_differ_from_the_checkpoint_are_named(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"model has hidden_size {H}, the layer was made for 32"):
+        layer(path, hidden_size=32).load_weights()
+    with pytest.raises(ktk.CheckpointError, match="layer 4"):
+        layer(path, layer_idx=4).load_weights()
+
+
+def test_two_models_of_two_sizes_are_called_in_turns(tmp_path: Path) -> None:
+    ours = layer(checkpoint(tmp_path / "ours"))
+    ours.load_weights()
+    theirs = [
+        layer(tmp_path / "theirs", hidden_size=32, layer_idx=n, max_deferred_experts_per_token=d)
+        for n, d in ((5, 1), (6, 0))
+    ]
+    for made in theirs:
+        made.load_weights_from_tensors(*weights(7, hidden=32))
+    assert theirs[0].model is theirs[1].model is not ours.model
+    alone = ours.forward(*inputs(4))
+    chained = [made.forward(*inputs(4, hidden=32)) for made in theirs]
+    mixed = [theirs[0].forward(*inputs(4, hidden=32))]
+    assert torch.equal(ours.forward(*inputs(4)), alone)
+    mixed.append(theirs[1].forward(*inputs(4, hidden=32)))
+    for one, other in zip(chained, mixed, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("method", ["AMXINT8", "AMXINT4", "BF16"])
+def test_a_converted_folder_is_the_checkpoint_it_was_made_of(tmp_path: Path, method: str) -> None:
+    path = checkpoint(tmp_path / "model")
+    convert(path, tmp_path / "packed", backend=method)
+    call = inputs(5)
+    results = []
+    for source in (path, tmp_path / "packed"):
+        made = layer(source, method=method)
+        made.load_weights(torch.arange(E))
+        results.append(made.forward(*call))
+    assert torch.equal(*results)
+
+
+def test_gguf_is_computed_as_it_is(tmp_path: Path) -> None:
+    hidden, inner = 256, 256
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe")
+    for name, value in (
+        ("expert_count", E),
+        ("expert_used_count", K),
+        ("embedding_length", hidden),
+        ("expert_feed_forward_length", inner),
+    ):
+        writer.add_uint32(f"qwen3moe.{name}", value)
+    values = {}
+    shapes = {"gate": (E, inner, hidden), "up": (E, inner, hidden), "down": (E, hidden, inner)}
+    for part, shape in shapes.items():
+        random = np.random.default_rng(len(values)).standard_normal(shape, np.float32) / 16
+        blocks = gguf.quants.quantize(random, gguf.GGMLQuantizationType.Q8_0)
+        values[part] = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+        name = f"blk.5.ffn_{part}_exps.weight"
+        writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
+    made = layer(tmp_path, method="LLAMAFILE", **sizes)
+    made.load_weights()
+    assert made.moe is not None
+    assert str(made.moe.format) == "q8_0"
+    for number in (0, E - 1):
+        for stored, part in zip(made.moe.unpack_expert(number), values.values(), strict=True):
+            np.testing.assert_array_equal(stored, part[number])
+    assert made.forward(*inputs(3, hidden=hidden)).isfinite().all()

@@ -1,0 +1,148 @@
+"""What the writers give to GPUs is what the checkpoint had, byte by byte."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ktk import Format, KTMoEWrapper
+from ktk.quantize import Quantized, quantize
+
+E, H, INNER = 2, 256, 512
+FORMATS = {
+    "BF16": Format("bf16"),
+    "FP8": Format("e4m3", "f32", "none", 128, 128),
+    "FP8_PERCHANNEL": Format("e4m3", "f32", "none", 1, 0),
+    "RAWINT4": Format("u4", "bf16", "none", 1, 32),
+    "MXFP4": Format("e2m1", "ue8m0", "none", 1, 32),
+    "MXFP8": Format("e4m3", "ue8m0", "none", 1, 32),
+}
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def raw(tensor: torch.Tensor) -> Bytes:
+    """Return the rows of a matrix as bytes."""
+    rows = tensor.contiguous().view(torch.uint8)
+    return rows.reshape(tensor.shape[0], -1).numpy()
+
+
+@functools.cache
+def experts(method: str) -> list[dict[str, Quantized]]:
+    """Make experts; the first one has every byte, NaN and both zeros among them."""
+    torch.manual_seed(0)
+    stored = FORMATS[method]
+    shapes = {"gate": (INNER, H), "up": (INNER, H), "down": (H, INNER)}
+    made = [
+        {part: quantize(torch.randn(shape) / 16, stored) for part, shape in shapes.items()}
+        for _ in range(E)
+    ]
+    data = made[0]["gate"].data
+    if data.dtype == torch.uint8:
+        data[0, :64], data[1, :64] = torch.arange(64), torch.arange(64, 128)
+        data[2, :64], data[3, :64] = torch.arange(128, 192), torch.arange(192, 256)
+    return made
+
+
+def loaded(method: str, made: list[dict[str, Quantized]], shards: int) -> KTMoEWrapper:
+    layer = KTMoEWrapper(0, E, 2, H, INNER, method=method)
+    moe = layer.backend.moe(
+        num_experts=E,
+        num_experts_per_tok=2,
+        hidden_size=H,
+        intermediate_size=INNER,
+        shards=shards,
+        pool=layer.cpu_infer.pool,
+    )
+    for number, parts in enumerate(made):
+        arrays = {part: matrix.data for part, matrix in parts.items()}
+        arrays |= {f"{part}_scale": m.scale for part, m in parts.items() if m.scale is not None}
+        moe.load_expert(number, **arrays, given=FORMATS[method])
+    layer.moe = moe
+    return layer
+
+
+def wanted(
+    method: str, parts: dict[str, Quantized], ranks: int, rank: int
+) -> tuple[Bytes | None, ...]:
+    """Cut the checkpoint's own arrays, by the definition."""
+    per = INNER // ranks
+    stored = FORMATS[method]
+
+    def rows(matrix: torch.Tensor) -> torch.Tensor:
+        unit = len(matrix) * per // INNER
+        return matrix[rank * unit : (rank + 1) * unit]
+
+    def columns(matrix: torch.Tensor) -> torch.Tensor:
+        if matrix.shape[1] == 1:
+            return matrix
+        unit = matrix.shape[1] * per // INNER
+        return matrix[:, rank * unit : (rank + 1) * unit]
+
+    w13 = torch.cat([rows(parts["gate"].data), rows(parts["up"].data)])
+    w2 = columns(parts["down"].data)
+    if stored.scale == "none":
+        return raw(w13), None, raw(w2), None
+    scales = {name: matrix.scale for name, matrix in parts.items() if matrix.scale is not None}
+    if method == "MXFP4":
+        scales = {n: torch.exp2(s.double() - 127).bfloat16() for n, s in scales.items()}
+    w13_scale = torch.cat([rows(scales["gate"]), rows(scales["up"])])
+    return raw(w13), raw(w13_scale), raw(w2), raw(columns(scales["down"]))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("method", FORMATS)
+def test_ranks_get_the_bytes_of_the_checkpoint(method: str, ranks: int, shards: int) -> None:
+    made = experts(method)
+    layer = loaded(method, made, shards)
+    for expert in range(E):
+        expected = [wanted(method, made[expert], ranks, rank) for rank in range(ranks)]
+        # Bytes that are not written stay 0xA5, and one more of them is behind each buffer.
+        buffers = [
+            [None if part is None else np.full(part.size + 1, 0xA5, np.uint8) for part in parts]
+            for parts in expected
+        ]
+        pointers = [
+            [0 if b is None else b.ctypes.data for b in column]
+            for column in zip(*buffers, strict=True)
+        ]
+        layer.submit_write_weight_scale_to_buffer(ranks, expert, *pointers)
+        layer.sync_write_weight_scale_to_buffer()
+        for parts, got in zip(expected, buffers, strict=True):
+            for part, buffer in zip(parts, got, strict=True):
+                if part is None or buffer is None:
+                    assert part is buffer
+                    continue
+                np.testing.assert_array_equal(buffer[:-1], part.ravel())
+                assert buffer[-1] == 0xA5
+
+
+def test_what_cannot_be_written_says_why() -> None:
+    layer = loaded("FP8", experts("FP8"), 1)
+    write = layer.submit_write_weight_scale_to_buffer
+    with pytest.raises(ValueError, match="w2_scale_ptrs has 1 addresses, gpu_tp_count is 2"):
+        write(2, 0, [1, 1], [1, 1], [1, 1], [1])
+    with pytest.raises(ValueError, match="w13_scale_ptrs has an address of 0"):
+        write(1, 0, [1], [0], [1], [1])
+    with pytest.raises(ValueError, match=r"gets 64 intermediate columns, .* multiples of 128 only"):
+        write(8, 0, *[[1] * 8] * 4)
+    with pytest.raises(ValueError, match="512 cannot be divided among 3 GPUs"):
+        write(3, 0, *[[1] * 3] * 4)
+    with pytest.raises(IndexError, match="expert 2 is not one of 2"):
+        write(1, 2, [1], [1], [1], [1])
+    assert layer.moe is not None
+    layer.moe.leave_out(1)
+    with pytest.raises(ValueError, match="expert 1 is not loaded"):
+        write(1, 1, [1], [1], [1], [1])
+    layer.sync_write_weight_scale_to_buffer()  # nothing was submitted
+    other = KTMoEWrapper(0, E, 2, H, INNER, method="AMXINT8")
+    with pytest.raises(RuntimeError, match="layer 0 has no weights"):
+        other.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
+    parts = (torch.randn(E, INNER, H), torch.randn(E, INNER, H), torch.randn(E, H, INNER))
+    other.load_weights_from_tensors(*parts)
+    with pytest.raises(ValueError, match=r"AMXINT8 stores .* no checkpoint's format that a GPU"):
+        other.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])

@@ -1,0 +1,282 @@
+// Calls that threads and streams start in any order, with the stub of the CUDA driver: nothing is
+// lost, mixed up or, under the thread sanitizer, touched by two threads at once.
+//
+// The build passes -DKTK_VARIANTS as to the bf16 backend's module, links the stub, and names it in
+// KTK_CUDA_LIBRARY.
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <deque>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "ktk/target.h"
+#include "moe/layer.h"
+#include "stream/call.h"
+
+#define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
+#define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
+#define KTK_ADDRESS_(isa) &KTK_VARIANT_OF(isa),
+KTK_VARIANTS(KTK_DECLARE_)
+
+extern "C" {
+void* stub_stream();
+int stub_synchronize(void* stream);
+void stub_begin_capture(void* stream);
+void* stub_end_capture(void* stream);
+int stub_replay(const void* graph, void* stream);
+void stub_destroy(void* stream);
+}
+
+namespace {
+
+using ktk::AsyncCall;
+using ktk::Carry;
+using ktk::Latch;
+using ktk::Layer;
+
+constexpr const ktk_variant* kVariants[] = {KTK_VARIANTS(KTK_ADDRESS_)};
+constexpr ktk_format kBf16 = {KTK_BF16, KTK_NONE, KTK_NONE, 0, 0};
+constexpr ktk_accept kAccept = {kBf16, 0};
+constexpr ktk_backend kBackend = {
+    .struct_size = sizeof(ktk_backend),
+    .abi_major = KTK_ABI_MAJOR,
+    .abi_minor = KTK_ABI_MINOR,
+    .name = "bf16",
+    .formats = &kBf16,
+    .num_formats = 1,
+    .accepts = &kAccept,
+    .num_accepts = 1,
+    .variants = kVariants,
+    .num_variants = std::size(kVariants),
+};
+constexpr size_t kExperts = 4, kTopK = 2, kIntermediate = 32;
+
+std::shared_ptr<ktk::Engine> engine() {
+  static const auto one = ktk::Engine::make({.threads = 2, .cpus = {}, .pin = false});
+  return one;
+}
+
+std::shared_ptr<Layer> make_layer(size_t hidden, unsigned seed) {
+  const ktk::Config config = {
+      kExperts, kTopK, hidden, kIntermediate, {KTK_SILU, 1.0f, INFINITY, false}};
+  auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false, config,
+                                       engine(), 1, ktk::Parts<std::optional<ktk_format>>{});
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0, 0.1f);
+  for (size_t e = 0; e < kExperts; ++e) {
+    std::vector<uint16_t> all(3 * hidden * kIntermediate);
+    for (uint16_t& w : all) w = std::bit_cast<uint32_t>(normal(random)) >> 16;
+    const auto matrix = [&](size_t i, size_t k) {
+      ktk_source source{};
+      source.format = kBf16;
+      source.data = &all[i * hidden * kIntermediate];
+      source.data_stride = 2 * k;
+      return source;
+    };
+    ktk::ExpertSource source;
+    source.gate = matrix(0, hidden);
+    source.up = matrix(1, hidden);
+    source.down = matrix(2, kIntermediate);
+    layer->load(e, source);
+  }
+  return layer;
+}
+
+// The arrays of one call.
+struct Arrays {
+  std::vector<float> hidden, weights, out;
+  std::vector<int32_t> ids;
+  std::vector<uint8_t> mask;
+  ktk::Request request;
+
+  explicit Arrays(size_t width, unsigned seed, size_t tokens = 3) : mask(kExperts) {
+    hidden.resize(tokens * width);
+    out.resize(tokens * width);
+    ids.resize(tokens * kTopK);
+    weights.resize(tokens * kTopK);
+    fill(seed);
+    request.hidden = {hidden.data(), KTK_F32, width};
+    request.choice = {ids.data(), false, kTopK, weights.data(), kTopK, tokens, kTopK};
+    request.out = {out.data(), KTK_F32, width};
+    request.skip = mask;
+  }
+
+  void fill(unsigned seed) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    for (float& x : hidden) x = normal(random);
+    for (float& w : weights) w = 0.125f * static_cast<float>(random() % 8);
+    for (int32_t& id : ids) id = static_cast<int32_t>(random() % (kExperts + 2)) - 1;
+    // A call that was submitted may be reading another layer's mask right now.
+    for (uint8_t& m : mask) std::atomic_ref(m).store(random() % 4 == 0, std::memory_order_relaxed);
+  }
+};
+
+std::vector<float> direct(const std::shared_ptr<Layer>& layer, unsigned seed) {
+  Arrays arrays(layer->config().hidden, seed);
+  layer->forward(arrays.request);
+  return arrays.out;
+}
+
+uintptr_t handle(void* stream) { return reinterpret_cast<uintptr_t>(stream); }
+
+std::shared_ptr<AsyncCall> make_call(const std::shared_ptr<Layer>& layer, const Arrays& arrays,
+                                     const std::shared_ptr<Latch>& errors,
+                                     AsyncCall::Options options = {}) {
+  options.name = "layer";
+  return std::make_shared<AsyncCall>(layer, arrays.request, options, errors);
+}
+
+TEST(ten_thousand_random_steps_lose_nothing) {
+  constexpr unsigned kSeeds = 16;
+  const std::array layers = {make_layer(16, 1), make_layer(40, 2)};
+  const std::array<void*, 2> streams = {stub_stream(), stub_stream()};
+  const auto errors = std::make_shared<Latch>();
+  std::array<std::array<std::vector<float>, kSeeds>, 2> expected;
+  for (size_t m = 0; m < 2; ++m) {
+    for (unsigned s = 0; s < kSeeds; ++s) expected[m][s] = direct(layers[m], s);
+  }
+  struct Graph {
+    std::unique_ptr<Arrays> arrays;
+    std::shared_ptr<AsyncCall> call;
+    void* graph;
+  };
+  std::array<std::array<Graph, 2>, 2> graphs;
+  for (size_t m = 0; m < 2; ++m) {
+    for (size_t s = 0; s < 2; ++s) {
+      Graph& g = graphs[m][s];
+      g.arrays = std::make_unique<Arrays>(layers[m]->config().hidden, 0);
+      g.call = make_call(layers[m], *g.arrays, errors, {.live = true});
+      stub_begin_capture(streams[s]);
+      g.call->start_on(handle(streams[s]));
+      g.call->wait_on(handle(streams[s]), false);
+      g.graph = stub_end_capture(streams[s]);
+    }
+  }
+  struct Flight {
+    size_t layer;
+    unsigned seed;
+    void* stream;  // NULL: on the pool
+    std::unique_ptr<Arrays> arrays;
+    std::shared_ptr<AsyncCall> call;
+  };
+  std::deque<Flight> flights;
+  size_t finished = 0, replayed = 0, submitted = 0;
+  const auto finish = [&] {
+    const Flight flight = std::move(flights.front());
+    flights.pop_front();
+    if (flight.stream) {
+      CHECK_EQ(stub_synchronize(flight.stream), 0);
+    } else {
+      flight.call->wait();
+    }
+    CHECK(flight.arrays->out == expected[flight.layer][flight.seed]);
+    ++finished;
+  };
+
+  std::mt19937 random(3);
+  for (int step = 0; step < 10000; ++step) {
+    const size_t m = random() % 2, at = random() % 3;
+    const unsigned seed = random() % kSeeds;
+    void* const stream = at < 2 ? streams[at] : nullptr;
+    const unsigned what = random() % 8;
+    if (what == 0 && stream) {
+      Graph& g = graphs[m][at];
+      CHECK_EQ(stub_synchronize(stream), 0);
+      g.arrays->fill(seed);
+      CHECK_EQ(stub_replay(g.graph, stream), 0);
+      CHECK_EQ(stub_synchronize(stream), 0);
+      CHECK(g.arrays->out == expected[m][seed]);
+      ++replayed;
+    } else if (what < 5 && flights.size() < 32) {
+      auto arrays = std::make_unique<Arrays>(layers[m]->config().hidden, seed);
+      auto call = make_call(layers[m], *arrays, errors);
+      if (stream) {
+        call->start_on(handle(stream));
+        call->wait_on(handle(stream), false);
+      } else {
+        call->start();
+      }
+      arrays->fill(seed + 1);  // what was submitted was taken
+      flights.push_back({m, seed, stream, std::move(arrays), std::move(call)});
+      ++submitted;
+    } else if (!flights.empty()) {
+      finish();
+    }
+  }
+  while (!flights.empty()) finish();
+  CHECK_EQ(finished, submitted);
+  CHECK(submitted > 3000);
+  CHECK(replayed > 500);
+  errors->raise();
+  for (auto& both : graphs) {
+    for (Graph& g : both) g.call->abandon();
+  }
+  for (void* stream : streams) stub_destroy(stream);
+}
+
+TEST(a_mask_may_change_while_calls_read_it) {
+  const auto layer = make_layer(16, 1);
+  const auto errors = std::make_shared<Latch>();
+  Arrays arrays(16, 0);
+  const auto call = make_call(layer, arrays, errors, {.live = true, .stable = true});
+  std::atomic<bool> stop{false};
+  std::thread other([&] {
+    for (unsigned i = 0; !stop; ++i) {
+      std::atomic_ref(arrays.mask[i % kExperts]).store(i % 3 == 0, std::memory_order_relaxed);
+    }
+  });
+  for (int i = 0; i < 500; ++i) {
+    call->start();
+    call->wait();
+  }
+  stop = true;
+  other.join();
+  errors->raise();
+}
+
+TEST(graphs_of_layers_that_defer_give_the_same_at_every_replay) {
+  constexpr size_t kWidth = 16, kTokens = 3, kLayers = 3;
+  void* const stream = stub_stream();
+  const auto errors = std::make_shared<Latch>();
+  std::vector<float> sums(kTokens * kWidth);
+  const auto carry = std::make_shared<Carry>(sums.data(), kTokens, kWidth);
+  std::vector<std::unique_ptr<Arrays>> arrays;
+  std::vector<std::shared_ptr<AsyncCall>> calls;
+  for (unsigned n = 0; n < kLayers; ++n) {
+    arrays.push_back(std::make_unique<Arrays>(kWidth, n, kTokens));
+    AsyncCall::Options options{.live = true, .deferral = {1, false}};
+    if (n > 0) options.take = carry;
+    if (n + 1 < kLayers) options.give = carry;
+    calls.push_back(make_call(make_layer(kWidth, n), *arrays.back(), errors, options));
+  }
+  stub_begin_capture(stream);
+  for (const auto& call : calls) {
+    call->start_on(handle(stream));
+    call->wait_on(handle(stream), false);
+  }
+  void* const graph = stub_end_capture(stream);
+  std::vector<std::vector<float>> first;
+  for (int replay = 0; replay < 200; ++replay) {
+    CHECK_EQ(stub_replay(graph, stream), 0);
+    if (replay % 3 == 0) continue;  // several in a row
+    CHECK_EQ(stub_synchronize(stream), 0);
+    std::vector<std::vector<float>> outs;
+    for (const auto& a : arrays) outs.push_back(a->out);
+    if (first.empty()) first = outs;
+    CHECK(outs == first);
+  }
+  CHECK_EQ(stub_synchronize(stream), 0);
+  for (const auto& call : calls) call->abandon();
+  CHECK_EQ(stub_replay(graph, stream), 0);
+  CHECK_EQ(stub_synchronize(stream), 0);
+  CHECK_THROWS(std::runtime_error, errors->raise());
+  stub_destroy(stream);
+}
+
+}  // namespace
