@@ -1,4 +1,7 @@
-"""What a layer is loaded from: floats where a backend takes them, else its own format."""
+"""What a layer is loaded from: floats where a backend takes them, else its own format.
+
+ggml's block types have no encoder in Python, for the most part: their layers are random blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
 from ktk._core import Format
 from ktk.aliases import ALIASES
 from ktk.quantize import quantize
+from ktk.testing.ggml import Bytes, is_block, random_blocks
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -33,6 +40,11 @@ class Recipe:
     given: Format
     stored: Format
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the weights are random blocks instead of what the floats are quantised to."""
+        return is_block(self.given.element)
+
     def arrays(self, expert: ExpertWeights) -> dict[str, Any]:
         """Return one expert's arguments of `MoE.load_expert`."""
         arrays: dict[str, Any] = {"given": self.given}
@@ -41,6 +53,9 @@ class Recipe:
             if field.name not in _MATRICES:
                 if tensor is not None:
                     arrays[field.name] = tensor
+                continue
+            if self.is_random:
+                arrays[field.name] = _random_blocks(tensor, self.given.element, arrays)
                 continue
             made = quantize(tensor, self.given)
             arrays[field.name] = made.data
@@ -100,6 +115,14 @@ def label(fmt: Format) -> str:
     else:
         words.append(f"{fmt.group_n or 'n'}x{fmt.group_k or 'k'}")
     return "-".join(words)
+
+
+def _random_blocks(tensor: torch.Tensor, element: str, before: dict[str, Any]) -> Bytes:
+    """Return blocks of the tensor's shape and size: there are no encoders for most types."""
+    n, k = tensor.shape
+    seed = [len(before), n, k, int(tensor[0, 0].view(torch.int16))]
+    rng = np.random.default_rng([value & 0xFFFF for value in seed])
+    return random_blocks(element, (n, k), float(tensor.abs().max()), rng)
 
 
 def prepare(made: Recipe, experts: Sequence[ExpertWeights]) -> list[dict[str, Any]]:
