@@ -29,33 +29,24 @@ class Codes {
   explicit Codes(const Meaning& meaning)
       : meaning_(kBits <= 4 ? Dot::load_table(meaning.table) : Dot::set1_byte(meaning.bias)) {}
 
-  // Calls use(j, operand) for the four steps 4 half + j; `unit` points to the first column.
-  template <int kHalf, class Use>
-  [[gnu::always_inline]] void for_each_step(const uint8_t* unit, Use use) const {
+  // The operand of a step; `unit` points to the first column.
+  template <int kStep>
+  [[gnu::always_inline]] Int operand(const uint8_t* unit) const {
     if constexpr (kBits == 8) {
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) use(j, meant(row(unit, 4 * kHalf + j)));
+      return meant(row(unit, kStep));
     } else {
       constexpr int kLow = kBits >= 4 ? 4 : 2, kHigh = kBits - kLow;
-      constexpr int kLowRows = kLow / 2;  // of a half
-      constexpr int kHighRows = kHigh == 1 ? 1 : kHigh == 2 ? kHalf + 1 : 0;
-      constexpr int kFirst = kHalf * kLowRows + kHighRows;
-      Int high{};
-      if constexpr (kHigh > 0) high = row(unit, kHigh == 1 ? 0 : kFirst - 1);
-#pragma GCC unroll 2
-      for (int r = 0; r < kLowRows; ++r) {
-        const Int low = row(unit, kFirst + r);
-#pragma GCC unroll 4
-        for (int i = 0; i < 8 / kLow; ++i) {
-          const int j = r * (8 / kLow) + i;
-          Int code = field<kLow>(low, i * kLow, 0);
-          if constexpr (kHigh > 0) {
-            const int bit = kHigh == 1 ? 4 * kHalf + j : 2 * j;
-            code = Dot::bit_or(code, field<kHigh>(high, bit, kLow));
-          }
-          use(j, meant(code));
-        }
+      constexpr int kHalf = kStep / 4, kInHalf = kStep % 4;
+      constexpr int kHighRows = kHigh == 1 ? 1 : kHigh == 2 ? kHalf + 1 : 0;  // before the low one
+      constexpr int kLowRow = kHighRows + kStep * kLow / 8;
+      Int code = field<kLow, kStep * kLow % 8, 0>(row(unit, kLowRow));
+      if constexpr (kHigh == 1) {
+        code = Dot::bit_or(code, field<1, kStep, kLow>(row(unit, 0)));
+      } else if constexpr (kHigh == 2) {
+        constexpr int kHighRow = kHalf * (1 + kLow / 2);
+        code = Dot::bit_or(code, field<2, 2 * kInHalf, kLow>(row(unit, kHighRow)));
       }
+      return meant(code);
     }
   }
 
@@ -64,13 +55,12 @@ class Codes {
     return Dot::load_bytes(unit + static_cast<size_t>(index) * kRowBytes);
   }
 
-  // kWidth bits of every byte from bit `from` on, moved to bit `to`.
-  template <int kWidth>
-  static Int field(Int x, int from, int to) {
-    const Int moved = from > to   ? Dot::shift_right(x, from - to)
-                      : from < to ? Dot::shift_left(x, to - from)
-                                  : x;
-    return Dot::bit_and(moved, Dot::set1_byte(((1 << kWidth) - 1) << to));
+  // kWidth bits of every byte from bit kFrom on, moved to bit kTo.
+  template <int kWidth, int kFrom, int kTo>
+  static Int field(Int x) {
+    if constexpr (kFrom > kTo) x = Dot::shift_right(x, kFrom - kTo);
+    if constexpr (kFrom < kTo) x = Dot::shift_left(x, kTo - kFrom);
+    return Dot::mask_bytes<((1 << kWidth) - 1) << kTo>(x);
   }
 
   Int meant(Int code) const {

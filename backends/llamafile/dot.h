@@ -4,8 +4,7 @@
 //   kWeightOffset   is added to table[code]
 //   kMaxRows        of a tile, kVecs registers wide
 //   kMaxHalfRows    the same where a unit has two groups: twice the accumulators
-//   dot(acc, weight, act, stride, row, offset)   the four bytes of act are at
-//                                                act + row * stride + offset, row < 3
+//   broadcast_row<at>(act, stride, row)   four bytes of a row of act, row < 3
 #pragma once
 
 #include "llamafile/act.h"
@@ -31,48 +30,64 @@ struct Dot : Zmm {
   static constexpr int kMaxRows = 12, kMaxHalfRows = 6;
 #endif
 
-  // The intrinsic is the same instruction, but gcc 12 moves and spills its accumulators, and the
-  // sums of pointers and strides.
-  [[gnu::always_inline]] static Int dot(Int acc, Int weight, const uint8_t* act, size_t stride,
-                                        int row, int offset) {
+  // The intrinsics are the same instructions, but gcc 12 keeps every sum of a pointer and a stride,
+  // and moves and spills accumulators.
+  template <size_t kAt>
+  [[gnu::always_inline]] static Int broadcast_row(const uint8_t* act, size_t stride, int row) {
+    Int four;
     const auto& read = *reinterpret_cast<const uint8_t (*)[]>(act);
     if (row == 0) {
-      asm("vpdpbusd %c3(%2)%{1to16%}, %1, %0"
-          : "+v"(acc)
-          : "v"(weight), "r"(act), "i"(offset), "m"(read));
+      asm("vpbroadcastd %c2(%1), %0" : "=v"(four) : "r"(act), "i"(kAt), "m"(read));
     } else if (row == 1) {
-      asm("vpdpbusd %c3(%2,%4)%{1to16%}, %1, %0"
-          : "+v"(acc)
-          : "v"(weight), "r"(act), "i"(offset), "r"(stride), "m"(read));
+      asm("vpbroadcastd %c2(%1,%3), %0" : "=v"(four) : "r"(act), "i"(kAt), "r"(stride), "m"(read));
     } else {
-      asm("vpdpbusd %c3(%2,%4,2)%{1to16%}, %1, %0"
-          : "+v"(acc)
-          : "v"(weight), "r"(act), "i"(offset), "r"(stride), "m"(read));
+      asm("vpbroadcastd %c2(%1,%3,2), %0"
+          : "=v"(four)
+          : "r"(act), "i"(kAt), "r"(stride), "m"(read));
     }
+    return four;
+  }
+  [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(weight), "v"(act));
     return acc;
+  }
+  template <int kMask>
+  static Int mask_bytes(Int x) {
+    return bit_and(x, set1_byte(kMask));
   }
 };
 
 #else
 
-// Reads memory every time: gcc 12 would keep what it has loaded for one register of columns on the
-// stack until the next one needs it.
-inline __m256i broadcast_anew(const uint8_t* act) {
-  __m256i four;
-  asm volatile("vpbroadcastd %1, %0" : "=x"(four) : "m"(*reinterpret_cast<const int32_t*>(act)));
-  return four;
-}
+// A byte, 32 times: an operand in memory, because sixteen registers are few.
+template <int kByte>
+struct Bytes {
+  alignas(32) uint8_t byte[32];
+  constexpr Bytes() : byte{} {
+    for (uint8_t& b : byte) b = kByte;
+  }
+};
+template <int kByte>
+constexpr Bytes<kByte> kBytes;
 
 struct Dot : Ymm {
   static constexpr int kMaxRows = 4, kMaxHalfRows = 2;
 
+  template <size_t kAt>
+  [[gnu::always_inline]] static Int broadcast_row(const uint8_t* act, size_t stride, int row) {
+    return broadcast(act + static_cast<size_t>(row) * stride + kAt);
+  }
+  template <int kMask>
+  static Int mask_bytes(Int x) {
+    asm("vpand %1, %0, %0" : "+x"(x) : "m"(kBytes<kMask>));
+    return x;
+  }
+
 #if defined(__AVXVNNI__)
   static constexpr int kWeightOffset = kOffset;
 
-  [[gnu::always_inline]] static Int dot(Int acc, Int weight, const uint8_t* act, size_t stride,
-                                        int row, int offset) {
-    const Int four = broadcast_anew(act + static_cast<size_t>(row) * stride + offset);
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(weight), "x"(four));
+  [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(weight), "x"(act));
     return acc;
   }
 #else
@@ -81,10 +96,8 @@ struct Dot : Ymm {
   static constexpr int kWeightOffset = 0;
   alignas(32) static constexpr int16_t kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-  [[gnu::always_inline]] static Int dot(Int acc, Int weight, const uint8_t* act, size_t stride,
-                                        int row, int offset) {
-    const Int four = broadcast_anew(act + static_cast<size_t>(row) * stride + offset);
-    const Int pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(four, weight));
+  [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
+    const Int pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(act, weight));
     // acc + sums of two, but gcc 12 moves and spills accumulators that it may put elsewhere. Ones
     // are read from memory: sixteen registers are few.
     Int sum;

@@ -72,9 +72,14 @@ struct Header {
 
 constexpr size_t d_bytes(const BlockType& type) { return type.d_kind == DKind::kF16 ? 2 : 1; }
 
+// Groups of sub and min, or of d, in so many units. Called for every product: no divisions.
+constexpr size_t num_groups(size_t units, size_t group) {
+  return group > kUnit ? (units + kRunUnits - 1) / kRunUnits : group < kUnit ? 2 * units : units;
+}
+
 constexpr Header header(const BlockType& type, size_t units) {
-  const size_t groups = units * kUnit / type.group * kColumns;
-  const size_t d = (units * kUnit + type.d_group - 1) / type.d_group * d_bytes(type) * kColumns;
+  const size_t groups = num_groups(units, type.group) * kColumns;
+  const size_t d = num_groups(units, type.d_group) * d_bytes(type) * kColumns;
   Header at = {};
   at.dmin = at.d + d;
   at.sub = at.dmin + (type.has_dmin ? d : 0);

@@ -10,17 +10,19 @@ namespace {
 constexpr size_t kStretchUnits = 2 * kRunUnits;
 constexpr size_t kOperandBytes = kUnitSteps * kRowBytes;  // of a unit: a row for every step
 
+template <size_t kStep = 0, class AnyCodes>
+inline void write_steps(const AnyCodes& codes, const uint8_t* unit, uint8_t* to) {
+  Dot::store_bytes(to + kStep * kRowBytes, codes.template operand<kStep>(unit));
+  if constexpr (kStep + 1 < kUnitSteps) write_steps<kStep + 1>(codes, unit, to);
+}
+
 // Makes operands of the codes of some units.
 template <int kBits, int kOffset>
 void write_operands(const Meaning& meaning, const uint8_t* unit, size_t units, uint8_t* to) {
   const Codes<kBits, kOffset> codes(meaning);
   for (; units > 0; --units, unit += kBits * kRowBytes, to += kOperandBytes) {
     for (size_t at = 0; at < kRowBytes; at += sizeof(Dot::Int)) {
-      const auto store = [&](size_t step, Dot::Int x) {
-        Dot::store_bytes(to + step * kRowBytes + at, x);
-      };
-      codes.template for_each_step<0>(unit + at, [&](size_t j, Dot::Int x) { store(j, x); });
-      codes.template for_each_step<1>(unit + at, [&](size_t j, Dot::Int x) { store(4 + j, x); });
+      write_steps(codes, unit + at, to + at);
     }
   }
 }

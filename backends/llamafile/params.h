@@ -30,6 +30,10 @@ inline Dot::Float load_d(const BlockType& type, const uint8_t* d) {
   return Dot::load(values);
 }
 
+inline Dot::Float load_dmin(const uint8_t* dmin, Dot::Float factor) {
+  return Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(dmin)), factor);
+}
+
 // All products here are exact, see normal.h. Minima of halves come with -1 / kOffset: they are
 // multiplied with Factor::comp.
 inline void load_params(const BlockType& type, const Header& at, const uint8_t* run, size_t units,
@@ -37,26 +41,29 @@ inline void load_params(const BlockType& type, const Header& at, const uint8_t* 
   const bool halves = type.group == 16;
   const size_t groups = halves ? 2 : 1;                                       // of a unit
   const size_t d_step = type.d_group > kUnit ? 0 : d_bytes(type) * kColumns;  // of a group
+  const size_t unit_params = groups * kColumns * (type.has_dmin ? 2 : 1);
   const Dot::Float min_factor = Dot::set1(halves ? -1.0f / kOffset : 1.0f);
-  const uint8_t *d = run + at.d, *dmin = run + at.dmin, *sub = run + at.sub, *min = run + at.min;
-  for (size_t unit = 0; unit < units; ++unit) {
-    for (size_t g = 0; g < groups; ++g) {
-      for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
-        Dot::Float scale = load_d(type, d + c * d_bytes(type));
-        if (type.has_sub) scale = Dot::mul(scale, Dot::load_i8(sub + c));
-        Dot::store(params + g * kColumns + c, scale);
-        if (!type.has_dmin) continue;
-        Dot::Float value =
-            Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(dmin) + c), min_factor);
-        if (type.has_min) value = Dot::mul(value, Dot::load_u8(min + c));
-        Dot::store(params + (groups + g) * kColumns + c, value);
+  for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+    const uint8_t *of_d = run + at.d + c * d_bytes(type), *of_dmin = run + at.dmin + 2 * c;
+    const uint8_t *sub = run + at.sub + c, *min = run + at.min + c;
+    Dot::Float d = load_d(type, of_d), dmin{};
+    if (type.has_dmin) dmin = load_dmin(of_dmin, min_factor);
+    for (size_t unit = 0; unit < units; ++unit) {
+      float* to = params + unit * unit_params + c;
+      for (size_t g = 0; g < groups; ++g, to += kColumns) {
+        if (d_step && unit + g > 0) {
+          d = load_d(type, of_d += d_step);
+          if (type.has_dmin) dmin = load_dmin(of_dmin += d_step, min_factor);
+        }
+        Dot::store(to, type.has_sub ? Dot::mul(d, Dot::load_i8(sub)) : d);
+        if (type.has_dmin) {
+          Dot::store(to + groups * kColumns,
+                     type.has_min ? Dot::mul(dmin, Dot::load_u8(min)) : dmin);
+        }
+        sub += kColumns;
+        min += kColumns;
       }
-      d += d_step;
-      dmin += d_step;
-      sub += kColumns;
-      min += kColumns;
     }
-    params += groups * kColumns * (type.has_dmin ? 2 : 1);
   }
 }
 

@@ -56,13 +56,38 @@ inline void pin(Register& x) {
   asm("" : "+x"(x));
 }
 
+// Adds the products of a unit, step by step: codes are read in the order of memory.
+template <size_t kStep, int kBits, int kRows, int kGroups>
+[[gnu::always_inline]] inline void add_steps(Dot::Int (&acc)[kGroups][kRows][kVecs],
+                                             const Codes<kBits>& codes, const uint8_t* unit,
+                                             const uint8_t* const* act, size_t act_stride,
+                                             const uint8_t*& prefetch, size_t prefetch_step) {
+  constexpr size_t kLines = kBits * kTileColumns * 4 / kLine;  // of a unit
+  constexpr size_t kToFetch = kLines * (kStep + 1) / kUnitSteps - kLines * kStep / kUnitSteps;
+#pragma GCC unroll 2
+  for (size_t i = 0; i < kToFetch; ++i, prefetch += prefetch_step) prefetch_l2(prefetch);
+  Dot::Int operand[kVecs];
+#pragma GCC unroll 2
+  for (int v = 0; v < kVecs; ++v) {
+    operand[v] = codes.template operand<kStep>(unit + v * sizeof(Dot::Int));
+  }
+  auto& sums = acc[kStep * kGroups / kUnitSteps];
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const Dot::Int four = Dot::broadcast_row<4 * kStep>(act[r / 3], act_stride, r % 3);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
+  }
+  if constexpr (kStep + 1 < kUnitSteps) {
+    add_steps<kStep + 1, kBits, kRows>(acc, codes, unit, act, act_stride, prefetch, prefetch_step);
+  }
+}
+
 template <int kBits, class Shape, int kRows>
 void multiply_tile(const TileArgs& args) {
   using Int = Dot::Int;
   using Float = Dot::Float;
   constexpr int kGroups = Shape::kHalves ? 2 : 1;
-  constexpr size_t kLines = kBits * kTileColumns * 4 / kLine;  // of a unit
-  constexpr size_t kOperands = kVecs * kUnitSteps;             // the same
   // Every third row has a pointer, the two behind it are reached through the index register.
   constexpr int kPointers = (kRows + 2) / 3;
   const TileArgs t = args;  // a copy that stores to dst cannot change
@@ -94,28 +119,9 @@ void multiply_tile(const TileArgs& args) {
         }
       }
     }
-    const auto add_half = [&]<int kHalf>() __attribute__((always_inline)) {
-      auto& sums = acc[kHalf * (kGroups - 1)];
-#pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        const auto add = [&](int j, Int operand) __attribute__((always_inline)) {
-          const size_t index = static_cast<size_t>((kHalf * kVecs + v) * 4 + j);
-          if (index * kLines / kOperands != (index + 1) * kLines / kOperands) {
-            prefetch_l2(prefetch);
-            prefetch += t.prefetch_step;
-          }
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) {
-            sums[r][v] = Dot::dot(sums[r][v], operand, act[r / 3], t.act_stride, r % 3, j * 4);
-          }
-        };
-        operands.template for_each_step<kHalf>(codes + v * sizeof(Int), add);
-      }
+    add_steps<0, kBits, kRows>(acc, operands, codes, act, t.act_stride, prefetch, t.prefetch_step);
 #pragma GCC unroll 4
-      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit / 2);
-    };
-    add_half.template operator()<0>();
-    add_half.template operator()<1>();
+    for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
     codes += kBits * kRowBytes;
     // Scales, then minima: in registers if there are enough of them.
     constexpr int kKept = Shape::kHalves && Shape::kMins ? 0 : 2;

@@ -144,11 +144,20 @@ constexpr BlockType kTypes[] = {
     codebook_type(kIQ3_S, 110, 4, 32, 1, kIq3s),
 };
 
+// Where the types are in the table, by the number that ggml gives them.
+struct TypeIndex {
+  uint8_t at[64];
+
+  constexpr TypeIndex() : at{} {
+    uint8_t i = 0;
+    for (const BlockType& type : kTypes) at[type.element - KTK_GGML] = i++;
+  }
+};
+constexpr TypeIndex kTypeIndex;
+
 // Of an element that is in the table.
 constexpr const BlockType& block_type(ktk_element element) {
-  const BlockType* type = kTypes;
-  while (type->element != element) ++type;
-  return *type;
+  return kTypes[kTypeIndex.at[element - KTK_GGML]];
 }
 
 }  // namespace
