@@ -236,7 +236,8 @@ class MoE:
             two encodings, while tokens are encoded once for both.
         **arrays
             ``gate_scale`` and ``gate_zero`` [groups of n, groups of k] (or [n]: one per row),
-            ``gate_bias`` [n], and the same for up and down.
+            ``gate_bias`` [n], and the same for up and down. ggml's blocks have their scales within;
+            a ``gate_scale`` of one f32 beside them multiplies the whole matrix.
         """
         unknown = arrays.keys() - set(_EXPERT_ARRAYS)
         if unknown:

@@ -162,6 +162,7 @@ class ChunkRun {
     float* up = reinterpret_cast<float*>(own + plan_.own.up);
     const float* gate_bias = weights_.gate_bias(expert);
     const float* up_bias = weights_.up_bias(expert);
+    const Parts<float>& factor = weights_.factor(expert);
     for (size_t done = 0; done < active.count; done += Plan::kMaxRows) {
       const size_t m = std::min<size_t>(active.count - done, Plan::kMaxRows);
       const size_t first = active.first + done;
@@ -175,14 +176,14 @@ class ChunkRun {
         mm.weight = shard.gate_at(expert);
         mm.dst = gate;
         mm.next = weights_from(matrix.up, shard.up_at(expert), n);
-        run(mm);
+        run(mm, factor.gate);
         mm.matrix = &matrix.up;
         mm.weight = shard.up_at(expert);
         mm.dst = up;
         mm.next = mm.n_end < matrix.gate.n
                       ? weights_from(matrix.gate, shard.gate_at(expert), mm.n_end)
                       : nullptr;
-        run(mm);
+        run(mm, factor.up);
         ops_.glu(&config_.glu, m, mm.n_end - n, gate, up, plan_.panel_stride,
                  gate_bias ? gate_bias + shard.begin + n : nullptr,
                  up_bias ? up_bias + shard.begin + n : nullptr);
@@ -218,7 +219,7 @@ class ChunkRun {
           mm.next = weights_from(shard.matrix.down, shard.down_at(route_.active[i + 1].expert),
                                  task.begin);
         }
-        run(mm);
+        run(mm, weights_.factor(active.expert).down);
         // The next expert's rows were encoded long ago, perhaps by another core. Their tiles are 16
         // rows high, which no prefetcher recognises; in order, one does.
         const size_t share = following ? following_bytes / active.count + 1 : 0;
@@ -269,7 +270,10 @@ class ChunkRun {
     return mm;
   }
 
-  void run(const ktk_matmul& mm) const { variant_.kernel_for(mm.m).run(&mm); }
+  void run(const ktk_matmul& mm, float factor) const {
+    variant_.kernel_for(mm.m).run(&mm);
+    if (factor != 1) ops_.scale(factor, mm.m, mm.n_end - mm.n_begin, mm.dst, mm.dst_stride);
+  }
 
   Engine& engine_;
   const Config& config_;

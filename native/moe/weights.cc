@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "core/worker_pool.h"
+#include "moe/pipeline.h"
 
 namespace ktk {
 namespace {
@@ -80,7 +81,8 @@ Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_f
     : config_(config),
       variant_(variant),
       formats_(formats),
-      states_(config.num_experts, State::kMissing) {
+      states_(config.num_experts, State::kMissing),
+      factors_(config.num_experts, {1, 1, 1}) {
   const size_t step = cut_step(variant.tile, formats, first);
   const size_t steps = round_up(config.intermediate, step) / step;
   const size_t parts = nodes.size();
@@ -156,6 +158,7 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
   set_bias(gate_bias_, source.gate_bias, expert, config_.intermediate);
   set_bias(up_bias_, source.up_bias, expert, config_.intermediate);
   set_bias(down_bias_, source.down_bias, expert, config_.hidden);
+  factors_[expert] = source.factor;
   states_[expert] = State::kLoaded;
 }
 
@@ -168,14 +171,16 @@ void Weights::leave_out(size_t expert) {
 
 void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
   for (const Shard& s : shards_) {
-    const auto write = [&](const ktk_matrix& matrix, const char* packed, float* out,
+    const auto write = [&](const ktk_matrix& matrix, const char* packed, float factor, float* out,
                            size_t stride) {
       variant_.unpack_weight(&matrix, packed, 0, matrix.n, out, stride);
+      if (factor != 1) ops().scale(factor, matrix.n, matrix.k, out, stride);
     };
     const size_t at = s.begin * config_.hidden;
-    write(s.matrix.gate, s.gate_at(expert), gate + at, config_.hidden);
-    write(s.matrix.up, s.up_at(expert), up + at, config_.hidden);
-    write(s.matrix.down, s.down_at(expert), down + s.begin, config_.intermediate);
+    const Parts<float>& factor = factors_[expert];
+    write(s.matrix.gate, s.gate_at(expert), factor.gate, gate + at, config_.hidden);
+    write(s.matrix.up, s.up_at(expert), factor.up, up + at, config_.hidden);
+    write(s.matrix.down, s.down_at(expert), factor.down, down + s.begin, config_.intermediate);
   }
 }
 

@@ -19,8 +19,10 @@ struct Parts {
   T gate{}, up{}, down{};
 };
 
-// The matrices of one expert as they are given. Biases are f32 and may be NULL.
+// The matrices of one expert as they are given, and what each product is multiplied with before the
+// bias is added. Biases are f32 and may be NULL.
 struct ExpertSource : Parts<ktk_source> {
+  Parts<float> factor{1, 1, 1};
   const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
 };
 
@@ -71,6 +73,7 @@ class Weights {
   // Packed bytes of all loaded experts.
   size_t bytes() const;
 
+  const Parts<float>& factor(size_t expert) const { return factors_[expert]; }
   const float* gate_bias(size_t expert) const {
     return bias(gate_bias_, expert, config_.intermediate);
   }
@@ -88,6 +91,7 @@ class Weights {
   Parts<ktk_format> formats_;
   std::vector<Shard> shards_;
   std::vector<State> states_;
+  std::vector<Parts<float>> factors_;
   std::vector<float> gate_bias_, up_bias_, down_bias_;  // empty until one is given
 };
 

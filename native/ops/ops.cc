@@ -132,6 +132,12 @@ void add(const float* __restrict src, size_t n, float* __restrict dst) {
   for (size_t i = 0; i < n; ++i) dst[i] += src[i];
 }
 
+void scale(float factor, size_t m, size_t n, float* dst, size_t stride) {
+  for (size_t row = 0; row < m; ++row, dst += stride) {
+    for (size_t i = 0; i < n; ++i) dst[i] *= factor;
+  }
+}
+
 }  // namespace
 
 extern "C" const ktk_ops KTK_VARIANT(ops);
@@ -141,4 +147,5 @@ extern "C" const ktk_ops KTK_VARIANT(ops) = {
     .glu = glu,
     .add_weighted = add_weighted,
     .add = add,
+    .scale = scale,
 };

@@ -33,4 +33,6 @@ typedef struct ktk_ops {
   void (*add_weighted)(const float* src, const float* bias, float weight, size_t n, float* dst);
   // dst += src.
   void (*add)(const float* src, size_t n, float* dst);
+  // dst[m][n] *= factor. Rows are `stride` floats apart.
+  void (*scale)(float factor, size_t m, size_t n, float* dst, size_t stride);
 } ktk_ops;

@@ -58,15 +58,32 @@ const float* bias_from(const char* name, const OptArray& bias, size_t n, std::ve
   return copy.data();
 }
 
+// ggml's blocks have their scales within: one beside them is a factor of the whole matrix, which
+// the core applies to products. Takes it out of `scale`; 1 where there is none.
+float take_factor(const char* name, const OptFormat& given, OptArray& scale) {
+  if (!scale || !given || !is_ggml(given->element)) return 1;
+  if (scale->size() != 1 || element_of(name, scale->dtype()) != KTK_F32) {
+    throw nb::value_error((std::string(name) + " must be one float32 for a whole matrix of " +
+                           element_name(given->element) + ", got " + describe_array(*scale))
+                              .c_str());
+  }
+  const float factor = *static_cast<const float*>(scale->data());
+  scale.reset();
+  return factor;
+}
+
 void load_expert(Layer& layer, int64_t expert, const AnyArray& gate, const AnyArray& up,
-                 const AnyArray& down, const OptArray& gate_scale, const OptArray& up_scale,
-                 const OptArray& down_scale, const OptArray& gate_zero, const OptArray& up_zero,
-                 const OptArray& down_zero, const OptArray& gate_bias, const OptArray& up_bias,
-                 const OptArray& down_bias, const std::optional<PartFormats>& given) {
+                 const AnyArray& down, OptArray gate_scale, OptArray up_scale, OptArray down_scale,
+                 const OptArray& gate_zero, const OptArray& up_zero, const OptArray& down_zero,
+                 const OptArray& gate_bias, const OptArray& up_bias, const OptArray& down_bias,
+                 const std::optional<PartFormats>& given) {
   const auto h = static_cast<int64_t>(layer.config().hidden);
   const auto i = static_cast<int64_t>(layer.config().intermediate);
   const Parts<OptFormat> formats = parts_from(given);
   ExpertSource source{};
+  source.factor = {take_factor("gate_scale", formats.gate, gate_scale),
+                   take_factor("up_scale", formats.up, up_scale),
+                   take_factor("down_scale", formats.down, down_scale)};
   source.gate = source_from("gate", gate, gate_scale, gate_zero, formats.gate, i, h);
   source.up = source_from("up", up, up_scale, up_zero, formats.up, i, h);
   source.down = source_from("down", down, down_scale, down_zero, formats.down, h, i);

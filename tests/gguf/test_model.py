@@ -46,13 +46,16 @@ def test_blocks_are_loaded_as_they_are_without_a_name(tmp_path: Path) -> None:
             assert np.array_equal(got, parts[part][e].values.astype(np.float32))
 
 
-def test_a_scale_beside_the_blocks_decodes_them(tmp_path: Path) -> None:
-    tensors = files.stacked(files.experts("Q8_0"))
+@pytest.mark.parametrize(("kind", "backend"), [("Q8_0", "LLAMAFILE"), ("F16", "BF16")])
+def test_a_factor_beside_is_kept_beside_blocks_only(
+    tmp_path: Path, kind: str, backend: str
+) -> None:
+    tensors = files.stacked(files.experts(kind))
     for part in files.PARTS:
-        scale = files.Tensor(np.full(files.E, 0.5, np.float32), files.Type.F32)
-        tensors[f"blk.0.ffn_{part}_exps.scale"] = scale
+        factor = files.Tensor(np.full(files.E, 0.5, np.float32), files.Type.F32)
+        tensors[f"blk.0.ffn_{part}_exps.scale"] = factor
     path = files.write(tmp_path / "model.gguf", tensors)
-    assert ktk.MoE.from_checkpoint(path, 0).backend.name == "BF16"
+    assert ktk.MoE.from_checkpoint(path, 0).backend.name == backend
 
 
 def model(folder: Path) -> Path:

@@ -235,18 +235,33 @@ def test_gate_and_up_that_share_no_activations_are_floats(
         load_moe(path, 0, RecordingBackend(*accepts[1:]))  # type: ignore[arg-type]
 
 
-def test_a_matrix_with_a_scale_is_floats(tmp_path: Path) -> None:
+SCALES = np.array([0.5, 1, 2, 3], np.float32)
+
+
+def test_scales_go_with_their_blocks(tmp_path: Path) -> None:
     parts = files.experts("Q4_K")
     tensors = files.stacked(parts)
-    scales = np.array([0.5, 1, 2, 3], np.float32)
-    tensors["blk.0.ffn_up_exps.scale"] = Tensor(scales, gguf.GGMLQuantizationType.F32)
+    tensors["blk.0.ffn_up_exps.scale"] = Tensor(SCALES, gguf.GGMLQuantizationType.F32)
     backend = RecordingBackend("f32", "q4_k")
     load_moe(files.write(tmp_path / "m.gguf", tensors), 0, backend)  # type: ignore[arg-type]
     arrays = backend.loaded[3]
-    # Gate goes with up: the products of f32 want other activations than those of blocks.
-    assert arrays["given"] == (Format("f32"), Format("f32"), Format("q4_k"))
+    assert arrays["given"] == Format("q4_k")
+    np.testing.assert_array_equal(arrays["up"], parts["up"].data[3])
+    np.testing.assert_array_equal(arrays["up_scale"], SCALES[3:])
+    assert "gate_scale" not in arrays
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
+def test_floats_and_what_is_decoded_are_scaled(tmp_path: Path, kind: str) -> None:
+    parts = files.experts("F32", kind)
+    tensors = files.stacked(parts)
+    tensors["blk.0.ffn_up_exps.scale"] = Tensor(SCALES, gguf.GGMLQuantizationType.F32)
+    backend = RecordingBackend("f32", "bf16")
+    load_moe(files.write(tmp_path / "m.gguf", tensors), 0, backend)  # type: ignore[arg-type]
+    arrays = backend.loaded[3]
+    assert arrays.keys() == set(files.PARTS)
     np.testing.assert_array_equal(
-        arrays["up"].numpy(), parts["up"].values[3].astype(np.float32) * scales[3]
+        arrays["up"].numpy(), parts["up"].values[3].astype(np.float32) * SCALES[3]
     )
 
 

@@ -108,7 +108,7 @@ class GgufCheckpoint:
 
         Gate, up and down are each given as the file has them, without a copy, where the backend
         takes that; otherwise decoded to f32. So are gate and up where the backend could not
-        multiply both with the same activations, matrices that have a scale beside them, and a part
+        multiply both with the same activations, floats that have a scale beside them, and a part
         whose type differs from expert to expert.
 
         Raises
@@ -122,7 +122,7 @@ class GgufCheckpoint:
     def formats(self, layer: GgufLayer) -> dict[str, Matrix]:
         """Return what gate, up and down are stored as, and what has to be decoded as f32.
 
-        That is a matrix with a scale beside it, and a part whose type differs from expert to
+        That are floats with a scale beside them, and a part whose type differs from expert to
         expert.
         """
         read = self._read_types(layer)
@@ -143,8 +143,13 @@ class GgufCheckpoint:
         """Return the arguments of `MoE.load_expert`."""
         arrays: dict[str, Any] = {}
         for part, matrix in self.blocks(layer, number).items():
-            as_stored = matrix.format == given[part] and matrix.scale is None
-            arrays[part] = matrix.array() if as_stored else matrix.floats().float()
+            scaled = matrix.scale is not None
+            if matrix.format != given[part] or (matrix.plain and scaled):
+                arrays[part] = matrix.floats().float()
+                continue
+            arrays[part] = matrix.array()
+            if scaled:
+                arrays[f"{part}_scale"] = np.array([matrix.scale], np.float32)
         formats = tuple(given[part] for part in PARTS)
         if any(fmt.element not in PLAIN for fmt in formats):
             arrays["given"] = formats if len(set(formats)) > 1 else formats[0]
@@ -196,9 +201,10 @@ class GgufCheckpoint:
 
 def _stored(matrices: list[Blocks]) -> Format:
     """Return the format of a part of all experts; f32 where there is no single one."""
-    first = matrices[0].format
-    alike = all(m.format == first and m.scale is None for m in matrices)
-    return first if alike else _F32
+    first = matrices[0]
+    alike = all(matrix.format == first.format for matrix in matrices)
+    scaled = any(matrix.scale is not None for matrix in matrices)
+    return first.format if alike and not (first.plain and scaled) else _F32
 
 
 def _given(backend: Backend, matrices: list[Blocks]) -> Format:
