@@ -74,6 +74,11 @@ class Layer:
             intermediate_size=moe_intermediate_size,
         )
         self.layer_idx = layer_idx
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.hidden_size = hidden_size
+        self.moe_intermediate_size = moe_intermediate_size
+        self.chunked_prefill_size = chunked_prefill_size
         self.method = method
         self.weight_path = weight_path
         self.deferral_policy = check_policy(deferral_policy)
@@ -169,6 +174,10 @@ class Layer:
                 pool=self.cpu_infer.pool,
             )
         )
+
+    @staticmethod
+    def force_release_loader() -> None:
+        """Do nothing: files are closed when :meth:`load_weights` returns."""
 
     def _experts(self) -> list[int]:
         """Return the slots to load."""

@@ -16,6 +16,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from ktmoe_driver import Stub  # noqa: E402
 
+from ktk import _core  # noqa: E402
+
 
 @pytest.fixture(scope="session")
 def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,7 +33,9 @@ def driver(stub_path: Path) -> Stub:
     """The stub, as the driver of this process."""
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA driver of its own: test_gpu.py uses that")
-    os.environ["KTK_CUDA_LIBRARY"] = str(stub_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KTK_CUDA_LIBRARY", str(stub_path))
+        assert _core.cuda_library() == str(stub_path), "a driver was loaded before"
     return Stub(stub_path)
 
 

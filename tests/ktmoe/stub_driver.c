@@ -17,12 +17,12 @@ enum {
   STREAM_CAPTURE_UNSUPPORTED = 900
 };
 
-typedef void (*host_function)(void *);
+typedef void (*host_function)(void*);
 
 typedef struct work {
   host_function run;
-  void *argument;
-  struct work *next;
+  void* argument;
+  struct work* next;
 } work;
 
 typedef struct queue {
@@ -38,17 +38,17 @@ typedef struct stream {
 } stream;
 
 static __thread int in_host_function;
-static __thread void *current_context;
+static __thread void* current_context;
 static int the_context;
 static int next_launch_fails;
 
-static void queue_init(queue *q) {
+static void queue_init(queue* q) {
   q->first = NULL;
   q->last = &q->first;
 }
 
-static void queue_add(queue *q, host_function run, void *argument) {
-  work *w = malloc(sizeof *w);
+static void queue_add(queue* q, host_function run, void* argument) {
+  work* w = malloc(sizeof *w);
   w->run = run;
   w->argument = argument;
   w->next = NULL;
@@ -56,20 +56,20 @@ static void queue_add(queue *q, host_function run, void *argument) {
   q->last = &w->next;
 }
 
-static work *queue_take(queue *q) {
-  work *w = q->first;
+static work* queue_take(queue* q) {
+  work* w = q->first;
   q->first = w->next;
   if (!q->first) q->last = &q->first;
   return w;
 }
 
-static void *serve(void *argument) {
-  stream *s = argument;
+static void* serve(void* argument) {
+  stream* s = argument;
   pthread_mutex_lock(&s->mutex);
   for (;;) {
     while (!s->pending.first && !s->stopping) pthread_cond_wait(&s->changed, &s->mutex);
     if (!s->pending.first) break;
-    work *w = queue_take(&s->pending);
+    work* w = queue_take(&s->pending);
     s->busy = 1;
     pthread_mutex_unlock(&s->mutex);
     in_host_function = 1;
@@ -86,54 +86,64 @@ static void *serve(void *argument) {
 
 int cuInit(unsigned flags) { return flags ? INVALID_VALUE : SUCCESS; }
 
-int cuGetErrorString(int code, const char **text) {
+int cuGetErrorString(int code, const char** text) {
   switch (code) {
-    case SUCCESS: *text = "no error"; return SUCCESS;
-    case INVALID_VALUE: *text = "invalid argument"; return SUCCESS;
-    case INVALID_CONTEXT: *text = "invalid device context"; return SUCCESS;
-    case NOT_PERMITTED: *text = "operation not permitted"; return SUCCESS;
+    case SUCCESS:
+      *text = "no error";
+      return SUCCESS;
+    case INVALID_VALUE:
+      *text = "invalid argument";
+      return SUCCESS;
+    case INVALID_CONTEXT:
+      *text = "invalid device context";
+      return SUCCESS;
+    case NOT_PERMITTED:
+      *text = "operation not permitted";
+      return SUCCESS;
     case STREAM_CAPTURE_UNSUPPORTED:
       *text = "operation not permitted when stream is capturing";
       return SUCCESS;
-    default: *text = NULL; return INVALID_VALUE;
+    default:
+      *text = NULL;
+      return INVALID_VALUE;
   }
 }
 
-int cuStreamGetCtx(void *handle, void **context) {
+int cuStreamGetCtx(void* handle, void** context) {
   if (in_host_function) return NOT_PERMITTED;
   if (!handle) return INVALID_VALUE;
   *context = &the_context;
   return SUCCESS;
 }
 
-int cuCtxPushCurrent_v2(void *context) {
+int cuCtxPushCurrent_v2(void* context) {
   current_context = context;
   return SUCCESS;
 }
 
-int cuCtxPopCurrent_v2(void **context) {
+int cuCtxPopCurrent_v2(void** context) {
   *context = current_context;
   current_context = NULL;
   return SUCCESS;
 }
 
-int cuStreamIsCapturing(void *handle, int *status) {
+int cuStreamIsCapturing(void* handle, int* status) {
   if (in_host_function) return NOT_PERMITTED;
-  stream *s = handle;
+  stream* s = handle;
   pthread_mutex_lock(&s->mutex);
   *status = s->capturing;
   pthread_mutex_unlock(&s->mutex);
   return SUCCESS;
 }
 
-int cuLaunchHostFunc(void *handle, host_function run, void *argument) {
+int cuLaunchHostFunc(void* handle, host_function run, void* argument) {
   if (in_host_function) return NOT_PERMITTED;
   if (!current_context) return INVALID_CONTEXT;
   if (!run || next_launch_fails) {
     next_launch_fails = 0;
     return INVALID_VALUE;
   }
-  stream *s = handle;
+  stream* s = handle;
   pthread_mutex_lock(&s->mutex);
   queue_add(s->capturing ? &s->captured : &s->pending, run, argument);
   pthread_cond_broadcast(&s->changed);
@@ -143,8 +153,8 @@ int cuLaunchHostFunc(void *handle, host_function run, void *argument) {
 
 /* --- for tests ------------------------------------------------------------------------------- */
 
-stream *stub_stream(void) {
-  stream *s = calloc(1, sizeof *s);
+stream* stub_stream(void) {
+  stream* s = calloc(1, sizeof *s);
   pthread_mutex_init(&s->mutex, NULL);
   pthread_cond_init(&s->changed, NULL);
   queue_init(&s->pending);
@@ -153,7 +163,7 @@ stream *stub_stream(void) {
   return s;
 }
 
-int stub_synchronize(stream *s) {
+int stub_synchronize(stream* s) {
   if (in_host_function) return NOT_PERMITTED;
   pthread_mutex_lock(&s->mutex);
   const int capturing = s->capturing;
@@ -162,15 +172,15 @@ int stub_synchronize(stream *s) {
   return capturing ? STREAM_CAPTURE_UNSUPPORTED : SUCCESS;
 }
 
-void stub_begin_capture(stream *s) {
+void stub_begin_capture(stream* s) {
   pthread_mutex_lock(&s->mutex);
   s->capturing = 1;
   pthread_mutex_unlock(&s->mutex);
 }
 
 /* The graph: a queue that is never emptied. */
-queue *stub_end_capture(stream *s) {
-  queue *graph = malloc(sizeof *graph);
+queue* stub_end_capture(stream* s) {
+  queue* graph = malloc(sizeof *graph);
   pthread_mutex_lock(&s->mutex);
   s->capturing = 0;
   graph->first = s->captured.first;
@@ -179,15 +189,15 @@ queue *stub_end_capture(stream *s) {
   return graph;
 }
 
-int stub_replay(const queue *graph, stream *s) {
+int stub_replay(const queue* graph, stream* s) {
   pthread_mutex_lock(&s->mutex);
-  for (const work *w = graph->first; w; w = w->next) queue_add(&s->pending, w->run, w->argument);
+  for (const work* w = graph->first; w; w = w->next) queue_add(&s->pending, w->run, w->argument);
   pthread_cond_broadcast(&s->changed);
   pthread_mutex_unlock(&s->mutex);
   return SUCCESS;
 }
 
-void stub_destroy(stream *s) {
+void stub_destroy(stream* s) {
   pthread_mutex_lock(&s->mutex);
   s->stopping = 1;
   pthread_cond_broadcast(&s->changed);

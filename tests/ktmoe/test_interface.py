@@ -90,7 +90,11 @@ def test_engines_make_layers_with_their_keywords(of_engine: dict[str, Any]) -> N
         max_deferred_experts_per_token=0,
         **of_engine,
     )
+    sizes = (layer.num_experts, layer.num_experts_per_tok, layer.hidden_size)
+    assert sizes == (E, K, H)
+    assert (layer.moe_intermediate_size, layer.layer_idx, layer.method) == (INNER, 1, "BF16")
     layer.load_weights_from_tensors(*weights(), torch.arange(E))
+    layer.force_release_loader()
     x, ids, w = inputs(4)
     masked = expected(0, x, ids, w, mask=torch.arange(E) < 2)
     assert torch.equal(layer.forward(x, ids.int(), w, 0), masked)

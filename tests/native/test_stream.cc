@@ -240,6 +240,28 @@ TEST(a_mask_may_change_while_calls_read_it) {
   errors->raise();
 }
 
+TEST(a_deferred_half_reads_what_was_given_to_the_call) {
+  constexpr size_t kWidth = 16, kTokens = 64;
+  const auto layer = make_layer(kWidth, 1);
+  const auto errors = std::make_shared<Latch>();
+  std::vector<float> sums(kTokens * kWidth);
+  const auto carry = std::make_shared<Carry>(sums.data(), kTokens, kWidth);
+  const auto later = [&](bool disturb) {
+    Arrays arrays(kWidth, 0, kTokens);
+    const auto call =
+        make_call(layer, arrays, errors, {.stable = true, .deferral = {1, false}, .give = carry});
+    call->start();
+    call->wait();
+    // A stream goes on here: the buffers are the next layer's.
+    if (disturb) arrays.fill(1);
+    call->wait_all();
+    return sums;
+  };
+  const std::vector<float> expected = later(false);
+  for (int i = 0; i < 50; ++i) CHECK(later(true) == expected);
+  errors->raise();
+}
+
 TEST(graphs_of_layers_that_defer_give_the_same_at_every_replay) {
   constexpr size_t kWidth = 16, kTokens = 3, kLayers = 3;
   void* const stream = stub_stream();
