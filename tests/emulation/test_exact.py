@@ -151,7 +151,11 @@ def random_blocks(name: str, shape: tuple[int, int], rng: np.random.Generator) -
     return blocks[rng.integers(0, len(blocks), (shape[0], shape[1] // block))].reshape(shape[0], -1)
 
 
-BLOCK_TYPES = [fmt.element for fmt in ktk.load_backend("LLAMAFILE").formats if fmt.group_n == 1]
+BLOCK_TYPES = (
+    *("q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
+    *("mxfp4", "nvfp4", "q2_k", "q3_k", "tq1_0", "tq2_0", "iq1_s", "iq1_m"),
+    *("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"),
+)
 
 
 @pytest.mark.parametrize(("m", "n"), [(5, 33), (37, 32)])

@@ -16,6 +16,8 @@ TYPES = (
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
     *("F32", "F16", "BF16"),
 )
+if not ktk.backends()["LLAMAFILE"].built:
+    pytest.skip("LLAMAFILE is not part of this build", allow_module_level=True)
 CORE = ktk.load_backend("LLAMAFILE").core
 VARIANTS = [variant.name for variant in ktk.load_backend("LLAMAFILE").variants if variant.runnable]
 
