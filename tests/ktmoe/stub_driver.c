@@ -197,6 +197,15 @@ int stub_replay(const queue* graph, stream* s) {
   return SUCCESS;
 }
 
+void stub_destroy_graph(queue* graph) {
+  while (graph->first) {
+    work* next = graph->first->next;
+    free(graph->first);
+    graph->first = next;
+  }
+  free(graph);
+}
+
 void stub_destroy(stream* s) {
   pthread_mutex_lock(&s->mutex);
   s->stopping = 1;

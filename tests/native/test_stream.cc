@@ -29,6 +29,7 @@ int stub_synchronize(void* stream);
 void stub_begin_capture(void* stream);
 void* stub_end_capture(void* stream);
 int stub_replay(const void* graph, void* stream);
+void stub_destroy_graph(void* graph);
 void stub_destroy(void* stream);
 }
 
@@ -215,7 +216,10 @@ TEST(ten_thousand_random_steps_lose_nothing) {
   CHECK(replayed > 500);
   errors->raise();
   for (auto& both : graphs) {
-    for (Graph& g : both) g.call->abandon();
+    for (Graph& g : both) {
+      g.call->abandon();
+      stub_destroy_graph(g.graph);
+    }
   }
   for (void* stream : streams) stub_destroy(stream);
 }
@@ -298,6 +302,7 @@ TEST(graphs_of_layers_that_defer_give_the_same_at_every_replay) {
   CHECK_EQ(stub_replay(graph, stream), 0);
   CHECK_EQ(stub_synchronize(stream), 0);
   CHECK_THROWS(std::runtime_error, errors->raise());
+  stub_destroy_graph(graph);
   stub_destroy(stream);
 }
 
