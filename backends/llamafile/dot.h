@@ -26,6 +26,8 @@ struct Dot : Zmm {
   static constexpr int kWeightOffset = kOffset;
 #if defined(__AMX_INT8__)
   static constexpr int kMaxRows = 4, kMaxHalfRows = 4;  // more are for AMX
+#elif defined(__SANITIZE_ADDRESS__)
+  static constexpr int kMaxRows = 4, kMaxHalfRows = 2;  // gcc 12 takes minutes to check large ones
 #else
   static constexpr int kMaxRows = 12, kMaxHalfRows = 6;
 #endif
