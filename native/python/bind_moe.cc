@@ -62,6 +62,7 @@ const float* bias_from(const char* name, const OptArray& bias, size_t n, std::ve
 // the core applies to products. Takes it out of `scale`; 1 where there is none.
 float take_factor(const char* name, const OptFormat& given, OptArray& scale) {
   if (!scale || !given || !is_ggml(given->element)) return 1;
+  check_device(name, *scale);
   if (scale->size() != 1 || element_of(name, scale->dtype()) != KTK_F32) {
     throw nb::value_error((std::string(name) + " must be one float32 for a whole matrix of " +
                            element_name(given->element) + ", got " + describe_array(*scale))
