@@ -235,7 +235,7 @@ class PackedMatrix:
         """Packs rows [n_begin, n_end) of another weight of the same shape."""
 
     def unpack(self, n_begin: int = 0, n_end: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
-        """Rows [n_begin, n_end) as stored, f32."""
+        """Rows [n_begin, n_end), whole steps, as stored, f32."""
 
     def exported(self) -> tuple:
         """

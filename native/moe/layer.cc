@@ -106,6 +106,7 @@ void Layer::check_loaded(const Request& request) const {
 }
 
 void Layer::forward(const Request& request) {
+  const std::lock_guard lock(engine_->busy);  // experts may be loaded meanwhile
   check_loaded(request);
   std::vector<uint8_t> skip = left_out_;
   for (size_t e = 0; e < request.skip.size(); ++e) skip[e] |= request.skip[e];

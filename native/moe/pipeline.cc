@@ -295,7 +295,6 @@ class ChunkRun {
 
 void forward(Engine& engine, const Config& config, const Variant& variant, const Weights& weights,
              const Request& request) {
-  std::lock_guard lock(engine.busy);
   ChunkRun chunk(engine, config, variant, weights, request);
   const size_t step = chunk.max_tokens();
   for (size_t begin = 0; begin < request.choice.tokens; begin += step) {

@@ -25,8 +25,8 @@ struct Request {
   std::span<const uint8_t> skip;  // one byte per expert, != 0: contributes nothing
 };
 
-// Computes `request` with the workers of `engine`, one chunk of tokens after the other. Waits for
-// other calls on the same engine. The same bits come out for any number of workers.
+// Computes `request` with the workers of `engine`, one chunk of tokens after the other. The caller
+// holds engine.busy. The same bits come out for any number of workers.
 void forward(Engine& engine, const Config& config, const Variant& variant, const Weights& weights,
              const Request& request);
 

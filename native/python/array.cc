@@ -66,12 +66,17 @@ ktk_element element_of(const char* name, const nb::dlpack::dtype& dtype) {
 }
 
 template <typename Array>
-void check_array(const char* name, const Array& array, const std::vector<int64_t>& shape) {
+void check_device(const char* name, const Array& array) {
   // Page-locked memory is CPU memory as well.
   const int device = array.device_type();
   if (device != nb::device::cpu::value && device != nb::device::cuda_host::value) {
     throw nb::type_error((std::string(name) + " must be in CPU memory").c_str());
   }
+}
+
+template <typename Array>
+void check_array(const char* name, const Array& array, const std::vector<int64_t>& shape) {
+  check_device(name, array);
   const std::vector<int64_t> got = shape_of(array);
   bool fits = got.size() == shape.size();
   for (size_t i = 0; fits && i < shape.size(); ++i) fits = shape[i] < 0 || shape[i] == got[i];
@@ -94,6 +99,7 @@ void check_array(const char* name, const Array& array, const std::vector<int64_t
 
 template std::string describe_array(const AnyArray&);
 template std::string describe_array(const AnyOutput&);
+template void check_device(const char*, const AnyArray&);
 template void check_array(const char*, const AnyArray&, const std::vector<int64_t>&);
 template void check_array(const char*, const AnyOutput&, const std::vector<int64_t>&);
 

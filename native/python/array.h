@@ -25,6 +25,10 @@ std::string describe_array(const Array& array);
 // The element type; throws TypeError for `name` when ktk has none for its dtype.
 ktk_element element_of(const char* name, const nb::dlpack::dtype& dtype);
 
+// Throws TypeError unless the array is in CPU memory.
+template <typename Array>
+void check_device(const char* name, const Array& array);
+
 // Throws unless the array is in CPU memory, has the shape (-1: any) and its last dimension is
 // contiguous. TypeError for the wrong device, ValueError for the rest.
 template <typename Array>

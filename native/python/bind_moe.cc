@@ -62,6 +62,7 @@ const float* bias_from(const char* name, const OptArray& bias, size_t n, std::ve
 // the core applies to products. Takes it out of `scale`; 1 where there is none.
 float take_factor(const char* name, const OptFormat& given, OptArray& scale) {
   if (!scale || !given || !is_ggml(given->element)) return 1;
+  check_device(name, *scale);
   if (scale->size() != 1 || element_of(name, scale->dtype()) != KTK_F32) {
     throw nb::value_error((std::string(name) + " must be one float32 for a whole matrix of " +
                            element_name(given->element) + ", got " + describe_array(*scale))
@@ -104,12 +105,14 @@ void call_layer(Layer& layer, const AnyArray& hidden, const AnyArray& ids, const
   layer.forward(call.request);
 }
 
-Ticket* submit(std::shared_ptr<Layer> layer, const AnyArray& hidden, const AnyArray& ids,
-               const AnyArray& weights, const OptArray& mask, const AnyOutput& out) {
+using TicketHandle = Awaited<Ticket>;
+
+TicketHandle* submit(std::shared_ptr<Layer> layer, const AnyArray& hidden, const AnyArray& ids,
+                     const AnyArray& weights, const OptArray& mask, const AnyOutput& out) {
   Call call;
   check_call(*layer, hidden, ids, weights, mask, out, call);
   const nb::gil_scoped_release release;
-  return new Ticket(std::move(layer), call.request);
+  return new TicketHandle(std::move(layer), call.request);
 }
 
 nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
@@ -126,10 +129,10 @@ nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
 }  // namespace
 
 void bind_moe(nb::module_& m) {
-  nb::class_<Ticket>(m, "Ticket", "A call that was submitted.")
-      .def("wait", &Ticket::wait, nb::call_guard<nb::gil_scoped_release>(),
+  nb::class_<TicketHandle>(m, "Ticket", "A call that was submitted.")
+      .def("wait", &TicketHandle::wait, nb::call_guard<nb::gil_scoped_release>(),
            "Waits for the end of the call; raises what went wrong in it.")
-      .def_prop_ro("done", &Ticket::done, "Whether wait() would return at once.");
+      .def_prop_ro("done", &TicketHandle::done, "Whether wait() would return at once.");
 
   nb::class_<Layer>(m, "MoE", "The experts of one layer; ktk.MoE is its public face.")
       .def(nb::new_(&make_layer), "backend"_a, "pool"_a, "num_experts"_a, "num_experts_per_tok"_a,
@@ -142,7 +145,11 @@ void bind_moe(nb::module_& m) {
            "given"_a = nb::none())
       .def(
           "leave_out",
-          [](Layer& layer, int64_t expert) { layer.leave_out(check_expert(layer, expert)); },
+          [](Layer& layer, int64_t expert) {
+            const size_t at = check_expert(layer, expert);
+            const nb::gil_scoped_release release;
+            layer.leave_out(at);
+          },
           "expert"_a)
       .def("forward", &call_layer, "hidden"_a, "topk_ids"_a, "topk_weights"_a, "mask"_a.none(),
            "out"_a)

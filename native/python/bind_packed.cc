@@ -68,7 +68,7 @@ class PackedMatrix {
 
   F32Matrix unpack(size_t n_begin, std::optional<size_t> n_end) const {
     const size_t end = n_end.value_or(n());
-    if (n_begin > end || end > n()) throw nb::value_error("rows are outside the matrix");
+    check_columns(n_begin, end);
     F32Matrix out = new_matrix(end - n_begin, k());
     variant_.unpack_weight(&matrix_, packed_.data(), n_begin, end, out.data(), k());
     return out;
@@ -241,7 +241,7 @@ void bind_packed(nb::module_& m) {
            nb::kw_only(), "given"_a = nb::none(), "n_begin"_a, "n_end"_a,
            "Packs rows [n_begin, n_end) of another weight of the same shape.")
       .def("unpack", &PackedMatrix::unpack, "n_begin"_a = 0, "n_end"_a = nb::none(),
-           "Rows [n_begin, n_end) as stored, f32.")
+           "Rows [n_begin, n_end), whole steps, as stored, f32.")
       .def("exported", &PackedMatrix::exported,
            "Data, scale and zero point in the stored format, as the bytes of their rows; packing\n"
            "them again gives the same matrix. ValueError if the backend cannot.")

@@ -118,8 +118,10 @@ nb::tuple split(nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device
                         ids_array(std::move(halves.later), tokens, k));
 }
 
-Job* submit_write(std::shared_ptr<Layer> layer, size_t expert,
-                  const std::vector<std::array<uintptr_t, 4>>& ranks, bool wide_scales) {
+using JobHandle = Awaited<Job>;
+
+JobHandle* submit_write(std::shared_ptr<Layer> layer, size_t expert,
+                        const std::vector<std::array<uintptr_t, 4>>& ranks, bool wide_scales) {
   if (expert >= layer->config().num_experts) {
     throw nb::index_error(("expert " + std::to_string(expert) + " is not one of " +
                            std::to_string(layer->config().num_experts))
@@ -133,7 +135,7 @@ Job* submit_write(std::shared_ptr<Layer> layer, size_t expert,
   const nb::gil_scoped_release release;
   check_write(*layer, expert, targets);
   Engine& engine = *layer->engine();
-  return new Job(engine, [layer = std::move(layer), expert, targets, wide_scales] {
+  return new JobHandle(engine, [layer = std::move(layer), expert, targets, wide_scales] {
     write_expert(*layer, expert, targets, wide_scales);
   });
 }
@@ -165,8 +167,8 @@ void bind_stream(nb::module_& m) {
       .def("wait_on", &CallHandle::wait_on, "stream"_a, "all"_a = false, unlocked,
            "Lets a CUDA stream wait for the call.");
 
-  nb::class_<Job>(m, "Job", "Work on a pool's queue.")
-      .def("wait", &Job::wait, unlocked, "Waits for its end; raises what went wrong in it.");
+  nb::class_<JobHandle>(m, "Job", "Work on a pool's queue.")
+      .def("wait", &JobHandle::wait, unlocked, "Waits for its end; raises what went wrong in it.");
   m.def(
       "submit_write", &submit_write, "layer"_a, "expert"_a, "ranks"_a, "wide_scales"_a,
       "Queues writing an expert, as its checkpoint has it, to the addresses (w13, w13_scale, w2,\n"

@@ -1,4 +1,4 @@
-// The arrays of a call of a layer, as they come from Python.
+// Calls of a layer as they come from Python: their arrays, and handles on what was queued.
 #pragma once
 
 #include <optional>
@@ -15,6 +15,20 @@ using OptArray = std::optional<AnyArray>;
 struct Call {
   Request request;
   std::vector<float> weights;  // when they did not come as f32
+};
+
+// Python's hold on what is waited for when it goes, with the GIL released: that may take as long as
+// all that is queued before it.
+template <typename Queued>
+struct Awaited : Queued {
+  using Queued::Queued;
+  ~Awaited() {
+    const nb::gil_scoped_release release;
+    try {
+      this->wait();
+    } catch (...) {  // nobody asked how it ended
+    }
+  }
 };
 
 // Fills `call` from arrays; throws TypeError or ValueError with what was expected and what came.

@@ -74,8 +74,8 @@ void AsyncCall::start() {
   const bool read = options_.stable ? options_.give != nullptr : options_.live;
   if (read) read_inputs();
   request_.skip = skip_;
-  ++started_;
   layer_->engine()->enqueue([self = shared_from_this()] { self->run(); });
+  ++started_;  // not before: what could not be queued would be waited for
 }
 
 void AsyncCall::run() {

@@ -210,6 +210,11 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
   }
   const size_t per_rank = intermediate / ranks.size();
   const Parts<ktk_format>& formats = layer.weights()->formats();
+  for (const ktk_format& f : {formats.gate, formats.up, formats.down}) {
+    if (f.scale == KTK_NONE || f.group_n) continue;
+    throw std::invalid_argument("weights are stored as " + describe(f) +
+                                ", but GPUs take scales of some rows each, not of all");
+  }
   const auto rows = [&](const char* name, const ktk_format& f) {
     if (f.scale != KTK_NONE) {
       check_groups(name, std::max<uint32_t>(f.group_n, 1), describe(f), per_rank);

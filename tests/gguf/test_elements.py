@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -73,3 +76,41 @@ def test_depths_and_shapes_are_checked_in_blocks() -> None:
         moe.load_expert(0, gate, gate, np.zeros((64, 27), np.uint8), given=Format("q4_0"))
     with pytest.raises(ValueError, match=r"up must have shape \[48, 36\], got \[48, 35\] uint8"):
         moe.load_expert(0, gate, gate[:, :35], gate, given=Format("q4_0"))
+
+
+class OnGpu:
+    """An array that says it is in the memory of a GPU."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0  # kDLCUDA
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self.array.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # DLTensor: the data's address, then the kind of device.
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2
+        return capsule
+
+
+def test_a_factor_beside_blocks_is_read_in_cpu_memory_only() -> None:
+    sizes = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64}
+    moe = ktk.load_backend("BF16").moe(intermediate_size=64, **sizes)
+    blocks = np.zeros((64, 36), np.uint8)
+    factor: Any = OnGpu(np.ones(1, np.float32))
+    with pytest.raises(TypeError, match="up_scale must be in CPU memory"):
+        moe._core.load_expert(0, blocks, blocks, blocks, up_scale=factor, given=Format("q4_0"))
+
+
+def test_rows_are_unpacked_in_whole_steps() -> None:
+    """A variant is never asked for less than it packs together."""
+    core = ktk.load_backend("BF16").core
+    step = next(v.n_step for v in core.variants if v.name == "avx2")
+    packed = _core.PackedMatrix(core, "avx2", np.ones((2 * step + 3, 32), np.float32), force=True)
+    assert packed.unpack(step).shape == (step + 3, 32)
+    for begin, end in ((0, step - 1), (1, step), (0, 2 * step + 4), (step, 0)):
+        with pytest.raises(ValueError, match="column range is not made of whole steps"):
+            packed.unpack(begin, end)

@@ -17,6 +17,7 @@
 #include "ktk/target.h"
 #include "moe/layer.h"
 #include "stream/call.h"
+#include "stream/write_expert.h"
 
 #define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
 #define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
@@ -62,29 +63,38 @@ std::shared_ptr<ktk::Engine> engine() {
   return one;
 }
 
-std::shared_ptr<Layer> make_layer(size_t hidden, unsigned seed) {
+std::shared_ptr<Layer> empty_layer(const ktk_backend& backend, size_t hidden) {
   const ktk::Config config = {
       kExperts, kTopK, hidden, kIntermediate, {KTK_SILU, 1.0f, INFINITY, false}};
-  auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false, config,
-                                       engine(), 1, ktk::Parts<std::optional<ktk_format>>{});
-  std::mt19937 random(seed);
+  return std::make_shared<Layer>(ktk::BackendTable::copy(&backend), "", false, config, engine(), 1,
+                                 ktk::Parts<std::optional<ktk_format>>{});
+}
+
+void load(Layer& layer, size_t expert, std::mt19937& random, const ktk_format& format = kBf16) {
   std::normal_distribution<float> normal(0, 0.1f);
-  for (size_t e = 0; e < kExperts; ++e) {
-    std::vector<uint16_t> all(3 * hidden * kIntermediate);
-    for (uint16_t& w : all) w = std::bit_cast<uint32_t>(normal(random)) >> 16;
-    const auto matrix = [&](size_t i, size_t k) {
-      ktk_source source{};
-      source.format = kBf16;
-      source.data = &all[i * hidden * kIntermediate];
-      source.data_stride = 2 * k;
-      return source;
-    };
-    ktk::ExpertSource source;
-    source.gate = matrix(0, hidden);
-    source.up = matrix(1, hidden);
-    source.down = matrix(2, kIntermediate);
-    layer->load(e, source);
-  }
+  const size_t hidden = layer.config().hidden;
+  static constexpr float kOne = 1;
+  std::vector<uint16_t> all(3 * hidden * kIntermediate);
+  for (uint16_t& w : all) w = std::bit_cast<uint32_t>(normal(random)) >> 16;
+  const auto matrix = [&](size_t i, size_t k) {
+    ktk_source source{};
+    source.format = format;
+    source.data = &all[i * hidden * kIntermediate];
+    source.data_stride = 2 * k;
+    if (format.scale == KTK_F32) source.scale = &kOne;
+    return source;
+  };
+  ktk::ExpertSource source;
+  source.gate = matrix(0, hidden);
+  source.up = matrix(1, hidden);
+  source.down = matrix(2, kIntermediate);
+  layer.load(expert, source);
+}
+
+std::shared_ptr<Layer> make_layer(size_t hidden, unsigned seed) {
+  auto layer = empty_layer(kBackend, hidden);
+  std::mt19937 random(seed);
+  for (size_t e = 0; e < kExperts; ++e) load(*layer, e, random);
   return layer;
 }
 
@@ -264,6 +274,42 @@ TEST(a_deferred_half_reads_what_was_given_to_the_call) {
   const std::vector<float> expected = later(false);
   for (int i = 0; i < 50; ++i) CHECK(later(true) == expected);
   errors->raise();
+}
+
+TEST(experts_may_be_loaded_while_calls_run) {
+  for (unsigned round = 0; round < 20; ++round) {
+    const auto layer = empty_layer(kBackend, 16);
+    const auto errors = std::make_shared<Latch>();
+    std::thread other([&] {
+      std::mt19937 random(round);
+      for (size_t e = 0; e < kExperts; ++e) load(*layer, e, random);
+    });
+    for (int i = 0; i < 10; ++i) {
+      Arrays arrays(16, round);
+      const auto call = make_call(layer, arrays, errors);
+      call->start();
+      call->wait();
+      try {
+        errors->raise();
+      } catch (const std::runtime_error&) {  // some are not loaded yet
+      }
+    }
+    other.join();
+    CHECK(direct(layer, round) == direct(make_layer(16, round), round));
+  }
+}
+
+TEST(scales_of_all_rows_have_no_place_in_what_gpus_get) {
+  constexpr ktk_format kScaled = {KTK_BF16, KTK_F32, KTK_NONE, 0, 0};
+  constexpr ktk_accept kScaledAccept = {kScaled, 0};
+  ktk_backend backend = kBackend;
+  backend.formats = &kScaled;
+  backend.accepts = &kScaledAccept;
+  const auto layer = empty_layer(backend, 16);
+  std::mt19937 random(1);
+  load(*layer, 0, random, kScaled);
+  CHECK_THROWS(std::invalid_argument, ktk::check_write(*layer, 0, {{}}));
+  ktk::check_write(*make_layer(16, 1), 0, {{}});
 }
 
 TEST(graphs_of_layers_that_defer_give_the_same_at_every_replay) {
