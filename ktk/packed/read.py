@@ -62,7 +62,8 @@ def open_layer(path: Path) -> PackedLayer:
         raise CheckpointError(f"{path} {error}") from None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is damaged or truncated: {error}. Convert the layer again"
+            f"{path} is damaged or truncated: {error}. Remove it, and convert the layer again with "
+            "--resume"
         ) from error
     _check_tensors(path, header, tensors)
     return PackedLayer(path, header)
@@ -163,7 +164,8 @@ class PackedCheckpoint:
                 raise CheckpointError(
                     f"{layer.path} is damaged: tensor {name} of expert {number} has the checksum "
                     f"{found:016x}, and was written with "
-                    f"{layer.header.checksums[name][number]:016x}. Convert the layer again"
+                    f"{layer.header.checksums[name][number]:016x}. Remove it, and convert the "
+                    "layer again with --resume"
                 )
         return arrays
 
