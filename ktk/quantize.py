@@ -65,7 +65,16 @@ class Quantized:
     zero: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the values [n, k]; float64 holds each of them exactly."""
+        """Return the values [n, k]; float64 holds each of them exactly.
+
+        Raises
+        ------
+        ValueError
+            The format is blocks of ggml, which :mod:`ktk.checkpoint.gguf` decodes.
+        """
+        columns, _ = self.format.block
+        if columns > 2:
+            raise ValueError(f"{self.format} is blocks of ggml, expected elements with scales")
         values = _decode(self.data, self.format.element).to(dtype)
         if self.scale is None:
             return values

@@ -70,15 +70,20 @@ def cuda_driver(library: str = "libcuda.so.1") -> Driver | None:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use of memory of the cgroup and those around it, as far as they are seen."""
+    """Yield limit and use of memory of the cgroup and those around it, as far as they are seen.
+
+    Pages of files that were read are no use: the kernel gives them up before it runs out.
+    """
     # "<hierarchy>:<controllers>:<group>"; version 2 is hierarchy 0 without controllers.
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
             mount, names = "sys/fs/cgroup", ("memory.max", "memory.current")
+            cached = ("inactive_file", "active_file")
         elif "memory" in controllers.split(","):
             mount = "sys/fs/cgroup/memory"
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            cached = ("total_inactive_file", "total_active_file")
         else:
             continue
         # A container may see its own group mounted as the root, under the name it has outside.
@@ -87,7 +92,9 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
             folder = root / mount / inside
             limit, used = (_read(folder / name).strip() for name in names)
             if limit.isdigit() and used.isdigit():  # "max": none
-                yield int(limit), int(used)
+                statistics = dict(map(str.split, _read(folder / "memory.stat").splitlines()))
+                free = sum(int(statistics.get(name, 0)) for name in cached)
+                yield int(limit), max(0, int(used) - free)
 
 
 def _meminfo(name: str, root: Path) -> int:

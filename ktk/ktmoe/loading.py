@@ -53,6 +53,9 @@ def load_from_tensors(
 ) -> MoE:
     """Pack some slots of a layer from its stacked gate, up and down."""
     gate, up, down = tensors
+    for name, stack in (("up_proj", up), ("down_proj", down)):
+        if len(stack) != len(gate):
+            raise ValueError(f"{name} has {len(stack)} experts, gate_proj has {len(gate)}")
     sources = range(len(gate)) if order is None else order
     if len(sources) != config.num_experts:
         raise ValueError(f"{len(sources)} experts are given for a layer of {config.num_experts}")

@@ -41,7 +41,7 @@ class Inputs:
     def of(
         cls, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, width: int, top_k: int
     ) -> Inputs:
-        """Check shapes and devices; leading dimensions are tokens."""
+        """Check shapes and devices; leading dimensions are tokens. Columns may be strided."""
         for name, tensor, columns in (
             ("hidden_states", hidden, width),
             ("topk_ids", ids, top_k),
@@ -56,7 +56,7 @@ class Inputs:
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"topk_ids must be int32 or int64, got {ids.dtype}")
         given = (hidden, ids, weights)
-        rows = [t.detach().reshape(-1, t.shape[-1]) for t in given]
+        rows = [_readable(t.detach().reshape(-1, t.shape[-1])) for t in given]
         copied = any(r.data_ptr() != t.data_ptr() for r, t in zip(rows, given, strict=True))
         flat = cls(rows[0], rows[1], rows[2], copied)
         tokens = flat.hidden.shape[0]
@@ -64,6 +64,11 @@ class Inputs:
             if tensor.shape[0] != tokens:
                 raise ValueError(f"{name} has {tensor.shape[0]} tokens, hidden_states has {tokens}")
         return flat
+
+
+def _readable(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows whose elements are neighbours, as the workers read them."""
+    return rows if on_gpu(rows) or rows.stride(-1) == 1 else rows.contiguous()
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,8 @@ def submit_on_stream(
         if captured and inputs.copied:
             raise ValueError(
                 "a graph reads its inputs again at every replay, but a tensor that was given has "
-                "leading dimensions that only a copy makes one; pass [tokens, ...]"
+                "leading dimensions that only a copy makes one, or strided columns; pass "
+                "[tokens, ...] with contiguous rows"
             )
         out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
         call = what.call(state, inputs, out, give, take, live=captured)

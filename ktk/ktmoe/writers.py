@@ -43,6 +43,8 @@ def submit_write(
     stored = moe.format
     if stored is None:
         raise RuntimeError("no expert is loaded")
+    if not 0 <= expert_id < moe.config.num_experts:
+        raise IndexError(f"expert {expert_id} is not one of {moe.config.num_experts}")
     if (stored.element, stored.scale) not in _WRITTEN or stored.zero != "none":
         raise ValueError(
             f"{moe.backend.name} stores {stored}, which is no checkpoint's format that a GPU "

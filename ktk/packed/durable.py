@@ -43,15 +43,21 @@ class PendingFile:
     def commit(self) -> None:
         """Bring the file to the disk, then give it its name."""
         os.fsync(self._fd)
-        os.close(self._fd)
+        self._close()
         os.replace(self._temporary, self.path)
         # A new name is safe when its folder is.
         sync_folder(self.path.parent)
 
     def discard(self) -> None:
-        """Remove what was written."""
-        os.close(self._fd)
+        """Remove what was written, also after a `commit` that failed."""
+        self._close()
         self._temporary.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        # Once: the number may be another file's by then.
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -59,10 +65,10 @@ def write_file(path: Path, data: bytes) -> None:
     pending = PendingFile(path, len(data))
     try:
         pending.write(data, 0)
+        pending.commit()
     except BaseException:
         pending.discard()
         raise
-    pending.commit()
 
 
 def sync_folder(folder: Path) -> None:

@@ -102,8 +102,13 @@ def plan_layer(
             refusal = reasons[0]
             continue
         biases = tuple(part for part in PARTS if f"{part}_bias" in first)
+        factors = tuple(
+            part
+            for part in PARTS
+            if formats[part].scale == "none" and matrices[part].scale is not None
+        )
         how = _describe(backend, matrices, formats, decoded)
-        return Encoder(number, Layout(config, formats, biases), how, backend, read)
+        return Encoder(number, Layout(config, formats, biases, factors), how, backend, read)
     _, stored = checkpoint.storage(layer)
     raise CheckpointFormatError(
         f"layer {number} holds {stored}, and {backend.name} cannot be made of that: {refusal}"
@@ -213,7 +218,10 @@ def _matrices(read: Mapping[str, Any]) -> dict[str, Quantized]:
     found = {}
     for part, fmt in zip(PARTS, formats, strict=True):
         data = torch.as_tensor(read[part])
-        scale, zero = (read.get(f"{part}_{what}") for what in ("scale", "zero"))
+        scale, zero = (
+            None if array is None else torch.as_tensor(array)
+            for array in (read.get(f"{part}_{what}") for what in ("scale", "zero"))
+        )
         found[part] = Quantized(fmt or Format(_FLOATS[data.dtype]), data, scale, zero)
     return found
 

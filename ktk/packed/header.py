@@ -2,7 +2,7 @@
 
     ktk        {"version": 1, "writer": "ktk 0.1.0", "backend": "AMXINT4", "layer": 3,
                 "source": "...", "config": {...}, "formats": {"gate": {...}, ...},
-                "biases": [...], "xxh3": {"gate": "16 digits per expert", ...}}
+                "biases": [...], "factors": [...], "xxh3": {"gate": "16 digits per expert", ...}}
     ktk_xxh3   the checksum of that text
 
 Checksums are XXH3 of 64 bits, one for each tensor of each expert, because they must not slow down
@@ -114,7 +114,7 @@ def from_metadata(metadata: Mapping[str, str] | None) -> Header:
         backend=entries["backend"],
         layer=entries["layer"],
         source=entries["source"],
-        layout=Layout(config, formats, tuple(entries["biases"])),
+        layout=Layout(config, formats, tuple(entries["biases"]), tuple(entries["factors"])),
         checksums={name: _split(digits) for name, digits in entries["xxh3"].items()},
     )
 
@@ -134,6 +134,7 @@ def _entries(header: Header) -> dict[str, Any]:
         "config": config,
         "formats": {part: format_entries(fmt) for part, fmt in layout.formats.items()},
         "biases": list(layout.biases),
+        "factors": list(layout.factors),
         "xxh3": {
             name: "".join(map(_hex, header.checksums.get(name, none))) for name in layout.specs
         },

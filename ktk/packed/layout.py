@@ -73,11 +73,15 @@ class Layout:
         Of gate, up and down.
     biases
         Which of them have one.
+    factors
+        Which of them, of ggml's blocks, have one that multiplies the whole matrix: ``gate_scale``
+        and so on, f32 [1].
     """
 
     config: ExpertConfig
     formats: Mapping[str, Format]
     biases: tuple[str, ...] = ()
+    factors: tuple[str, ...] = ()
 
     @cached_property
     def specs(self) -> dict[str, Spec]:
@@ -88,6 +92,8 @@ class Layout:
             found |= _matrix(part, self.formats[part], n, k)
             if part in self.biases:
                 found[f"{part}_bias"] = Spec("F32", (n,))
+            if part in self.factors:
+                found[f"{part}_scale"] = Spec("F32", (1,))
         # Wide elements first, so that each tensor begins at a multiple of its element.
         return dict(
             sorted(found.items(), key=lambda item: (-item[1].torch_dtype.itemsize, item[0]))
@@ -124,6 +130,12 @@ def same_format(a: Format, b: Format, n: int, k: int) -> bool:
     if (a.element, a.scale, a.zero) != (b.element, b.scale, b.zero):
         return False
     return (a.scale == a.zero == "none") or groups(a, n, k) == groups(b, n, k)
+
+
+def is_blocks(fmt: Format) -> bool:
+    """Whether a format is blocks of ggml: of others, two columns at most share bytes."""
+    columns, _ = fmt.block
+    return columns > 2
 
 
 def _matrix(part: str, fmt: Format, n: int, k: int) -> dict[str, Spec]:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.matrix import Matrix
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.packed.folder import file_of, read_index
 from ktk.packed.header import Header, HeaderError, checksum, from_metadata
-from ktk.packed.layout import PARTS, extents, same_format
+from ktk.packed.layout import PARTS, extents, is_blocks, same_format
 from ktk.packed.write import bytes_of, file_size
 from ktk.quantize import Quantized
 
@@ -61,7 +62,8 @@ def open_layer(path: Path) -> PackedLayer:
         raise CheckpointError(f"{path} {error}") from None
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is damaged or truncated: {error}. Convert the layer again"
+            f"{path} is damaged or truncated: {error}. Remove it, and convert the layer again with "
+            "--resume"
         ) from error
     _check_tensors(path, header, tensors)
     return PackedLayer(path, header)
@@ -162,7 +164,8 @@ class PackedCheckpoint:
                 raise CheckpointError(
                     f"{layer.path} is damaged: tensor {name} of expert {number} has the checksum "
                     f"{found:016x}, and was written with "
-                    f"{layer.header.checksums[name][number]:016x}. Convert the layer again"
+                    f"{layer.header.checksums[name][number]:016x}. Remove it, and convert the "
+                    "layer again with --resume"
                 )
         return arrays
 
@@ -174,7 +177,10 @@ class PackedCheckpoint:
         found = {}
         for part, fmt in layer.header.layout.formats.items():
             scale, zero = (arrays.get(f"{part}_{what}") for what in ("scale", "zero"))
-            found[part] = Quantized(fmt, arrays[part], scale, zero).dequantize(dtype)
+            if is_blocks(fmt):
+                found[part] = _blocks(fmt, arrays[part], scale, f"{part} in {layer.path}").to(dtype)
+            else:
+                found[part] = Quantized(fmt, arrays[part], scale, zero).dequantize(dtype)
         for part in layer.header.layout.biases:
             found[f"{part}_bias"] = arrays[f"{part}_bias"].to(dtype)
         return found
@@ -213,6 +219,16 @@ class PackedCheckpoint:
         formats = self.formats_for(layer, backend)
         given = tuple(formats[part].format for part in PARTS)
         return lambda number: {**self.expert(layer, number), "given": given}
+
+
+def _blocks(
+    fmt: Format, data: torch.Tensor, factor: torch.Tensor | None, name: str
+) -> torch.Tensor:
+    """Decode blocks of ggml."""
+    from ktk.checkpoint.gguf.blocks import Blocks
+
+    scale = None if factor is None else float(factor)
+    return Blocks(data.numpy(), fmt.element.upper(), scale, name).floats()
 
 
 def _refusal(backend: Backend, matrix: Matrix) -> str:

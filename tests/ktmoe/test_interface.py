@@ -27,6 +27,14 @@ def expected(
     return moe.load(*weights(seed))(x, ids, w, **options)
 
 
+def test_columns_may_be_strided() -> None:
+    layer = wrapper()
+    given = inputs(5)
+    strided = [tensor.t().contiguous().t() for tensor in given]
+    assert all(tensor.stride(-1) == 5 for tensor in strided)
+    assert torch.equal(layer.forward(*strided), layer.forward(*given))
+
+
 def test_the_readme_of_kt_kernel_runs() -> None:
     # Its section "Direct Python API Usage", with smaller sizes and CPU tensors.
     layer = KTMoEWrapper(

@@ -84,6 +84,15 @@ def test_methods_that_quantise_load_the_same_layer(tmp_path: Path, method: str) 
     assert torch.equal(made.forward(*call), from_tensors.forward(*call))
 
 
+def test_parts_of_unlike_numbers_of_experts_are_named(tmp_path: Path) -> None:
+    gate, up, down = weights()
+    made = layer(tmp_path)
+    with pytest.raises(ValueError, match="up_proj has 2 experts, gate_proj has 8"):
+        made.load_weights_from_tensors(gate, up[:2], down)
+    with pytest.raises(ValueError, match="down_proj has 9 experts, gate_proj has 8"):
+        made.load_weights_from_tensors(gate, up, torch.cat([down, down[:1]]))
+
+
 def test_experts_of_the_gpu_need_not_be_read(tmp_path: Path) -> None:
     mask = torch.arange(E) < 5
     path = checkpoint(tmp_path / "model")

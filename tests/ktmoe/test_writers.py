@@ -134,6 +134,8 @@ def test_what_cannot_be_written_says_why() -> None:
         write(3, 0, *[[1] * 3] * 4)
     with pytest.raises(IndexError, match="expert 2 is not one of 2"):
         write(1, 2, [1], [1], [1], [1])
+    with pytest.raises(IndexError, match="expert -1 is not one of 2"):
+        write(1, -1, [1], [1], [1], [1])
     assert layer.moe is not None
     layer.moe.leave_out(1)
     with pytest.raises(ValueError, match="expert 1 is not loaded"):

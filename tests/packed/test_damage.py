@@ -51,7 +51,7 @@ def test_a_truncated_file_is_named(packed: Path, keep: float) -> None:
     path = packed / FILE
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    refused(packed, "is damaged or truncated: .*Convert the layer again")
+    refused(packed, "is damaged or truncated: .*Remove it, and convert the layer again")
     with pytest.raises(CheckpointError, match=FILE):
         describe_folder(packed)
 

@@ -18,18 +18,18 @@ import pytest
 
 from ktk.errors import CheckpointError
 from ktk.packed import Conversion, convert
-from ktk.packed.durable import locked
+from ktk.packed.durable import locked, write_file
 
 HERE = Path(__file__).parent
-# Calls for two layers of three experts: each file takes its room, is written, synced and renamed,
+# Calls for two layers of two experts: each file takes its room, is written, synced and renamed,
 # and then its folder is synced.
-FILES = {"ktk_packed.json": 1, "config.json": 1, "layer 0": 3 * 6 + 1, "layer 1": 3 * 6 + 1}
+FILES = {"ktk_packed.json": 1, "config.json": 1, "layer 0": 2 * 6 + 1, "layer 1": 2 * 6 + 1}
 CALLS = sum(writes + 4 for writes in FILES.values())
 
 
 def test_every_call_may_be_the_last(tmp_path: Path) -> None:
     """Dies at each system call that changes a file, resumes, and finds the same bytes."""
-    source = made.write(tmp_path / "source", layers=(0, 1))
+    source = made.write(tmp_path / "source", layers=(0, 1), sizes=(2, 64, 96))
     before = made.contents(source)
     done = subprocess.run(
         [sys.executable, HERE / "kill_at.py", source, tmp_path, "AMXINT8"],
@@ -66,6 +66,25 @@ def test_the_command_can_be_killed_and_resumed(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps, "a layer was made again"
     convert(source, tmp_path / "whole", backend="AMXINT4")
     assert made.contents(output) == made.contents(tmp_path / "whole")
+
+
+def test_a_file_that_cannot_have_its_name_leaves_nothing(tmp_path: Path) -> None:
+    there = tmp_path / "name"
+    (there / "of a folder").mkdir(parents=True)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(IsADirectoryError):
+        write_file(there, b"text")
+    assert os.listdir(tmp_path) == ["name"]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_source_that_lacks_a_file_is_refused(tmp_path: Path) -> None:
+    source = made.write(tmp_path / "source", layers=(0, 1))
+    convert(source, tmp_path / "packed", backend="BF16")
+    (tmp_path / "packed" / "layer-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"layer-00001\.safetensors is missing"):
+        convert(tmp_path / "packed", tmp_path / "again", backend="AMXINT8", layers=[0])
+    assert not (tmp_path / "again").exists()
 
 
 def test_layers_may_be_added(tmp_path: Path) -> None:

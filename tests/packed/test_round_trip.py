@@ -8,14 +8,16 @@ from typing import Any
 
 import checkpoints as made
 import gguf_files
+import numpy as np
 import pytest
 import torch
 from checkpoints import BLOCKS, GROUPS, MX, ROWS, outputs, same_weights
+from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
 import ktk
 from ktk import Format
-from ktk.checkpoint import describe
+from ktk.checkpoint import describe, open_checkpoint
 from ktk.errors import CheckpointFormatError
 from ktk.packed import Conversion, convert, describe_folder
 
@@ -183,7 +185,7 @@ def test_gguf_is_converted(types: tuple[str, str], tmp_path: Path) -> None:
 
 def test_blocks_of_gguf_are_kept_as_they_are(tmp_path: Path) -> None:
     """Each part in its own type."""
-    if "LLAMAFILE" not in ktk.backends():
+    if not ktk.backends()["LLAMAFILE"].built:
         pytest.skip("no backend takes blocks here")
     source = tmp_path / "model.gguf"
     experts = gguf_files.experts("Q8_0", down="Q4_0")
@@ -198,12 +200,53 @@ def test_blocks_of_gguf_are_kept_as_they_are(tmp_path: Path) -> None:
         assert torch.equal(outputs(packed), outputs(direct))
 
 
+def test_blocks_are_decoded_for_who_does_not_take_them(tmp_path: Path) -> None:
+    if not ktk.backends()["LLAMAFILE"].built:
+        pytest.skip("no backend takes blocks here")
+    source = tmp_path / "model.gguf"
+    experts = gguf_files.experts("Q8_0", "Q4_1", "Q5_0", bias=True)
+    gguf_files.write(source, gguf_files.stacked(experts))
+    convert(source, tmp_path / "packed", backend="LLAMAFILE")
+    convert(tmp_path / "packed", tmp_path / "again", backend="AMXINT8")
+    again, once = (ktk.MoE.from_checkpoint(p, 0, "AMXINT8") for p in (tmp_path / "again", source))
+    assert same_weights(again, once)
+    assert torch.equal(outputs(again), outputs(once))
+
+
+def test_factors_of_matrices_are_kept_beside_blocks(tmp_path: Path) -> None:
+    """The converters for NVFP4 write them."""
+    if not ktk.backends()["LLAMAFILE"].built:
+        pytest.skip("no backend takes blocks here")
+    experts = gguf_files.experts("Q8_0", "Q5_1", "Q5_0", bias=True)
+    factors = np.linspace(0.25, 0.5, gguf_files.E, dtype=np.float32)
+    for part in ("gate", "down"):
+        experts[f"{part}_scale"] = gguf_files.Tensor(factors, GGMLQuantizationType.F32)
+    source = gguf_files.write(tmp_path / "model.gguf", gguf_files.stacked(experts))
+    [plan] = convert(source, tmp_path / "packed", backend="LLAMAFILE")
+    assert plan.encoder.how == "stored as they are"
+    assert plan.encoder.layout.factors == ("gate", "down")
+    packed = ktk.MoE.from_checkpoint(tmp_path / "packed", 0)
+    direct = ktk.MoE.from_checkpoint(source, 0, "LLAMAFILE")
+    assert torch.equal(outputs(packed), outputs(direct))
+    convert(tmp_path / "packed", tmp_path / "again", backend="AMXINT8")
+    again, once = (ktk.MoE.from_checkpoint(p, 0, "AMXINT8") for p in (tmp_path / "again", source))
+    assert same_weights(again, once)
+
+
 def test_blocks_are_not_made_of_floats(tmp_path: Path) -> None:
-    if "LLAMAFILE" not in ktk.backends():
+    """What is no block of ggml stays floats, and the command says so."""
+    if not ktk.backends()["LLAMAFILE"].built:
         pytest.skip("no backend takes blocks here")
     source = made.write(tmp_path / "source", BLOCKS)
-    with pytest.raises(CheckpointFormatError, match="LLAMAFILE cannot be made of that"):
-        convert(source, tmp_path / "packed", backend="LLAMAFILE")
+    [plan] = convert(source, tmp_path / "packed", backend="LLAMAFILE")
+    assert plan.encoder.how == "decoded to f32"
+    packed = ktk.MoE.from_checkpoint(tmp_path / "packed", 0)
+    with open_checkpoint(source) as checkpoint:
+        meant = checkpoint.values(checkpoint.layer(0), 1, torch.float32)
+    for part, found in zip(made.PARTS, packed.unpack_expert(1), strict=True):
+        assert torch.equal(torch.from_numpy(found), meant[part])
+    with pytest.raises(CheckpointFormatError, match="LLAMAFILE has no groups of 32, but none"):
+        convert(source, tmp_path / "groups", backend="LLAMAFILE", group_size=32)
 
 
 def test_a_conversion_holds_few_experts(tmp_path: Path) -> None:

@@ -40,7 +40,11 @@ KIB = 1024
                 "sys/fs/cgroup/a/b/memory.max": "max\n",
                 "sys/fs/cgroup/a/b/memory.current": "1\n",
                 "sys/fs/cgroup/a/memory.max": f"{500 * KIB}\n",
-                "sys/fs/cgroup/a/memory.current": f"{100 * KIB}\n",
+                "sys/fs/cgroup/a/memory.current": f"{480 * KIB}\n",
+                "sys/fs/cgroup/a/memory.stat": (
+                    f"anon {90 * KIB}\nfile {390 * KIB}\nshmem {10 * KIB}\n"
+                    f"inactive_file {300 * KIB}\nactive_file {80 * KIB}\n"
+                ),
             },
             500 * KIB,
             400 * KIB,
@@ -56,6 +60,19 @@ KIB = 1024
         ),
         (
             {
+                "proc/self/cgroup": "4:memory:/\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{300 * KIB}",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{290 * KIB}",
+                "sys/fs/cgroup/memory/memory.stat": (
+                    f"inactive_file {1 * KIB}\nactive_file {2 * KIB}\n"
+                    f"total_inactive_file {50 * KIB}\ntotal_active_file {40 * KIB}\n"
+                ),
+            },
+            300 * KIB,
+            100 * KIB,
+        ),
+        (
+            {
                 "proc/self/cgroup": "0::/\n",
                 "sys/fs/cgroup/memory.max": "9223372036854771712\n",
                 "sys/fs/cgroup/memory.current": "7\n",
@@ -64,7 +81,13 @@ KIB = 1024
             600 * KIB,
         ),
     ],
-    ids=["no cgroup", "version 2", "version 1 in a container", "a limit beyond the machine"],
+    ids=[
+        "no cgroup",
+        "version 2, with files in memory",
+        "version 1 in a container",
+        "version 1, with files in memory",
+        "a limit beyond the machine",
+    ],
 )
 def test_memory_is_read_with_the_limits_around_it(
     tmp_path: Path, files: dict[str, str], limit: int | None, available: int

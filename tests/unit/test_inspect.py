@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import ktk
 from ktk.cli import app, contents
-from ktk.errors import BackendImportError
+from ktk.errors import BackendImportError, BackendUnsupported
 
 E, K, H, I = 3, 2, 160, 96  # noqa: E741 - the names the table of families uses
 LAYERS = (1, 2, 4)
@@ -49,6 +49,15 @@ def invoke(*arguments: str, status: int = 0) -> str:
     return result.output
 
 
+def unusable(name: str) -> str:
+    """Return why a backend cannot run on this machine; empty if it can."""
+    try:
+        ktk.load_backend(name)
+    except BackendUnsupported as error:
+        return str(error)
+    return ""
+
+
 def test_figures_are_those_of_loaded_layers(tmp_path: Path) -> None:
     document = json.loads(invoke(str(write(tmp_path, tensors())), "--json"))
     assert [layer["number"] for layer in document["layers"]] == list(LAYERS)
@@ -65,7 +74,7 @@ def test_figures_are_those_of_loaded_layers(tmp_path: Path) -> None:
     taking = 0
     for name, use in document["backends"].items():
         if use["nbytes"] is None:
-            assert use["reason"] == "does not take bf16"
+            assert use["reason"] == (unusable(name) or "does not take bf16")
             continue
         taking += 1
         model = ktk.Model.from_checkpoint(tmp_path, name)
@@ -77,6 +86,8 @@ def test_figures_are_those_of_loaded_layers(tmp_path: Path) -> None:
 def test_every_variant_packs_to_the_size_that_the_core_announces() -> None:
     weight = torch.randn(H, I)
     for name in ktk.backends():
+        if unusable(name):
+            continue
         backend = ktk.load_backend(name)
         if ktk.Format("f32") not in backend.accepts:
             continue

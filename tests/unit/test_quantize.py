@@ -129,6 +129,11 @@ def test_extreme_sizes_stay_finite(fmt: Format, size: float) -> None:
     assert torch.isfinite(q.dequantize(torch.float64)).all()
 
 
+def test_blocks_of_ggml_are_not_taken_for_values() -> None:
+    with pytest.raises(ValueError, match="q8_0 is blocks of ggml, expected elements with scales"):
+        Quantized(Format("q8_0"), torch.zeros(2, 34, dtype=torch.uint8)).dequantize()
+
+
 def test_nan_codes_come_back_as_nan() -> None:
     scale = torch.tensor([[255], [127]], dtype=torch.uint8)
     data = torch.full((2, 4), 0x38, dtype=torch.uint8)
