@@ -44,7 +44,7 @@ class ModelState:
         self.captured_calls: list[_core.AsyncCall] = []
         self._layers: WeakValueDictionary[int, object] = WeakValueDictionary()
         self._carried: Carried | None = None
-        self._sums: dict[tuple[int, int, bool], tuple[torch.Tensor, _core.Carry]] = {}
+        self._sums: dict[tuple[Any, ...], tuple[torch.Tensor, _core.Carry]] = {}
         _states.add(self)
 
     @classmethod
@@ -93,7 +93,7 @@ class ModelState:
         One buffer for each size is enough: the calls of a pool run in turn, and each takes what is
         there before it leaves anything.
         """
-        key = (*hidden.shape, captured)
+        key = (*hidden.shape, hidden.device, captured)
         if key not in self._sums:
             sums = torch.zeros(hidden.shape, pin_memory=hidden.device.type != "cpu")
             if not captured:
@@ -110,7 +110,8 @@ class ModelState:
     def flush(self, cuda_stream: int | None = None) -> torch.Tensor | None:
         """Return what the last layer has left, f32 [tokens, hidden_size]; None if nothing.
 
-        On a stream it is there when the stream has passed this point.
+        On a stream it is there when the stream has passed this point; with CPU tensors it is then
+        a buffer that the next call of a layer that defers writes to again.
         """
         self.check()
         left, self._carried = self._carried, None

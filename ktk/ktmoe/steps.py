@@ -13,6 +13,7 @@ GPU                a handle                likewise, between asynchronous copies
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # Calls on streams, which may have yet to get there when the last one who knew the call is gone.
 _in_flight: list[_core.AsyncCall] = []
+_in_flight_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,8 @@ def submit_on_stream(
     if captured:
         state.captured_calls.append(call)
     else:
-        _in_flight[:] = [earlier for earlier in _in_flight if not earlier.done]
-        _in_flight.append(call)
+        with _in_flight_lock:
+            _in_flight[:] = [*(earlier for earlier in _in_flight if not earlier.done), call]
     return Step(call, out, stream)
 
 
