@@ -79,5 +79,7 @@ def test_backends_pass_the_kit_on_software_tiles(
 ) -> None:
     options = f"--ktk-backend {name} --ktk-variant {variant} --ktk-profile ci"
     kit = f"-p ktk.testing.plugin --pyargs ktk.testing.{module} --ktk-examples {examples} {options}"
-    _, counts = run_emulated(tmp_path, *kit.split())
+    # A property of tables with act_format, which the others of these do not have.
+    absent = [] if name == "LLAMAFILE" else ["-k", "not activations_depend_on_their_format"]
+    _, counts = run_emulated(tmp_path, *kit.split(), *absent)
     assert counts[op] > 100, counts
