@@ -33,6 +33,10 @@ PEERS = {
     "fp8_perchannel": ("FP8", "fp8-row", "fp8pc", "row"),
     "mxfp4": ("MXFP4", "mxfp4", "mxfp4", None),
     "mxfp8": ("FP8", "mxfp8", "mxfp8", "ue8m0"),
+    **{
+        name: ("LLAMAFILE", name, "ggml", name)
+        for name in ("q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs")
+    },
 }
 
 # Runs in the environment that has ktk. Prints {backend: [variants that run here, best first]}.
@@ -77,6 +81,10 @@ def tensors(impls, kind, stored, weight):
     if kind == "fp8pc":
         codes, scale, _ = impls.q_fp8_row(weight)
         return codes, scale.view(-1, 1), None
+    if kind == "ggml":  # encoded by the library of the runner's own ggml peers
+        lib = impls.ggml_lib(os.path.join(impls.peers_dir(), "ggml", "libktk_ggml.so"))
+        element = lib.ktk_type_by_name(stored.element.encode())
+        return impls.ggml_quantize(lib, element, weight).view(len(weight), -1), None, None
     make = {"fp8": "q_fp8_block", "mxfp4": "q_mxfp4", "mxfp8": "q_mxfp8"}[kind]
     codes, scale, _ = getattr(impls, make)(weight)
     return codes, scale, None
