@@ -18,6 +18,11 @@ struct Zmm {
   }
   static Int set1_int(int32_t x) { return _mm512_set1_epi32(x); }
   static Int add(Int a, Int b) { return _mm512_add_epi32(a, b); }
+  // x / 2^bits, rounded down.
+  template <int kBits>
+  static Int divide_int(Int x) {
+    return _mm512_srai_epi32(x, kBits);
+  }
   static Float set1(float x) { return _mm512_set1_ps(x); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }

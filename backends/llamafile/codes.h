@@ -20,8 +20,8 @@ struct Meaning {
 };
 
 // One register of columns of a unit. Types of up to four bits look their values up, linear ones
-// too; the others are all linear.
-template <int kBits, int kOffset = Dot::kWeightOffset>
+// too; the others are all linear. kPlain: the operand is the code itself.
+template <int kBits, int kOffset = Dot::kWeightOffset, bool kPlain = false>
 class Codes {
  public:
   using Int = Dot::Int;
@@ -64,7 +64,9 @@ class Codes {
   }
 
   Int meant(Int code) const {
-    if constexpr (kBits <= 4) {
+    if constexpr (kPlain) {
+      return code;
+    } else if constexpr (kBits <= 4) {
       return Dot::shuffle(meaning_, code);
     } else if constexpr (kBits == 8 && kOffset == 128) {
       return code;  // eight bits have the offset 128

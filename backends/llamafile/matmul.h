@@ -1,11 +1,15 @@
 // The product. A tile of rows passes over a run of 32 columns at a time: strictly in the order of
-// memory if it is the only one, and over a run that stays in L1 if there are several.
+// memory if it is the only one, and over a run that stays in L1 if there are several. One and two
+// rows have kernels of their own where registers are long (thin.h).
 #pragma once
 
 #include "common/ukernel.h"
 #include "llamafile/either.h"
 #include "llamafile/floats/matmul.h"
 #include "llamafile/tile.h"
+#if defined(__AVX512VNNI__)
+#include "llamafile/thin.h"
+#endif
 
 namespace ktk::llamafile {
 namespace {
@@ -71,6 +75,11 @@ inline void multiply(const ktk_matmul* mm) {
   const Runs runs(mm->matrix);
   const Kernels kernels = kernels_for(runs.type);
   const Meaning meaning(runs.type);
+#if defined(__AVX512VNNI__)
+  if (const MultiplyThin thin = thin_kernel(runs.type, mm->m)) {
+    return thin(mm, meaning, weight_stream(mm));
+  }
+#endif
   const size_t row_tiles = (mm->m + kernels.max_rows - 1) / kernels.max_rows;
   const size_t tiles = row_tiles * (kColumns / kTileColumns);
   const bool is_lone = tiles == 1;

@@ -34,15 +34,17 @@ inline Dot::Float load_dmin(const uint8_t* dmin, Dot::Float factor) {
   return Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(dmin)), factor);
 }
 
-// All products here are exact, see normal.h. Minima of halves come with -1 / kOffset: they are
-// multiplied with Factor::comp.
+// Minima of halves come with this factor: they are multiplied with Factor::comp.
+constexpr float kMinOfHalf = -1.0f / kOffset;
+
+// All products here are exact, see normal.h.
 inline void load_params(const BlockType& type, const Header& at, const uint8_t* run, size_t units,
                         float* params) {
   const bool halves = type.group == 16;
   const size_t groups = halves ? 2 : 1;                                       // of a unit
   const size_t d_step = type.d_group > kUnit ? 0 : d_bytes(type) * kColumns;  // of a group
   const size_t unit_params = groups * kColumns * (type.has_dmin ? 2 : 1);
-  const Dot::Float min_factor = Dot::set1(halves ? -1.0f / kOffset : 1.0f);
+  const Dot::Float min_factor = Dot::set1(halves ? kMinOfHalf : 1.0f);
   for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
     const uint8_t *of_d = run + at.d + c * d_bytes(type), *of_dmin = run + at.dmin + 2 * c;
     const uint8_t *sub = run + at.sub + c, *min = run + at.min + c;
