@@ -13,6 +13,10 @@
 namespace ktk::llamafile {
 namespace {
 
+// Operands of a stretch leave little of an L1, but are read in order. Every tile of it takes time
+// to begin and to end.
+constexpr size_t kDecodedUnits = 3 * kRunUnits;
+
 inline WriteOperands writer(const BlockType& type) {
   constexpr int kTo = Dot::kWeightOffset;
   switch (type.bits) {
@@ -43,7 +47,7 @@ inline void multiply_decoded_as(const ktk_matmul* mm, const Runs& runs) {
   const WriteOperands write = writer(runs.type);
   const WeightStream stream = weight_stream(mm);
   uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
-  float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
+  float* params = reinterpret_cast<float*>(operands + kDecodedUnits * kOperandBytes);
   const uint8_t* run = block_at(mm, mm->n_begin);
   TileArgs t = {};
   t.meaning = &decoded;
@@ -53,8 +57,8 @@ inline void multiply_decoded_as(const ktk_matmul* mm, const Runs& runs) {
     float* dst = mm->dst + (n - mm->n_begin);
     clear_dst(dst, mm->dst_stride, mm->m);
     for (size_t unit = 0; unit < runs.units; unit += t.units) {
-      const Stretch stretch(runs, meaning, write, Shape::kParams, run, runs.units - unit, operands,
-                            params);
+      const Stretch stretch(runs, meaning, write, Shape::kParams, run,
+                            smaller(kDecodedUnits, runs.units - unit), operands, params);
       t.units = stretch.units;
       // All tiles together fetch the stretch that comes next, so many lines in every unit.
       const size_t lines = static_cast<size_t>(stretch.end - run) / kLine;
@@ -91,7 +95,7 @@ inline void multiply_decoded(const ktk_matmul* mm) {
 }
 
 inline size_t decoded_scratch_size(const ktk_matrix* matrix, size_t) {
-  return floats::is_float(matrix->format) ? 0 : kStretchBytes;
+  return floats::is_float(matrix->format) ? 0 : stretch_bytes(kDecodedUnits);
 }
 
 constexpr size_t kMaxRowsAsRead = 48;

@@ -16,7 +16,7 @@
 //
 // Sums are exact, so a row has the same bits whichever tile it is in. Every tile decodes codes as
 // it goes: that takes instructions for which other ports have time, and no memory but the run
-// itself, which stays in L1 for all rows.
+// itself, which stays in L1 for all rows. Many rows are different: see decoded.h.
 #pragma once
 
 #include "common/weight_stream.h"
