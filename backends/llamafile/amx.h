@@ -24,11 +24,12 @@ namespace {
 constexpr size_t kTileRows = 16;
 constexpr size_t kBlockRows = 2 * kTileRows;
 constexpr size_t kBlockValues = kBlockRows * kColumns;
+constexpr size_t kStretchUnits = 2 * kRunUnits;
 
 // Operands and parameters of a stretch; C of the unit that is being multiplied, and of the one
 // before it, each of up to two groups.
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
-  return kStretchBytes + 2 * 2 * kBlockValues * sizeof(int32_t);
+  return stretch_bytes(kStretchUnits) + 2 * 2 * kBlockValues * sizeof(int32_t);
 }
 
 // C = A x B of one group of 32 (or 16) rows, stored as rows of 32 columns.
@@ -118,7 +119,7 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
   const uint8_t* act = static_cast<const uint8_t*>(mm->act);
   uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
   float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
-  int32_t* c = reinterpret_cast<int32_t*>(operands + kStretchBytes);
+  int32_t* c = reinterpret_cast<int32_t*>(operands + stretch_bytes(kStretchUnits));
   int32_t* c_before = c + 2 * kBlockValues;
   const WeightStream stream = weight_stream(mm);
   const uint8_t* run = block_at(mm, mm->n_begin);
@@ -129,8 +130,8 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
     for (size_t unit = 0, count; unit < units; unit += count) {
       pending.add();  // its parameters are about to be overwritten
       pending.rows = 0;
-      const Stretch stretch(runs, meaning, write_signed, Shape::kParams, run, units - unit,
-                            operands, params);
+      const Stretch stretch(runs, meaning, write_signed, Shape::kParams, run,
+                            smaller(kStretchUnits, units - unit), operands, params);
       count = stretch.units;
       tile_memory_barrier();
       // All units of all rows together fetch the stretch that comes next.

@@ -4,6 +4,7 @@
 //   kWeightOffset   is added to table[code]
 //   kMaxRows        of a tile, kVecs registers wide
 //   kMaxHalfRows    the same where a unit has two groups: twice the accumulators
+//   kMaxHeldRows, kMaxHeldHalfRows   of a tile that also holds dst in registers
 //   broadcast_row<at>(act, stride, row)   four bytes of a row of act, row < 3
 #pragma once
 
@@ -31,6 +32,7 @@ struct Dot : Zmm {
 #else
   static constexpr int kMaxRows = 12, kMaxHalfRows = 6;
 #endif
+  static constexpr int kMaxHeldRows = kMaxRows / 2, kMaxHeldHalfRows = kMaxRows / 3;
 
   // The intrinsics are the same instructions, but gcc 12 keeps every sum of a pointer and a stride,
   // and moves and spills accumulators.

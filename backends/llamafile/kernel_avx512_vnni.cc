@@ -1,9 +1,9 @@
 // AVX-512 with vpdpbusd: Ice Lake and later servers, Zen 4, Zen 5.
-#include "llamafile/matmul.h"
+#include "llamafile/decoded.h"
 #include "llamafile/variant.h"
 
 extern "C" {
 extern const ktk_variant KTK_VARIANT(llamafile);
 constexpr ktk_variant KTK_VARIANT(llamafile) =
-    ktk::llamafile::make_variant(ktk::llamafile::kUkernels);
+    ktk::llamafile::make_variant(ktk::llamafile::kManyRowsUkernels);
 }

@@ -7,7 +7,6 @@
 namespace ktk::llamafile {
 namespace {
 
-constexpr size_t kStretchUnits = 2 * kRunUnits;
 constexpr size_t kOperandBytes = kUnitSteps * kRowBytes;  // of a unit: a row for every step
 
 template <size_t kStep = 0, class AnyCodes>
@@ -29,19 +28,21 @@ void write_operands(const Meaning& meaning, const uint8_t* unit, size_t units, u
 
 using WriteOperands = void (*)(const Meaning&, const uint8_t*, size_t, uint8_t*);
 
-// Bytes of scratch: operands and parameters of a stretch.
-constexpr size_t kStretchBytes = kStretchUnits * (kOperandBytes + kMaxParams * sizeof(float));
+// Bytes of scratch: operands and parameters of a stretch of so many units.
+constexpr size_t stretch_bytes(size_t units) {
+  return units * (kOperandBytes + kMaxParams * sizeof(float));
+}
 
-// Operands and parameters of the units from `run` on, of which the block has `units_left`.
+// Operands and parameters of so many units from `run` on: whole runs, and the last one of a block.
 struct Stretch {
   const uint8_t* end;
   size_t units = 0;
 
   Stretch(const Runs& runs, const Meaning& meaning, WriteOperands write, size_t unit_params,
-          const uint8_t* run, size_t units_left, uint8_t* operands, float* params)
+          const uint8_t* run, size_t num_units, uint8_t* operands, float* params)
       : end(run) {
-    while (units < smaller(kStretchUnits, units_left)) {
-      const size_t count = smaller(kRunUnits, units_left - units);
+    while (units < num_units) {
+      const size_t count = smaller(kRunUnits, num_units - units);
       const Header& at = runs.of(count);
       load_params(runs.type, at, end, count, params + units * unit_params);
       write(meaning, end + at.end, count, operands + units * kOperandBytes);

@@ -16,7 +16,7 @@
 //
 // Sums are exact, so a row has the same bits whichever tile it is in. Every tile decodes codes as
 // it goes: that takes instructions for which other ports have time, and no memory but the run
-// itself, which stays in L1 for all rows.
+// itself, which stays in L1 for all rows. Many rows are different: see decoded.h.
 #pragma once
 
 #include "common/weight_stream.h"
@@ -39,6 +39,7 @@ struct TileArgs {
   // What the tile fetches: as many lines as it reads codes from, prefetch_step bytes apart.
   const uint8_t* prefetch;
   size_t prefetch_step;
+  size_t unit_lines;  // a tile that holds dst: instead, so many adjacent lines in every unit
 };
 
 // The same pointer, but gcc 12 does not know: it would compute the address of every row before the
@@ -57,7 +58,7 @@ inline void pin(Register& x) {
 }
 
 // Adds the products of a unit, step by step: codes are read in the order of memory.
-template <size_t kStep, int kBits, int kRows, int kGroups>
+template <size_t kStep, int kBits, bool kHeld, int kRows, int kGroups>
 [[gnu::always_inline]] inline void add_steps(Dot::Int (&acc)[kGroups][kRows][kVecs],
                                              const Codes<kBits>& codes, const uint8_t* unit,
                                              const uint8_t* const* act, size_t act_stride,
@@ -65,7 +66,9 @@ template <size_t kStep, int kBits, int kRows, int kGroups>
   constexpr size_t kLines = kBits * kTileColumns * 4 / kLine;  // of a unit
   constexpr size_t kToFetch = kLines * (kStep + 1) / kUnitSteps - kLines * kStep / kUnitSteps;
 #pragma GCC unroll 2
-  for (size_t i = 0; i < kToFetch; ++i, prefetch += prefetch_step) prefetch_l2(prefetch);
+  for (size_t i = 0; i < (kHeld ? 0 : kToFetch); ++i, prefetch += prefetch_step) {
+    prefetch_l2(prefetch);
+  }
   Dot::Int operand[kVecs];
 #pragma GCC unroll 2
   for (int v = 0; v < kVecs; ++v) {
@@ -79,11 +82,12 @@ template <size_t kStep, int kBits, int kRows, int kGroups>
     for (int v = 0; v < kVecs; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
   }
   if constexpr (kStep + 1 < kUnitSteps) {
-    add_steps<kStep + 1, kBits, kRows>(acc, codes, unit, act, act_stride, prefetch, prefetch_step);
+    add_steps<kStep + 1, kBits, kHeld>(acc, codes, unit, act, act_stride, prefetch, prefetch_step);
   }
 }
 
-template <int kBits, class Shape, int kRows>
+// kHeld: dst is in registers from the first unit to the last.
+template <int kBits, class Shape, int kRows, bool kHeld>
 void multiply_tile(const TileArgs& args) {
   using Int = Dot::Int;
   using Float = Dot::Float;
@@ -99,6 +103,16 @@ void multiply_tile(const TileArgs& args) {
   const uint8_t* prefetch = t.prefetch;
   const uint8_t* factors = t.factors;
   const float* params = t.params;
+  Float held[kRows][kVecs];
+  if constexpr (kHeld) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        held[r][v] = Dot::load(t.dst + r * t.dst_stride + v * Dot::kLanes);
+      }
+    }
+  }
   for (size_t unit = 0; unit < t.units; ++unit) {
     Int acc[kGroups][kRows][kVecs];
     const uint8_t* factor = hidden(factors);
@@ -119,7 +133,10 @@ void multiply_tile(const TileArgs& args) {
         }
       }
     }
-    add_steps<0, kBits, kRows>(acc, operands, codes, act, t.act_stride, prefetch, t.prefetch_step);
+    if constexpr (kHeld) {
+      for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
+    }
+    add_steps<0, kBits, kHeld>(acc, operands, codes, act, t.act_stride, prefetch, t.prefetch_step);
 #pragma GCC unroll 4
     for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
     codes += kBits * kRowBytes;
@@ -146,6 +163,13 @@ void multiply_tile(const TileArgs& args) {
       for (int v = 0; v < kVecs; ++v) {
         pin(acc[0][r][v]);
         float* to = dst + v * Dot::kLanes;
+        Float before;
+        if constexpr (kHeld) {
+          pin(held[r][v]);
+          before = held[r][v];
+        } else {
+          before = Dot::load(to);
+        }
         Float value = Dot::convert(acc[0][r][v]);
         if constexpr (Shape::kHalves) {
           value = Dot::mul(value, param(0, v));
@@ -154,36 +178,49 @@ void multiply_tile(const TileArgs& args) {
             value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), param(2, v), value);
             value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), param(3, v), value);
           }
-          value = Dot::fma(value, Dot::set1(f->scale), Dot::load(to));
+          value = Dot::fma(value, Dot::set1(f->scale), before);
         } else {
           value = Dot::mul(value, Dot::set1(f->scale));
-          value = Dot::fma(value, param(0, v), Dot::load(to));
+          value = Dot::fma(value, param(0, v), before);
           if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), param(1, v), value);
         }
-        Dot::store(to, value);
+        if constexpr (kHeld) {
+          held[r][v] = value;
+        } else {
+          Dot::store(to, value);
+        }
       }
     }
     factors += sizeof(Factor);
     params += Shape::kParams;
   }
+  if constexpr (kHeld) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        Dot::store(t.dst + r * t.dst_stride + v * Dot::kLanes, held[r][v]);
+      }
+    }
+  }
 }
 
 using MultiplyTile = void (*)(const TileArgs&);
 
-template <int kBits, class Shape, int kMaxRows>
+template <int kBits, class Shape, int kMaxRows, bool kHeld = false>
 struct Tiles {
   MultiplyTile of_rows[kMaxRows + 1];
 
   template <int kRows = 1>
   constexpr void fill() {
-    of_rows[kRows] = multiply_tile<kBits, Shape, kRows>;
+    of_rows[kRows] = multiply_tile<kBits, Shape, kRows, kHeld>;
     if constexpr (kRows < kMaxRows) fill<kRows + 1>();
   }
   constexpr Tiles() : of_rows{} { fill(); }
 };
 
-template <int kBits, class Shape, int kMaxRows>
-inline constexpr Tiles<kBits, Shape, kMaxRows> kTiles;
+template <int kBits, class Shape, int kMaxRows, bool kHeld = false>
+inline constexpr Tiles<kBits, Shape, kMaxRows, kHeld> kTiles;
 
 }  // namespace
 }  // namespace ktk::llamafile
