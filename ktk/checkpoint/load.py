@@ -88,7 +88,8 @@ def load_moe(
     experts
         The slots to load; the others take no memory and contribute nothing. Default: all.
     physical_to_logical_map
-        Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p.
+        Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p. With a map,
+        ``num_experts=`` may ask for more slots than the checkpoint has experts: redundant copies.
     **options
         For `Backend.moe`: variant, pool, shards, ... The sizes come from config.json or the
         metadata of the GGUF file; so does the activation function unless it is given here.
@@ -118,12 +119,16 @@ def plan_layer(
     """Check that a layer can be loaded; parameters as of `load_moe`."""
     found = checkpoint.layer(number)
     config = checkpoint.config_of(found)
-    slots = _slots(config.num_experts, experts, physical_to_logical_map)
+    size = {"num_experts": config.num_experts}
+    if physical_to_logical_map is not None and "num_experts" in options:
+        options = dict(options)
+        size["num_experts"] = operator.index(options.pop("num_experts"))
+    slots = _slots(config.num_experts, size["num_experts"], experts, physical_to_logical_map)
     chosen = default_backend(checkpoint, found) if backend is None else backend
     return LayerPlan(
         number=number,
         backend=chosen,
-        arguments=config.arguments(**options),
+        arguments=config.arguments(**options) | size,
         slots=slots,
         read=checkpoint.reader(found, chosen),
         expert_nbytes=checkpoint.nbytes(found) // config.num_experts,
@@ -196,15 +201,16 @@ def _read(plan: LayerPlan, expert: int) -> dict[str, Any]:
 
 
 def _slots(
-    count: int, experts: Sequence[int] | None, logical: Sequence[int] | None
+    count: int, slots: int, experts: Sequence[int] | None, logical: Sequence[int] | None
 ) -> dict[int, int]:
-    """Return which expert of the checkpoint goes to which slot."""
-    wanted = list(range(count)) if experts is None else [operator.index(slot) for slot in experts]
+    """Return which of the checkpoint's `count` experts goes to which of the slots."""
+    wanted = list(range(slots)) if experts is None else [operator.index(slot) for slot in experts]
     of_slot = list(range(count)) if logical is None else [operator.index(e) for e in logical]
-    if len(of_slot) != count:
-        raise ValueError(f"physical_to_logical_map has {len(of_slot)} entries, expected {count}")
-    for name, values in (("experts", wanted), ("physical_to_logical_map", of_slot)):
-        bad = [value for value in values if not 0 <= value < count]
+    if len(of_slot) != slots:
+        raise ValueError(f"physical_to_logical_map has {len(of_slot)} entries, expected {slots}")
+    ranges = (("experts", wanted, slots), ("physical_to_logical_map", of_slot, count))
+    for name, values, end in ranges:
+        bad = [value for value in values if not 0 <= value < end]
         if bad:
-            raise ValueError(f"{name} has {bad[0]}, expected 0 <= expert < {count}")
+            raise ValueError(f"{name} has {bad[0]}, expected 0 <= expert < {end}")
     return {slot: of_slot[slot] for slot in wanted}

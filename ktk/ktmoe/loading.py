@@ -27,7 +27,12 @@ def load_from_path(
     order: Sequence[int] | None,
     **options: Any,
 ) -> MoE:
-    """Load some slots of a layer of a checkpoint, which must have the sizes of `config`."""
+    """Load some slots of a layer of a checkpoint, which must have the sizes of `config`.
+
+    With an order there may be more slots than experts, for redundant copies.
+    """
+    if order is not None:
+        options["num_experts"] = config.num_experts
     moe = MoE.from_checkpoint(
         path,
         layer_idx,

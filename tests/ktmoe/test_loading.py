@@ -74,6 +74,24 @@ def test_a_checkpoint_is_loaded_through_the_map(tmp_path: Path) -> None:
     assert torch.equal(made.forward(*call), moe(*call))
 
 
+def test_slots_may_hold_redundant_copies(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    order = torch.tensor([*range(E), 2, 0])
+    made = layer(path, num_experts=E + 2)
+    made.load_weights(order)
+    moe = ktk.load_backend("BF16").moe(
+        num_experts=E + 2, num_experts_per_tok=K, hidden_size=H, intermediate_size=INNER
+    )
+    moe.load(*(part[order] for part in weights()))
+    hidden, ids, scores = inputs(5)
+    ids = torch.where(ids == 2, E, ids)  # the copy
+    assert torch.equal(made.forward(hidden, ids, scores), moe(hidden, ids, scores))
+    with pytest.raises(ValueError, match=rf"map has {E + 2} entries, expected {E}"):
+        layer(path).load_weights(order)
+    with pytest.raises(ValueError, match=rf"map has {E}, expected 0 <= expert < {E}"):
+        layer(path).load_weights(torch.arange(1, E + 1))
+
+
 @pytest.mark.parametrize("method", ["AMXINT4", "AMXINT8", "MOE_INT8", "MOE_INT4"])
 def test_methods_that_quantise_load_the_same_layer(tmp_path: Path, method: str) -> None:
     made = layer(checkpoint(tmp_path / "model"), method=method)
