@@ -45,7 +45,7 @@ struct Stretch {
       const size_t count = smaller(kRunUnits, num_units - units);
       const Header& at = runs.of(count);
       load_params(runs.type, at, end, count, params + units * unit_params);
-      write(meaning, end + at.end, count, operands + units * kOperandBytes);
+      if (write) write(meaning, end + at.end, count, operands + units * kOperandBytes);
       end += at.end + count * unit_bytes(runs.type);
       units += count;
     }

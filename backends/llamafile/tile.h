@@ -29,6 +29,7 @@ namespace {
 struct TileArgs {
   const Meaning* meaning;
   const uint8_t* codes;  // first unit, columns of the tile
+  size_t gap;            // a tile that holds dst: bytes between the codes of runs
   const float* params;   // the same
   size_t units;
   const uint8_t* act;      // first row of the tile, first unit
@@ -140,6 +141,7 @@ void multiply_tile(const TileArgs& args) {
 #pragma GCC unroll 4
     for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
     codes += kBits * kRowBytes;
+    if constexpr (kHeld) codes += (unit + 1) % kRunUnits == 0 ? t.gap : 0;
     // Scales, then minima: in registers if there are enough of them.
     constexpr int kKept = Shape::kHalves && Shape::kMins ? 0 : 2;
     Float kept[2][kVecs];
