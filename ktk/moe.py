@@ -279,9 +279,10 @@ class MoE:
         array [tokens, hidden_size]
             `out`, or a new array of the library and dtype of `hidden`.
         """
-        hidden = _plain(hidden)
         result = _empty_like(hidden) if out is None else out
-        self._core.forward(hidden, topk_ids, _plain(topk_weights), mask, result)
+        self._core.forward(
+            _plain(hidden), _plain(topk_ids), _plain(topk_weights), _plain(mask), _plain(result)
+        )
         return result
 
     def submit(
@@ -298,9 +299,11 @@ class MoE:
         The inputs are copied and may be changed when this returns. Calls that are submitted to
         layers on one pool run in the order of their submission. Parameters as in a call.
         """
-        hidden = _plain(hidden)
         result = _empty_like(hidden) if out is None else out
-        core = self._core.submit(hidden, topk_ids, _plain(topk_weights), mask, result)
+        # The core ticket keeps `result` itself, so that its memory outlives the call.
+        core = self._core.submit(
+            _plain(hidden), _plain(topk_ids), _plain(topk_weights), _plain(mask), result
+        )
         return Ticket(core, result)
 
     def unpack_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -357,18 +360,26 @@ class MoE:
         )
 
 
-def _plain(array: Array) -> Array:
-    """Return what DLPack can export: a tensor without its graph, 8-bit floats as bytes."""
+def _plain(array: Any) -> Any:
+    """Return what the core reads: tensors as DLPack capsules, 8-bit floats as bytes.
+
+    A tensor would export itself as well, but does that in Python: 2 us each, while a token of a
+    layer takes some hundred.
+    """
     if not isinstance(array, torch.Tensor):
         return array
     if array.is_floating_point() and array.itemsize == 1:
-        return array.view(torch.uint8)
-    return array.detach() if array.requires_grad else array
+        array = array.view(torch.uint8)
+    array = array.detach() if array.requires_grad else array
+    try:
+        return torch.to_dlpack(array)  # type: ignore[attr-defined]
+    except (RuntimeError, BufferError):  # sparse, say: the core's message names the argument
+        return array
 
 
 def _empty_like(hidden: Array) -> Array:
     if isinstance(hidden, torch.Tensor):
-        return torch.empty(hidden.shape, dtype=hidden.dtype)
+        return torch.empty_like(hidden)
     if isinstance(hidden, np.ndarray):
         return np.empty(hidden.shape, dtype=hidden.dtype)
     tensor = torch.utils.dlpack.from_dlpack(hidden)
