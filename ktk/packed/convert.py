@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -88,6 +89,8 @@ class Conversion:
     CheckpointError
         The source is incomplete or does not fit the backend; the output is not empty, of another
         conversion, on a disk that is too small, or being written by someone else.
+    ValueError
+        `threads` is less than 1, or `layers` is empty.
     """
 
     def __init__(
@@ -104,9 +107,11 @@ class Conversion:
         self.source, self.output = Path(source), Path(output)
         self.backend = load_backend(backend) if isinstance(backend, str) else backend
         self.group_size = group_size
-        self.threads = threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        self.threads = _threads(threads)
         self.plans: list[FilePlan] = []
-        self._wanted = None if layers is None else sorted(set(layers))
+        self._wanted = None if layers is None else sorted(set(map(operator.index, layers)))
+        if self._wanted == []:
+            raise ValueError("layers is empty: expected at least one layer, or None for all")
         self._resume = resume
         self._stack = ExitStack()
 
@@ -305,6 +310,14 @@ def convert(
         for _ in conversion.run():
             pass
         return conversion.plans
+
+
+def _threads(wanted: int | None) -> int:
+    if wanted is None:
+        return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    if operator.index(wanted) < 1:
+        raise ValueError(f"threads must be at least 1, got {wanted}")
+    return wanted
 
 
 def gigabytes(nbytes: int) -> str:
