@@ -13,8 +13,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import ktk
+from ktk.cli.contents import inspect
 from ktk.errors import BackendNotFound, CheckpointError, CheckpointFormatError
-from ktk.packed import convert, describe_folder
+from ktk.packed import convert
 from ktk.packed import header as headers
 
 FILE = "layer-00000.safetensors"
@@ -52,8 +53,10 @@ def test_a_truncated_file_is_named(packed: Path, keep: float) -> None:
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
     refused(packed, "is damaged or truncated: .*Remove it, and convert the layer again")
-    with pytest.raises(CheckpointError, match=FILE):
-        describe_folder(packed)
+    first, second = inspect(packed)
+    assert first.error is not None
+    assert str(path) in first.error
+    assert second.error is None
 
 
 @pytest.mark.parametrize("name", ["gate", "up", "down", "gate_scale", "up_scale", "down_scale"])
@@ -143,8 +146,10 @@ def test_safetensors_of_others_are_named(packed: Path) -> None:
 def test_a_layer_that_is_still_to_come_is_named(packed: Path) -> None:
     (packed / FILE).unlink()
     refused(packed, r"is missing: .* run it again with --resume")
-    found, missing = describe_folder(packed)
-    assert ([file.layer for file in found], missing) == ([1], [0])
+    first, second = inspect(packed)
+    assert first.error is not None
+    assert f"{FILE} is missing" in first.error
+    assert second.error is None
 
 
 def test_a_layer_that_was_not_asked_for_is_named(packed: Path) -> None:
