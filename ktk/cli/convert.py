@@ -61,6 +61,8 @@ def run_convert(
         threads=threads,
     )
     begin = time.monotonic()
+    if resume:
+        console.print(f"looking at what {output} holds already")
     try:
         with conversion:
             _announce(console, conversion)

@@ -27,7 +27,7 @@ from ktk.packed.encode import Encoder, plan_layer
 from ktk.packed.fingerprint import fingerprint
 from ktk.packed.folder import Index, file_of, read_index, write_index
 from ktk.packed.header import Header
-from ktk.packed.read import open_layer
+from ktk.packed.read import DamagedLayer, open_layer, verify
 from ktk.packed.write import LayerWriter, file_size
 from ktk.registry import load_backend
 
@@ -73,8 +73,8 @@ class Conversion:
     layers : sequence of int, optional
         By default all that have experts.
     resume : bool
-        Keep the layers that an earlier conversion with the same arguments finished. Layers may be
-        added.
+        Keep the layers that an earlier conversion with the same arguments finished, if they are
+        still what was written: they are read to see that. Layers may be added.
     threads : int, optional
         Experts that are encoded at a time; by default one for each CPU of this process. The files
         do not depend on it.
@@ -252,11 +252,7 @@ class Conversion:
     def _plan(self, encoder: Encoder, source: str) -> FilePlan:
         header = Header(self.backend.name, encoder.number, source, encoder.layout)
         path = file_of(self.output, encoder.number)
-        if not path.exists():
-            return FilePlan(encoder, header, path, done=False)
-        if not open_layer(path).header.same_content(header):
-            raise CheckpointError(f"{path} is of another conversion: remove it")
-        return FilePlan(encoder, header, path, done=True)
+        return FilePlan(encoder, header, path, done=path.exists() and _is_whole(path, header))
 
     def _check_space(self) -> None:
         needed = sum(plan.nbytes for plan in self.todo)
@@ -310,6 +306,19 @@ def convert(
         for _ in conversion.run():
             pass
         return conversion.plans
+
+
+def _is_whole(path: Path, header: Header) -> bool:
+    """Whether a file that an earlier run finished can stay; reads all of it."""
+    try:
+        layer = open_layer(path)
+        if not layer.header.same_content(header):
+            raise CheckpointError(f"{path} is of another conversion: remove it")
+        verify(layer)
+    except DamagedLayer as error:
+        logger.warning("layer %d has to be converted again: %s", header.layer, error)
+        return False
+    return True
 
 
 def _threads(wanted: int | None) -> int:

@@ -70,6 +70,7 @@ def test_it_says_what_becomes_of_which_layers(tmp_path: Path) -> None:
     second = runner.invoke(app, [*arguments, "--resume"])
     assert second.exit_code == 0, second.output
     said = " ".join(second.output.split())
+    assert "looking at what" in said
     assert "layers 0-1 are there already" in said
     assert "layers 2-3: decoded" in said
     assert "2.4 MB in 4 layers" in said

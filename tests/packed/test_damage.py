@@ -52,7 +52,7 @@ def test_a_truncated_file_is_named(packed: Path, keep: float) -> None:
     path = packed / FILE
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    refused(packed, "is damaged or truncated: .*Remove it, and convert the layer again")
+    refused(packed, "is damaged or truncated: .*; ktk convert --resume converts the layer again")
     first, second = inspect(packed)
     assert first.error is not None
     assert str(path) in first.error
@@ -196,12 +196,54 @@ def test_a_damaged_index_is_named(
         ktk.MoE.from_checkpoint(packed, 0)
 
 
-def test_a_damaged_layer_stops_a_resumed_conversion(packed: Path, sound: Path) -> None:
-    path = packed / FILE
+def stamps(folder: Path) -> dict[str, int]:
+    """When each layer was made."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("layer-*.safetensors")}
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-    source = sound.parent / "source"
-    with pytest.raises(CheckpointError, match=f"{FILE} is damaged or truncated"):
-        convert(source, packed, backend="AMXINT4", resume=True)
-    path.unlink()
-    convert(source, packed, backend="AMXINT4", resume=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda path: flip(path, header_size(path)), id="first byte"),
+        pytest.param(lambda path: flip(path, -1), id="last byte"),
+        pytest.param(lambda path: flip(path, path.read_bytes().index(b"AMXINT4")), id="header"),
+        pytest.param(truncate, id="truncated"),
+    ],
+)
+def test_a_damaged_layer_is_converted_again(
+    packed: Path, sound: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = stamps(packed)
+    damage(packed / FILE)
+    plans = convert(sound.parent / "source", packed, backend="AMXINT4", resume=True)
+    assert [plan.done for plan in plans] == [False, True]
+    [message] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.match(rf"layer 0 has to be converted again: .*{FILE} is damaged", message)
     assert made.contents(packed) == made.contents(sound)
+    after = stamps(packed)
+    assert after["layer-00001.safetensors"] == before["layer-00001.safetensors"]
+
+
+def test_files_that_are_no_damage_are_not_written_over(packed: Path, sound: Path) -> None:
+    source = sound.parent / "source"
+    tensors = load_file(packed / FILE)
+    save_file(tensors, packed / FILE, metadata={"format": "pt"})
+    before = made.contents(packed)
+    with pytest.raises(CheckpointError, match=f"{FILE} is no packed file of ktk"):
+        convert(source, packed, backend="AMXINT4", resume=True)
+    assert made.contents(packed) == before
+    shutil.copy(packed / "layer-00001.safetensors", packed / FILE)
+    before = made.contents(packed)
+    with pytest.raises(CheckpointError, match=f"{FILE} is of another conversion: remove it"):
+        convert(source, packed, backend="AMXINT4", resume=True)
+    assert made.contents(packed) == before
