@@ -135,7 +135,7 @@ def element_table(name: str) -> Array:
     return np.where(codes > element.highest, codes - (1 << element.bits), codes).astype(np.float64)
 
 
-# --- groups ---------------------------------------------------------------------------------------
+# --- groups -------------------------------------------------------------------------------------
 
 
 def group_extent(size: int, extent: int) -> int:

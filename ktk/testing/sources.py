@@ -164,7 +164,7 @@ def _to_float(name: str, values: npt.NDArray[np.float32]) -> Any:
     return values.astype(np.float16) if name == "f16" else values
 
 
-# --- NaN ------------------------------------------------------------------------------------------
+# --- NaN ----------------------------------------------------------------------------------------
 
 
 def nan_places(fmt: Format) -> tuple[str, ...]:
