@@ -99,9 +99,9 @@ def _check_tensors(path: Path, header: Header, tensors: Any) -> None:
 
 def verify(layer: PackedLayer) -> None:
     """Read a whole file; raises DamagedLayer where a checksum is wrong."""
-    mapped = safe_open(layer.path, framework="pt")
     for expert in range(layer.header.layout.config.num_experts):
-        _read(layer, expert, mapped)
+        # Mapped anew each time: what was read of a mapping counts as memory of this process.
+        _read(layer, expert, safe_open(layer.path, framework="pt"))
 
 
 def _read(layer: PackedLayer, number: int, mapped: Any) -> dict[str, torch.Tensor]:
