@@ -139,6 +139,13 @@ class MoE:
         ------
         CheckpointError
             When a file is missing, truncated or does not fit; the message names it.
+
+        Notes
+        -----
+        Weights are always packed anew, ggml's blocks too, and never computed with where a file has
+        them: no ggml type was as fast in the file's order, and for the common types repacking goes
+        through some 2-4 GB of file per second and core, beside reading (IQ1 to IQ3: below 1). So
+        there is no ``repack`` option.
         """
         from ktk.checkpoint import load_moe
 

@@ -47,6 +47,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.save_backward_weights:
         parser.error("--save-backward-weights: ktk computes forward passes only")
+    threads = options.cpuinfer_threads
+    if threads is not None and threads < 1:
+        parser.error(f"--cpuinfer-threads: expected at least 1, got {threads}")
     return options
 
 

@@ -1,17 +1,6 @@
 // AMXINT8: int8 weights with a scale per row, quantised from floats when loaded, or ready-made.
 #include "ktk/module.h"
 
-namespace {
+#include "common/int8_formats.h"
 
-constexpr ktk_format kFormats[] = {{KTK_I8, KTK_F32, KTK_NONE, 1, 0}};
-
-constexpr ktk_accept kAccepts[] = {
-    {{KTK_BF16, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_F16, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_F32, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_I8, KTK_F32, KTK_NONE, 1, 0}, 0},
-};
-
-}  // namespace
-
-KTK_BACKEND_MODULE("AMXINT8", kFormats, kAccepts)
+KTK_BACKEND_MODULE("AMXINT8", ktk::kInt8Formats, ktk::kInt8Accepts)

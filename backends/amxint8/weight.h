@@ -12,9 +12,8 @@ namespace {
 using Codes = uint8_t[16][kDepth];
 
 template <class Rows>
-inline void pack_blocks(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
-                        size_t n_end, void* packed) {
-  Rows rows(source, matrix->k);
+inline void pack_blocks(const ktk_matrix* matrix, Rows& rows, size_t n_begin, size_t n_end,
+                        void* packed) {
   uint8_t* bytes = static_cast<uint8_t*>(packed);
   float* scale = reinterpret_cast<float*>(bytes + scale_offset(matrix));
   for (size_t n = n_begin; n < n_end; n += kColumns) {
@@ -39,19 +38,8 @@ inline void pack_blocks(const ktk_matrix* matrix, const ktk_source* source, size
 
 inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                         size_t n_end, void* packed) {
-  switch (source->format.element) {
-    case KTK_F32:
-      return pack_blocks<FloatRows<ElementF32, kColumns, kDepth>>(matrix, source, n_begin, n_end,
-                                                                  packed);
-    case KTK_F16:
-      return pack_blocks<FloatRows<ElementF16, kColumns, kDepth>>(matrix, source, n_begin, n_end,
-                                                                  packed);
-    case KTK_BF16:
-      return pack_blocks<FloatRows<ElementBf16, kColumns, kDepth>>(matrix, source, n_begin, n_end,
-                                                                   packed);
-    default:
-      return pack_blocks<ReadyRows<kDepth>>(matrix, source, n_begin, n_end, packed);
-  }
+  with_rows<kColumns, kDepth>(
+      matrix, source, [&](auto rows) { pack_blocks(matrix, rows, n_begin, n_end, packed); });
 }
 
 inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,

@@ -22,7 +22,7 @@ struct Lpgemm {
                           size_t n_end, void* packed) {
     calls->one_thread();
     float* scale = const_cast<float*>(weight_scale(matrix, packed));
-    with_rows(matrix, source, [&](auto rows) {
+    with_rows<kColumns, kCodes>(matrix, source, [&](auto rows) {
       for (size_t n = n_begin; n < n_end; n += kColumns) {
         const size_t columns = tile_columns(matrix, n);
         for (size_t i = 0; i < columns; ++i) scale[n + i] = rows.scale(n + i);

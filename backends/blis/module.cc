@@ -1,5 +1,6 @@
 // BLIS: int8 weights with a scale per row, multiplied by a BLAS library that is found at run time.
 #include "blis/find.h"
+#include "common/int8_formats.h"
 #include "common/library_module.h"
 #include "ktk/target.h"
 
@@ -15,15 +16,6 @@ namespace {
 // One instruction set: what counts runs in the library.
 constexpr const Kernels* kKernels[] = {KTK_VARIANTS(KTK_KERNELS_ADDRESS)};
 static_assert(sizeof kKernels == sizeof *kKernels);
-
-constexpr ktk_format kFormats[] = {{KTK_I8, KTK_F32, KTK_NONE, 1, 0}};
-
-constexpr ktk_accept kAccepts[] = {
-    {{KTK_BF16, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_F16, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_F32, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_I8, KTK_F32, KTK_NONE, 1, 0}, 0},
-};
 
 // The table, and all that it points at.
 class Table {
@@ -44,10 +36,10 @@ class Table {
         .abi_major = KTK_ABI_MAJOR,
         .abi_minor = KTK_ABI_MINOR,
         .name = "BLIS",
-        .formats = kFormats,
-        .num_formats = std::size(kFormats),
-        .accepts = kAccepts,
-        .num_accepts = std::size(kAccepts),
+        .formats = kInt8Formats,
+        .num_formats = std::size(kInt8Formats),
+        .accepts = kInt8Accepts,
+        .num_accepts = std::size(kInt8Accepts),
         .variants = variants_,
         .num_variants = num_variants_,
     };

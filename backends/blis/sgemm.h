@@ -29,7 +29,7 @@ struct Sgemm {
   static void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                           size_t n_end, void* packed) {
     float* scale = const_cast<float*>(weight_scale(matrix, packed));
-    with_rows(matrix, source, [&](auto rows) {
+    with_rows<kColumns, kCodes>(matrix, source, [&](auto rows) {
       for (size_t n = n_begin; n < n_end; ++n) {
         scale[n] = rows.scale(n);
         uint8_t* row = static_cast<uint8_t*>(packed) + rows_offset(matrix, n);

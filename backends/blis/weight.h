@@ -1,4 +1,4 @@
-// Weights of any accepted format as rows of codes with a scale each.
+// Rows of codes with a scale each, in and out.
 #pragma once
 
 #include "blis/layout.h"
@@ -6,21 +6,6 @@
 
 namespace ktk::blis {
 namespace {
-
-// Calls pack(rows) with what reads the source.
-template <class Pack>
-inline void with_rows(const ktk_matrix* matrix, const ktk_source* source, Pack pack) {
-  switch (source->format.element) {
-    case KTK_F32:
-      return pack(FloatRows<ElementF32, kColumns, kCodes>(source, matrix->k));
-    case KTK_F16:
-      return pack(FloatRows<ElementF16, kColumns, kCodes>(source, matrix->k));
-    case KTK_BF16:
-      return pack(FloatRows<ElementBf16, kColumns, kCodes>(source, matrix->k));
-    default:
-      return pack(ReadyRows<kCodes>(source, matrix->k));
-  }
-}
 
 // Where row n of codes goes, and its scale.
 inline int8_t* target_row(const ktk_target* target, size_t n) {

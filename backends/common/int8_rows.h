@@ -80,5 +80,20 @@ struct ReadyRows {
   }
 };
 
+// Calls pack(rows) with what reads the source, for packing kColumns columns at a time.
+template <size_t kColumns, size_t kDepth, class Pack>
+inline void with_rows(const ktk_matrix* matrix, const ktk_source* source, Pack pack) {
+  switch (source->format.element) {
+    case KTK_F32:
+      return pack(FloatRows<ElementF32, kColumns, kDepth>(source, matrix->k));
+    case KTK_F16:
+      return pack(FloatRows<ElementF16, kColumns, kDepth>(source, matrix->k));
+    case KTK_BF16:
+      return pack(FloatRows<ElementBf16, kColumns, kDepth>(source, matrix->k));
+    default:
+      return pack(ReadyRows<kDepth>(source, matrix->k));
+  }
+}
+
 }  // namespace
 }  // namespace ktk

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <locale.h>
 #include <stdlib.h>
 
 namespace ktk {
@@ -18,9 +19,15 @@ const char* chosen(const LibraryRequest& request) {
   return wanted && *wanted ? wanted : nullptr;
 }
 
+// The dynamic linker tells apart what is absent and what is broken by its words alone, which it
+// says in the language of the thread's locale.
 std::string last_error() {
+  static const locale_t english = newlocale(LC_ALL_MASK, "C", nullptr);
+  const locale_t before = uselocale(english);
   const char* text = dlerror();
-  return text ? text : "the dynamic linker gives no reason";
+  const std::string reason = text ? text : "the dynamic linker gives no reason";
+  uselocale(before);
+  return reason;
 }
 
 std::shared_ptr<void> open_library(const std::string& name) {

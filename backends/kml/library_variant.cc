@@ -52,9 +52,7 @@ const float* scales(const ktk_matrix* m, const void* packed) {
 }
 
 template <class Rows>
-void pack_rows(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin, size_t n_end,
-               void* packed) {
-  Rows rows(source, matrix->k);
+void pack_rows(const ktk_matrix* matrix, Rows& rows, size_t n_begin, size_t n_end, void* packed) {
   float* scale = const_cast<float*>(scales(matrix, packed));
   for (size_t n = n_begin; n < n_end; ++n) {
     scale[n] = rows.scale(n);
@@ -69,16 +67,8 @@ void pack_rows(const ktk_matrix* matrix, const ktk_source* source, size_t n_begi
 
 void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin, size_t n_end,
           void* packed) {
-  switch (source->format.element) {
-    case KTK_F32:
-      return pack_rows<FloatRows<ElementF32, 1, kDepth>>(matrix, source, n_begin, n_end, packed);
-    case KTK_F16:
-      return pack_rows<FloatRows<ElementF16, 1, kDepth>>(matrix, source, n_begin, n_end, packed);
-    case KTK_BF16:
-      return pack_rows<FloatRows<ElementBf16, 1, kDepth>>(matrix, source, n_begin, n_end, packed);
-    default:
-      return pack_rows<ReadyRows<kDepth>>(matrix, source, n_begin, n_end, packed);
-  }
+  with_rows<1, kDepth>(matrix, source,
+                       [&](auto rows) { pack_rows(matrix, rows, n_begin, n_end, packed); });
 }
 
 void unpack(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end, float* out,

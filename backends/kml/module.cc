@@ -1,5 +1,6 @@
 // KML: int8 weights with a scale per row on aarch64, quantised from floats when loaded, or ready.
 // Products are our own, or those of the Kunpeng Math Library where that is found.
+#include "common/int8_formats.h"
 #include "common/library_module.h"
 #include "kml/find.h"
 #include "ktk/target.h"
@@ -12,15 +13,6 @@ KTK_VARIANTS(KTK_DECLARE_)
 
 namespace ktk::kml {
 namespace {
-
-constexpr ktk_format kFormats[] = {{KTK_I8, KTK_F32, KTK_NONE, 1, 0}};
-
-constexpr ktk_accept kAccepts[] = {
-    {{KTK_BF16, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_F16, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_F32, KTK_NONE, KTK_NONE, 0, 0}, 0},
-    {{KTK_I8, KTK_F32, KTK_NONE, 1, 0}, 0},
-};
 
 // The table, and all that it points at. Never destroyed: workers may be in the library when the
 // process ends.
@@ -37,10 +29,10 @@ struct Table {
         .abi_major = KTK_ABI_MAJOR,
         .abi_minor = KTK_ABI_MINOR,
         .name = "KML",
-        .formats = kFormats,
-        .num_formats = std::size(kFormats),
-        .accepts = kAccepts,
-        .num_accepts = std::size(kAccepts),
+        .formats = kInt8Formats,
+        .num_formats = std::size(kInt8Formats),
+        .accepts = kInt8Accepts,
+        .num_accepts = std::size(kInt8Accepts),
         .variants = variants.data(),
         .num_variants = variants.size(),
     };

@@ -12,9 +12,8 @@ namespace {
 constexpr size_t kChunk = 64;  // depth that is quantised at a time: a cache line of codes
 
 template <class Rows>
-inline void pack_blocks(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
-                        size_t n_end, void* packed) {
-  Rows rows(source, matrix->k);
+inline void pack_blocks(const ktk_matrix* matrix, Rows& rows, size_t n_begin, size_t n_end,
+                        void* packed) {
   for (size_t n = n_begin; n < n_end; n += kColumns) {
     uint8_t* block = static_cast<uint8_t*>(packed) + block_offset(matrix, n);
     float scales[kLineBytes / sizeof(float)] = {};
@@ -39,19 +38,8 @@ inline void pack_blocks(const ktk_matrix* matrix, const ktk_source* source, size
 
 inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                         size_t n_end, void* packed) {
-  switch (source->format.element) {
-    case KTK_F32:
-      return pack_blocks<FloatRows<ElementF32, kColumns, kChunk>>(matrix, source, n_begin, n_end,
-                                                                  packed);
-    case KTK_F16:
-      return pack_blocks<FloatRows<ElementF16, kColumns, kChunk>>(matrix, source, n_begin, n_end,
-                                                                  packed);
-    case KTK_BF16:
-      return pack_blocks<FloatRows<ElementBf16, kColumns, kChunk>>(matrix, source, n_begin, n_end,
-                                                                   packed);
-    default:
-      return pack_blocks<ReadyRows<kChunk>>(matrix, source, n_begin, n_end, packed);
-  }
+  with_rows<kColumns, kChunk>(
+      matrix, source, [&](auto rows) { pack_blocks(matrix, rows, n_begin, n_end, packed); });
 }
 
 inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,

@@ -124,7 +124,11 @@ def convert(
         typer.Option(help="Layers such as 0-3,5; default: all that have experts."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Keep the layers that an earlier run finished.")
+        bool,
+        typer.Option(
+            "--resume",
+            help="Keep the layers that an earlier run finished, if their checksums are right.",
+        ),
     ] = False,
     threads: Annotated[
         int | None,

@@ -23,7 +23,8 @@ from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 from ktk.packed.convert import Conversion, gigabytes
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+# Models have up to some hundred layers; a slip of the finger must not become a set of 1e12 numbers.
+_RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 
 def parse_layers(text: str) -> list[int]:
@@ -60,6 +61,8 @@ def run_convert(
         threads=threads,
     )
     begin = time.monotonic()
+    if resume:
+        console.print(f"looking at what {output} holds already")
     try:
         with conversion:
             _announce(console, conversion)

@@ -2,15 +2,12 @@
 
 from ktk.checkpoint.detect import is_packed
 from ktk.packed.convert import Conversion, FilePlan, convert
-from ktk.packed.describe import PackedFile, describe_folder
 from ktk.packed.read import PackedCheckpoint
 
 __all__ = [
     "Conversion",
     "FilePlan",
     "PackedCheckpoint",
-    "PackedFile",
     "convert",
-    "describe_folder",
     "is_packed",
 ]

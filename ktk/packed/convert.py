@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from ktk.packed.encode import Encoder, plan_layer
 from ktk.packed.fingerprint import fingerprint
 from ktk.packed.folder import Index, file_of, read_index, write_index
 from ktk.packed.header import Header
-from ktk.packed.read import open_layer
+from ktk.packed.read import DamagedLayer, open_layer, verify
 from ktk.packed.write import LayerWriter, file_size
 from ktk.registry import load_backend
 
@@ -72,8 +73,8 @@ class Conversion:
     layers : sequence of int, optional
         By default all that have experts.
     resume : bool
-        Keep the layers that an earlier conversion with the same arguments finished. Layers may be
-        added.
+        Keep the layers that an earlier conversion with the same arguments finished, if they are
+        still what was written: they are read to see that. Layers may be added.
     threads : int, optional
         Experts that are encoded at a time; by default one for each CPU of this process. The files
         do not depend on it.
@@ -88,6 +89,8 @@ class Conversion:
     CheckpointError
         The source is incomplete or does not fit the backend; the output is not empty, of another
         conversion, on a disk that is too small, or being written by someone else.
+    ValueError
+        `threads` is less than 1, or `layers` is empty.
     """
 
     def __init__(
@@ -104,9 +107,11 @@ class Conversion:
         self.source, self.output = Path(source), Path(output)
         self.backend = load_backend(backend) if isinstance(backend, str) else backend
         self.group_size = group_size
-        self.threads = threads or min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+        self.threads = _threads(threads)
         self.plans: list[FilePlan] = []
-        self._wanted = None if layers is None else sorted(set(layers))
+        self._wanted = None if layers is None else sorted(set(map(operator.index, layers)))
+        if self._wanted == []:
+            raise ValueError("layers is empty: expected at least one layer, or None for all")
         self._resume = resume
         self._stack = ExitStack()
 
@@ -247,11 +252,7 @@ class Conversion:
     def _plan(self, encoder: Encoder, source: str) -> FilePlan:
         header = Header(self.backend.name, encoder.number, source, encoder.layout)
         path = file_of(self.output, encoder.number)
-        if not path.exists():
-            return FilePlan(encoder, header, path, done=False)
-        if not open_layer(path).header.same_content(header):
-            raise CheckpointError(f"{path} is of another conversion: remove it")
-        return FilePlan(encoder, header, path, done=True)
+        return FilePlan(encoder, header, path, done=path.exists() and _is_whole(path, header))
 
     def _check_space(self) -> None:
         needed = sum(plan.nbytes for plan in self.todo)
@@ -305,6 +306,27 @@ def convert(
         for _ in conversion.run():
             pass
         return conversion.plans
+
+
+def _is_whole(path: Path, header: Header) -> bool:
+    """Whether a file that an earlier run finished can stay; reads all of it."""
+    try:
+        layer = open_layer(path)
+        if not layer.header.same_content(header):
+            raise CheckpointError(f"{path} is of another conversion: remove it")
+        verify(layer)
+    except DamagedLayer as error:
+        logger.warning("layer %d has to be converted again: %s", header.layer, error)
+        return False
+    return True
+
+
+def _threads(wanted: int | None) -> int:
+    if wanted is None:
+        return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    if operator.index(wanted) < 1:
+        raise ValueError(f"threads must be at least 1, got {wanted}")
+    return wanted
 
 
 def gigabytes(nbytes: int) -> str:

@@ -34,6 +34,10 @@ class HeaderError(ValueError):
     """A header is not what this version of ktk reads; the message ends a sentence about a file."""
 
 
+class HeaderDamage(HeaderError):
+    """A header is not as it was written."""
+
+
 @dataclass(frozen=True)
 class Header:
     """What a packed file holds.
@@ -95,13 +99,15 @@ def from_metadata(metadata: Mapping[str, str] | None) -> Header:
     Raises
     ------
     HeaderError
-        It is no packed file of ktk, is damaged, or of another version.
+        It is no packed file of ktk, or of another version.
+    HeaderDamage
+        Its checksum is wrong.
     """
     if metadata is None or "ktk" not in metadata:
         raise HeaderError("is no packed file of ktk: its metadata lacks the entry ktk")
     text = metadata["ktk"]
     if metadata.get("ktk_xxh3") != _hex(checksum(text.encode())):
-        raise HeaderError("is damaged: the checksum of its header is wrong")
+        raise HeaderDamage("is damaged: the checksum of its header is wrong")
     entries = json.loads(text)
     if entries["version"] != VERSION:
         raise HeaderError(

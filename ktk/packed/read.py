@@ -16,13 +16,20 @@ from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.matrix import Matrix
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.packed.folder import file_of, read_index
-from ktk.packed.header import Header, HeaderError, checksum, from_metadata
+from ktk.packed.header import Header, HeaderDamage, HeaderError, checksum, from_metadata
 from ktk.packed.layout import PARTS, extents, is_blocks, same_format
 from ktk.packed.write import bytes_of, file_size
 from ktk.quantize import Quantized
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
+
+
+_AGAIN = "ktk convert --resume converts the layer again"
+
+
+class DamagedLayer(CheckpointError):
+    """A packed file is not as it was written."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,9 @@ def open_layer(path: Path) -> PackedLayer:
     Raises
     ------
     CheckpointError
-        It is missing, truncated, damaged, of another version, or no packed file at all.
+        It is missing, cannot be read, is of another version, or no packed file at all.
+    DamagedLayer
+        It is truncated or damaged.
     """
     try:
         tensors: Any = safe_open(path, framework="pt")
@@ -58,13 +67,14 @@ def open_layer(path: Path) -> PackedLayer:
         raise CheckpointError(
             f"{path} is missing: the conversion did not get that far; run it again with --resume"
         ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except HeaderDamage as error:
+        raise DamagedLayer(f"{path} {error}; {_AGAIN}") from None
     except HeaderError as error:
         raise CheckpointError(f"{path} {error}") from None
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or truncated: {error}. Remove it, and convert the layer again with "
-            "--resume"
-        ) from error
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DamagedLayer(f"{path} is damaged or truncated: {error}; {_AGAIN}") from error
     _check_tensors(path, header, tensors)
     return PackedLayer(path, header)
 
@@ -74,15 +84,37 @@ def _check_tensors(path: Path, header: Header, tensors: Any) -> None:
     found = set(tensors.keys())
     for name, spec in header.layout.specs.items():
         if name not in found:
-            raise CheckpointError(f"{path} lacks the tensor {name}, which its header speaks of")
+            raise DamagedLayer(
+                f"{path} lacks the tensor {name}, which its header speaks of; {_AGAIN}"
+            )
         view = tensors.get_slice(name)
         have = (str(view.get_dtype()), tuple(view.get_shape()))
         want = (spec.dtype, (experts, *spec.shape))
         if have != want or len(header.checksums[name]) != experts:
-            raise CheckpointError(
+            raise DamagedLayer(
                 f"{path}: tensor {name} is {have[0]} {list(have[1])}, but its header means "
-                f"{want[0]} {list(want[1])}"
+                f"{want[0]} {list(want[1])}; {_AGAIN}"
             )
+
+
+def verify(layer: PackedLayer) -> None:
+    """Read a whole file; raises DamagedLayer where a checksum is wrong."""
+    for expert in range(layer.header.layout.config.num_experts):
+        # Mapped anew each time: what was read of a mapping counts as memory of this process.
+        _read(layer, expert, safe_open(layer.path, framework="pt"))
+
+
+def _read(layer: PackedLayer, number: int, mapped: Any) -> dict[str, torch.Tensor]:
+    """Return views of the mapped file, whose checksums are right."""
+    arrays = {name: mapped.get_slice(name)[number] for name in layer.header.layout.specs}
+    for name, array in arrays.items():
+        found, written = checksum(bytes_of(array)), layer.header.checksums[name][number]
+        if found != written:
+            raise DamagedLayer(
+                f"{layer.path} is damaged: tensor {name} of expert {number} has the checksum "
+                f"{found:016x}, and was written with {written:016x}; {_AGAIN}"
+            )
+    return arrays
 
 
 class PackedCheckpoint:
@@ -157,17 +189,7 @@ class PackedCheckpoint:
         mapped = self._mapped.get(layer.path)
         if mapped is None:
             mapped = self._mapped[layer.path] = safe_open(layer.path, framework="pt")
-        arrays = {name: mapped.get_slice(name)[number] for name in layer.header.layout.specs}
-        for name, array in arrays.items():
-            found = checksum(bytes_of(array))
-            if found != layer.header.checksums[name][number]:
-                raise CheckpointError(
-                    f"{layer.path} is damaged: tensor {name} of expert {number} has the checksum "
-                    f"{found:016x}, and was written with "
-                    f"{layer.header.checksums[name][number]:016x}. Remove it, and convert the "
-                    "layer again with --resume"
-                )
-        return arrays
+        return _read(layer, number, mapped)
 
     def values(
         self, layer: PackedLayer, number: int, dtype: torch.dtype = torch.float64

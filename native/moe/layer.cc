@@ -69,6 +69,7 @@ Parts<ktk_format> Layer::stored_formats(const ExpertSource& source) const {
 
 void Layer::load(size_t expert, const ExpertSource& source) {
   const std::lock_guard lock(engine_->busy);
+  const std::lock_guard change(changing_);
   const Parts<ktk_format> formats = stored_formats(source);
   if (!weights_) {
     weights_ = std::make_unique<Weights>(config_, variant_, formats, source, nodes_);
@@ -81,6 +82,7 @@ void Layer::load(size_t expert, const ExpertSource& source) {
 
 void Layer::leave_out(size_t expert) {
   const std::lock_guard lock(engine_->busy);
+  const std::lock_guard change(changing_);
   const bool fresh =
       !left_out_[expert] && (!weights_ || weights_->state(expert) == Weights::State::kMissing);
   if (weights_) weights_->leave_out(expert);

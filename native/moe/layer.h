@@ -5,6 +5,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "moe/config.h"
 #include "moe/engine.h"
@@ -34,8 +35,21 @@ class Layer : public std::enable_shared_from_this<Layer> {
   const Variant& variant() const { return variant_; }
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   size_t shards() const { return nodes_.size(); }
-  // NULL until an expert has been loaded.
-  const Weights* weights() const { return weights_.get(); }
+
+  // What is loaded, for as long as this lives: loading and leaving out wait for it, calls do not.
+  // False until an expert has been loaded. A thread must not ask for two at a time.
+  class Loaded {
+   public:
+    explicit Loaded(const Layer& layer) : lock_(layer.changing_), weights_(layer.weights_.get()) {}
+    explicit operator bool() const { return weights_ != nullptr; }
+    const Weights* operator->() const { return weights_; }
+    const Weights& operator*() const { return *weights_; }
+
+   private:
+    std::unique_lock<std::mutex> lock_;
+    const Weights* weights_;
+  };
+  Loaded weights() const { return Loaded(*this); }
 
  private:
   Parts<ktk_format> stored_formats(const ExpertSource& source) const;
@@ -47,6 +61,9 @@ class Layer : public std::enable_shared_from_this<Layer> {
   std::shared_ptr<Engine> engine_;
   Parts<std::optional<ktk_format>> wanted_;
   std::vector<int> nodes_;  // of each shard
+  // Held for a change, beside engine.busy, which calls hold: those need no more than that. Locked
+  // after it.
+  mutable std::mutex changing_;
   std::unique_ptr<Weights> weights_;
   std::vector<uint8_t> left_out_;
   size_t loaded_ = 0;  // experts that are loaded or left out

@@ -117,13 +117,28 @@ TicketHandle* submit(std::shared_ptr<Layer> layer, const AnyArray& hidden, const
 
 nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
   const size_t at = check_expert(layer, expert);
-  if (!layer.weights() || layer.weights()->state(at) != Weights::State::kLoaded) {
-    throw nb::value_error(("expert " + std::to_string(at) + " is not loaded").c_str());
-  }
   const size_t h = layer.config().hidden, i = layer.config().intermediate;
   F32Matrix gate = new_matrix(i, h), up = new_matrix(i, h), down = new_matrix(h, i);
-  layer.weights()->unpack(at, gate.data(), up.data(), down.data());
+  {
+    const nb::gil_scoped_release release;
+    const Layer::Loaded weights = layer.weights();
+    if (!weights || weights->state(at) != Weights::State::kLoaded) {
+      throw std::invalid_argument("expert " + std::to_string(at) + " is not loaded");
+    }
+    weights->unpack(at, gate.data(), up.data(), down.data());
+  }
   return nb::make_tuple(gate, up, down);
+}
+
+// A property that asks what is loaded; `none` until something is. Another thread that loads an
+// expert meanwhile is waited for, and must be able to take the GIL.
+template <class Result, class Ask>
+auto of_weights(Result none, Ask ask) {
+  return [none, ask](const Layer& layer) -> Result {
+    const nb::gil_scoped_release release;
+    const Layer::Loaded weights = layer.weights();
+    return weights ? Result(ask(*weights)) : none;
+  };
 }
 
 }  // namespace
@@ -160,19 +175,14 @@ void bind_moe(nb::module_& m) {
       .def_prop_ro("pool", [](const Layer& l) { return l.engine(); })
       .def_prop_ro("shards", [](const Layer& l) { return l.shards(); })
       .def_prop_ro("expert_nbytes",
-                   [](const Layer& l) { return l.weights() ? l.weights()->expert_bytes() : 0; })
-      .def_prop_ro("nbytes", [](const Layer& l) { return l.weights() ? l.weights()->bytes() : 0; })
+                   of_weights(size_t{0}, [](const Weights& w) { return w.expert_bytes(); }))
+      .def_prop_ro("nbytes", of_weights(size_t{0}, [](const Weights& w) { return w.bytes(); }))
       .def_prop_ro("format",
-                   [](const Layer& l) -> OptFormat {
-                     return l.weights() ? OptFormat(l.weights()->formats().gate) : std::nullopt;
-                   })
+                   of_weights(OptFormat(), [](const Weights& w) { return w.formats().gate; }))
       .def_prop_ro("up_format",
-                   [](const Layer& l) -> OptFormat {
-                     return l.weights() ? OptFormat(l.weights()->formats().up) : std::nullopt;
-                   })
-      .def_prop_ro("down_format", [](const Layer& l) -> OptFormat {
-        return l.weights() ? OptFormat(l.weights()->formats().down) : std::nullopt;
-      });
+                   of_weights(OptFormat(), [](const Weights& w) { return w.formats().up; }))
+      .def_prop_ro("down_format",
+                   of_weights(OptFormat(), [](const Weights& w) { return w.formats().down; }));
 }
 
 }  // namespace ktk

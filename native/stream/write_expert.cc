@@ -36,8 +36,10 @@ struct Stored {
 
 class Writer {
  public:
-  Writer(Layer& layer, size_t expert, const std::vector<RankTarget>& ranks, bool wide_scales)
+  Writer(const Layer& layer, const Weights& weights, size_t expert,
+         const std::vector<RankTarget>& ranks, bool wide_scales)
       : layer_(layer),
+        weights_(weights),
         expert_(expert),
         ranks_(ranks),
         wide_(wide_scales),
@@ -50,7 +52,7 @@ class Writer {
       size_t begin, end;
     };
     std::vector<Job> jobs;
-    for (const Shard& shard : layer_.weights()->shards()) {
+    for (const Shard& shard : weights_.shards()) {
       for (int part = 0; part < 3; ++part) {
         const ktk_matrix& matrix = matrix_of(shard, part);
         // Packing steps and groups are not cut; a few hundred KiB stay in cache.
@@ -177,7 +179,8 @@ class Writer {
     }
   }
 
-  Layer& layer_;
+  const Layer& layer_;
+  const Weights& weights_;
   size_t expert_;
   const std::vector<RankTarget>& ranks_;
   bool wide_;
@@ -199,7 +202,8 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
     throw std::invalid_argument("the backend " + layer.table().name +
                                 " cannot write weights as a checkpoint has them");
   }
-  if (!layer.weights() || layer.weights()->state(expert) != Weights::State::kLoaded) {
+  const Layer::Loaded weights = layer.weights();
+  if (!weights || weights->state(expert) != Weights::State::kLoaded) {
     throw std::invalid_argument("expert " + std::to_string(expert) + " is not loaded");
   }
   const size_t intermediate = layer.config().intermediate;
@@ -209,7 +213,7 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
                                 " GPUs");
   }
   const size_t per_rank = intermediate / ranks.size();
-  const Parts<ktk_format>& formats = layer.weights()->formats();
+  const Parts<ktk_format>& formats = weights->formats();
   for (const ktk_format& f : {formats.gate, formats.up, formats.down}) {
     if (f.scale == KTK_NONE || f.group_n) continue;
     throw std::invalid_argument("weights are stored as " + describe(f) +
@@ -231,8 +235,10 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
 
 void write_expert(Layer& layer, size_t expert, const std::vector<RankTarget>& ranks,
                   bool wide_scales) {
+  // Nothing is loaded meanwhile, and who asks what is there need not wait.
   const std::lock_guard lock(layer.engine()->busy);
-  Writer(layer, expert, ranks, wide_scales).run();
+  const Weights& weights = *layer.weights();
+  Writer(layer, weights, expert, ranks, wide_scales).run();
 }
 
 }  // namespace ktk

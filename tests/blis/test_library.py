@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,45 @@ def test_a_chosen_library_is_the_only_one_that_is_tried(tmp_path: Path) -> None:
     text = reason("libm.so.6")
     assert "KTK_BLIS_LIBRARY names what cannot be used: libm.so.6 (" in text
     assert "sgemm does not export cblas_sgemm" in text
+
+
+# Has the C library say German words, which are not installed everywhere, and searches.
+TRANSLATED = """
+import ctypes, locale
+ctypes.CDLL(None).bindtextdomain(b"libc", b"FOLDER")
+locale.setlocale(locale.LC_ALL, "")
+try:
+    ctypes.CDLL("/nowhere/libnone.so")
+except OSError as error:
+    assert str(error) == "/nowhere/libnone.so: kann nicht geoeffnet werden: fehlt", error
+"""
+
+
+def write_catalogue(path: Path, words: dict[str, str]) -> None:
+    """Write a file of translations as GNU gettext has them; `words` is sorted."""
+    entries = [text.encode() for text in (*words, *words.values())]
+    begin = 28 + 8 * len(entries)
+    places = [
+        struct.pack("<2I", len(text), begin + sum(len(before) + 1 for before in entries[:i]))
+        for i, text in enumerate(entries)
+    ]
+    n = len(words)
+    head = struct.pack("<7I", 0x950412DE, 0, n, 28, 28 + 8 * n, 0, 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(head + b"".join(places) + b"".join(text + b"\0" for text in entries))
+
+
+def test_what_is_absent_is_known_in_any_language(tmp_path: Path) -> None:
+    words = {
+        "": "Content-Type: text/plain; charset=UTF-8\n",
+        "No such file or directory": "fehlt",
+        "cannot open shared object file": "kann nicht geoeffnet werden",
+    }
+    write_catalogue(tmp_path / "de" / "LC_MESSAGES" / "libc.mo", words)
+    language = {"LC_ALL": "C.UTF-8", "LANGUAGE": "de"}
+    code = TRANSLATED.replace("FOLDER", str(tmp_path)) + SEARCH
+    text = python(code, KTK_BLIS_LIBRARY="/nowhere/libblis.so", **language)
+    assert "KTK_BLIS_LIBRARY=/nowhere/libblis.so: there is no such library" in text
 
 
 def hide(folder: Path, shown: dict[str, Path]) -> str:

@@ -8,11 +8,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "ktk/abi.h"
+#include "table.h"
 
 enum { kColumnStep = 4, kGroup = 32, kQ8 = KTK_GGML + 8, kQ4K = KTK_GGML + 12 };
 
-static size_t round_up(size_t size, size_t step) { return (size + step - 1) / step * step; }
 static int is_f32(const ktk_matrix* matrix) { return matrix->format.element == KTK_F32; }
 
 /* --- weights: rows as they are given --------------------------------------------------------- */
@@ -204,7 +203,7 @@ static const ktk_accept kAccepts[] = {
     {F32, 2},
 };
 
-#define BACKEND(symbol, unpack, run_it, pack_acts, unpack_acts)                       \
+#define MUTANT(symbol, unpack, run_it, pack_acts, unpack_acts)                        \
   static const ktk_ukernel symbol##_kernels[] = {{.struct_size = sizeof(ktk_ukernel), \
                                                   .name = "dot",                      \
                                                   .m_max = SIZE_MAX,                  \
@@ -227,20 +226,8 @@ static const ktk_accept kAccepts[] = {
       .num_ukernels = 1,                                                              \
       .act_format = act_format,                                                       \
   };                                                                                  \
-  static const ktk_variant* const symbol##_variants[] = {&symbol##_variant};          \
-  const ktk_backend symbol = {                                                        \
-      .struct_size = sizeof(ktk_backend),                                             \
-      .abi_major = KTK_ABI_MAJOR,                                                     \
-      .abi_minor = KTK_ABI_MINOR,                                                     \
-      .name = #symbol,                                                                \
-      .formats = kFormats,                                                            \
-      .num_formats = 3,                                                               \
-      .accepts = kAccepts,                                                            \
-      .num_accepts = 3,                                                               \
-      .variants = symbol##_variants,                                                  \
-      .num_variants = 1,                                                              \
-  };
+  BACKEND(symbol, &symbol##_variant)
 
-BACKEND(keeps_blocks, unpack_weight, run, pack_act, unpack_act)
-BACKEND(swaps_nibbles, unpack_weight_swapped, run_swapped, pack_act, unpack_act)
-BACKEND(acts_of_their_own, unpack_weight, run_own, pack_act_own, unpack_act_own)
+MUTANT(keeps_blocks, unpack_weight, run, pack_act, unpack_act)
+MUTANT(swaps_nibbles, unpack_weight_swapped, run_swapped, pack_act, unpack_act)
+MUTANT(acts_of_their_own, unpack_weight, run_own, pack_act_own, unpack_act_own)

@@ -9,11 +9,10 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "ktk/abi.h"
+#include "table.h"
 
 enum { kColumnStep = 4, kGroup = 32, kCandidates = 16 };
 
-static size_t round_up(size_t size, size_t step) { return (size + step - 1) / step * step; }
 static size_t row_bytes(const ktk_matrix* matrix) {
   return round_up(matrix->k * sizeof(float), KTK_ALIGNMENT);
 }
@@ -126,36 +125,24 @@ static const ktk_accept kAccepts[] = {
 static const ktk_ukernel kUkernel = {
     .struct_size = sizeof(ktk_ukernel), .name = "dot", .m_max = SIZE_MAX, .run = run};
 
-#define BACKEND(symbol, pack)                                                \
-  static const ktk_variant symbol##_variant = {                              \
-      .struct_size = sizeof(ktk_variant),                                    \
-      .name = "mutant",                                                      \
-      .required_isa = KTK_ISA_NONE,                                          \
-      .tile = {.m_step = 1, .n_step = kColumnStep, .k_step = kGroup},        \
-      .act = {.element = KTK_F32, .scale = KTK_NONE, .zero = KTK_NONE},      \
-      .layout = "values",                                                    \
-      .weight_size = weight_size,                                            \
-      .pack_weight = pack,                                                   \
-      .unpack_weight = unpack_weight,                                        \
-      .act_size = act_size,                                                  \
-      .pack_act = pack_act,                                                  \
-      .unpack_act = unpack_act,                                              \
-      .ukernels = &kUkernel,                                                 \
-      .num_ukernels = 1,                                                     \
-  };                                                                         \
-  static const ktk_variant* const symbol##_variants[] = {&symbol##_variant}; \
-  const ktk_backend symbol = {                                               \
-      .struct_size = sizeof(ktk_backend),                                    \
-      .abi_major = KTK_ABI_MAJOR,                                            \
-      .abi_minor = KTK_ABI_MINOR,                                            \
-      .name = #symbol,                                                       \
-      .formats = kFormats,                                                   \
-      .num_formats = 1,                                                      \
-      .accepts = kAccepts,                                                   \
-      .num_accepts = 1,                                                      \
-      .variants = symbol##_variants,                                         \
-      .num_variants = 1,                                                     \
-  };
+#define MUTANT(symbol, pack)                                            \
+  static const ktk_variant symbol##_variant = {                         \
+      .struct_size = sizeof(ktk_variant),                               \
+      .name = "mutant",                                                 \
+      .required_isa = KTK_ISA_NONE,                                     \
+      .tile = {.m_step = 1, .n_step = kColumnStep, .k_step = kGroup},   \
+      .act = {.element = KTK_F32, .scale = KTK_NONE, .zero = KTK_NONE}, \
+      .layout = "values",                                               \
+      .weight_size = weight_size,                                       \
+      .pack_weight = pack,                                              \
+      .unpack_weight = unpack_weight,                                   \
+      .act_size = act_size,                                             \
+      .pack_act = pack_act,                                             \
+      .unpack_act = unpack_act,                                         \
+      .ukernels = &kUkernel,                                            \
+      .num_ukernels = 1,                                                \
+  };                                                                    \
+  BACKEND(symbol, &symbol##_variant)
 
-BACKEND(least_squares, pack_weight)
-BACKEND(one_scale_per_row, pack_weight_by_rows)
+MUTANT(least_squares, pack_weight)
+MUTANT(one_scale_per_row, pack_weight_by_rows)

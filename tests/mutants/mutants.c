@@ -6,11 +6,9 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "ktk/abi.h"
+#include "table.h"
 
 enum { kRowStep = 2, kColumnStep = 4, kDepthStep = 8 };
-
-static size_t round_up(size_t size, size_t step) { return (size + step - 1) / step * step; }
 
 static uint32_t bits_of(float value) {
   uint32_t bits;
@@ -242,30 +240,15 @@ static const ktk_accept kAccepts[] = {
 
 static const ktk_variant kSound = {SOUND};
 
-#define BACKEND(symbol, public_name, count, ...)                       \
-  static const ktk_variant* const symbol##_variants[] = {__VA_ARGS__}; \
-  const ktk_backend symbol = {                                         \
-      .struct_size = sizeof(ktk_backend),                              \
-      .abi_major = KTK_ABI_MAJOR,                                      \
-      .abi_minor = KTK_ABI_MINOR,                                      \
-      .name = public_name,                                             \
-      .formats = kFormats,                                             \
-      .num_formats = 1,                                                \
-      .accepts = kAccepts,                                             \
-      .num_accepts = 2,                                                \
-      .variants = symbol##_variants,                                   \
-      .num_variants = count,                                           \
-  };
-
 /* Alone: one variant. Beside: a second variant next to the sound one. */
 #define ALONE(symbol, ...)                                                            \
   static const ktk_variant symbol##_variant = {SOUND, .name = "mutant", __VA_ARGS__}; \
-  BACKEND(symbol, #symbol, 1, &symbol##_variant)
+  BACKEND(symbol, &symbol##_variant)
 #define BESIDE(symbol, ...)                                                           \
   static const ktk_variant symbol##_variant = {SOUND, .name = "mutant", __VA_ARGS__}; \
-  BACKEND(symbol, #symbol, 2, &kSound, &symbol##_variant)
+  BACKEND(symbol, &kSound, &symbol##_variant)
 
-BACKEND(sound, "sound", 1, &kSound)
+BACKEND(sound, &kSound)
 ALONE(drops_odd_depth, UKERNELS(run_odd_depth, run_odd_depth))
 ALONE(truncates_weights, .pack_weight = pack_weight_truncated)
 ALONE(truncates_acts, .pack_act = pack_act_truncated)

@@ -5,11 +5,14 @@
 // The build passes -DKTK_BACKEND and -DKTK_VARIANTS as to a backend's module, and -DKTK_GIVEN, the
 // formats of weights to load.
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <future>
 #include <memory>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -143,13 +146,18 @@ struct Weight {
   }
 };
 
+std::shared_ptr<Layer> empty_layer(const ktk_format& given, const std::string& variant, int threads,
+                                   int shards) {
+  return std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), variant, false,
+                                 Sizes(given).config(),
+                                 ktk::Engine::make({.threads = threads, .cpus = {}, .pin = false}),
+                                 shards, ktk::Parts<std::optional<ktk_format>>{});
+}
+
 std::shared_ptr<Layer> make_layer(const ktk_format& given, const std::string& variant, int threads,
                                   int shards) {
-  const auto engine = ktk::Engine::make({.threads = threads, .cpus = {}, .pin = false});
   const Sizes sizes(given);
-  auto layer =
-      std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), variant, false, sizes.config(),
-                              engine, shards, ktk::Parts<std::optional<ktk_format>>{});
+  auto layer = empty_layer(given, variant, threads, shards);
   for (unsigned e = 0; e < kExperts; ++e) {
     const Weight gate(given, sizes.intermediate, sizes.hidden, 3 * e);
     const Weight up(given, sizes.intermediate, sizes.hidden, 3 * e + 1);
@@ -252,6 +260,37 @@ TEST(bits_do_not_depend_on_the_number_of_workers) {
   }
 }
 
+// The weights are made by the first load, and readers may be there before.
+TEST(weights_may_be_read_while_another_thread_loads) {
+  const ktk_format& given = kGiven[0];
+  const Sizes sizes(given);
+  const auto layer = empty_layer(given, "", 2, 1);
+  const Weight gate(given, sizes.intermediate, sizes.hidden, 0);
+  const Weight up(given, sizes.intermediate, sizes.hidden, 1);
+  const Weight down(given, sizes.hidden, sizes.intermediate, 2);
+  std::atomic<int> readers = 0;
+  const auto read = [&] {
+    std::vector<float> all(3 * sizes.hidden * sizes.intermediate);
+    float* const first = all.data();
+    const size_t step = all.size() / 3;
+    size_t loaded = 0;
+    ++readers;
+    while (loaded < kExperts) {
+      const Layer::Loaded weights = layer->weights();
+      if (!weights) continue;
+      const size_t now = weights->bytes() / weights->expert_bytes();
+      CHECK(now >= loaded);
+      if (now > loaded) weights->unpack(now - 1, first, first + step, first + 2 * step);
+      loaded = now;
+    }
+    return all;
+  };
+  auto one = std::async(std::launch::async, read), two = std::async(std::launch::async, read);
+  while (readers < 2) std::this_thread::yield();
+  for (size_t e = 0; e < kExperts; ++e) layer->load(e, {gate.source, up.source, down.source});
+  CHECK(one.get() == two.get());
+}
+
 TEST(tickets_run_in_the_background) {
   const auto layer = make_layer(kGiven[0], runnable().front(), 2, 1);
   Call direct(kGiven[0], 9);
@@ -272,10 +311,7 @@ TEST(tickets_run_in_the_background) {
 }
 
 TEST(an_error_in_a_ticket_reaches_its_owner) {
-  const auto engine = ktk::Engine::make({.threads = 2, .cpus = {}, .pin = false});
-  const auto layer = std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false,
-                                             Sizes(kGiven[0]).config(), engine, 1,
-                                             ktk::Parts<std::optional<ktk_format>>{});
+  const auto layer = empty_layer(kGiven[0], "", 2, 1);
   Call call(kGiven[0], 4);
   const ktk::Ticket ticket(layer, call.request);
   CHECK_THROWS(std::runtime_error, ticket.wait());

@@ -25,13 +25,37 @@ def test_layers_are_numbers_and_ranges(text: str, layers: list[int]) -> None:
     assert parse_layers(text) == layers
 
 
-@pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "1-2-3", "0x1"])
+@pytest.mark.parametrize("text", ["", "a", "3-1", "1,,2", "-1", "1-2-3", "0x1", "0-1000000000000"])
 def test_other_layers_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no layer and no range of layers such as 0-3"):
         parse_layers(text)
     result = runner.invoke(app, ["convert", "in", "out", "--backend", "BF16", "--layers", text])
     assert result.exit_code == 2
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("threads", [-1, 0])
+def test_less_than_one_thread_is_refused(tmp_path: Path, threads: int) -> None:
+    source, output = made.write(tmp_path / "source"), tmp_path / "packed"
+    with pytest.raises(ValueError, match=f"^threads must be at least 1, got {threads}$"):
+        convert(source, output, backend="AMXINT8", threads=threads)
+    assert not output.exists()
+
+
+def test_no_layers_are_not_all_layers(tmp_path: Path) -> None:
+    source, output = made.write(tmp_path / "source"), tmp_path / "packed"
+    with pytest.raises(ValueError, match="layers is empty: expected at least one layer, or None"):
+        convert(source, output, backend="AMXINT8", layers=[])
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--threads", "-1"), ("--threads", "0"), ("--group-size", "-1")]
+)
+def test_numbers_that_make_no_sense_are_refused_by_name(option: str, value: str) -> None:
+    result = runner.invoke(app, ["convert", "in", "out", "--backend", "BF16", option, value])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}'" in result.output
 
 
 def test_it_says_what_becomes_of_which_layers(tmp_path: Path) -> None:
@@ -46,6 +70,7 @@ def test_it_says_what_becomes_of_which_layers(tmp_path: Path) -> None:
     second = runner.invoke(app, [*arguments, "--resume"])
     assert second.exit_code == 0, second.output
     said = " ".join(second.output.split())
+    assert "looking at what" in said
     assert "layers 0-1 are there already" in said
     assert "layers 2-3: decoded" in said
     assert "2.4 MB in 4 layers" in said

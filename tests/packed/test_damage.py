@@ -13,8 +13,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import ktk
+from ktk.cli.contents import inspect
 from ktk.errors import BackendNotFound, CheckpointError, CheckpointFormatError
-from ktk.packed import convert, describe_folder
+from ktk.packed import convert
 from ktk.packed import header as headers
 
 FILE = "layer-00000.safetensors"
@@ -51,9 +52,11 @@ def test_a_truncated_file_is_named(packed: Path, keep: float) -> None:
     path = packed / FILE
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    refused(packed, "is damaged or truncated: .*Remove it, and convert the layer again")
-    with pytest.raises(CheckpointError, match=FILE):
-        describe_folder(packed)
+    refused(packed, "is damaged or truncated: .*; ktk convert --resume converts the layer again")
+    first, second = inspect(packed)
+    assert first.error is not None
+    assert str(path) in first.error
+    assert second.error is None
 
 
 @pytest.mark.parametrize("name", ["gate", "up", "down", "gate_scale", "up_scale", "down_scale"])
@@ -143,8 +146,10 @@ def test_safetensors_of_others_are_named(packed: Path) -> None:
 def test_a_layer_that_is_still_to_come_is_named(packed: Path) -> None:
     (packed / FILE).unlink()
     refused(packed, r"is missing: .* run it again with --resume")
-    found, missing = describe_folder(packed)
-    assert ([file.layer for file in found], missing) == ([1], [0])
+    first, second = inspect(packed)
+    assert first.error is not None
+    assert f"{FILE} is missing" in first.error
+    assert second.error is None
 
 
 def test_a_layer_that_was_not_asked_for_is_named(packed: Path) -> None:
@@ -191,12 +196,54 @@ def test_a_damaged_index_is_named(
         ktk.MoE.from_checkpoint(packed, 0)
 
 
-def test_a_damaged_layer_stops_a_resumed_conversion(packed: Path, sound: Path) -> None:
-    path = packed / FILE
+def stamps(folder: Path) -> dict[str, int]:
+    """When each layer was made."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("layer-*.safetensors")}
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
-    source = sound.parent / "source"
-    with pytest.raises(CheckpointError, match=f"{FILE} is damaged or truncated"):
-        convert(source, packed, backend="AMXINT4", resume=True)
-    path.unlink()
-    convert(source, packed, backend="AMXINT4", resume=True)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda path: flip(path, header_size(path)), id="first byte"),
+        pytest.param(lambda path: flip(path, -1), id="last byte"),
+        pytest.param(lambda path: flip(path, path.read_bytes().index(b"AMXINT4")), id="header"),
+        pytest.param(truncate, id="truncated"),
+    ],
+)
+def test_a_damaged_layer_is_converted_again(
+    packed: Path, sound: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = stamps(packed)
+    damage(packed / FILE)
+    plans = convert(sound.parent / "source", packed, backend="AMXINT4", resume=True)
+    assert [plan.done for plan in plans] == [False, True]
+    [message] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.match(rf"layer 0 has to be converted again: .*{FILE} is damaged", message)
     assert made.contents(packed) == made.contents(sound)
+    after = stamps(packed)
+    assert after["layer-00001.safetensors"] == before["layer-00001.safetensors"]
+
+
+def test_files_that_are_no_damage_are_not_written_over(packed: Path, sound: Path) -> None:
+    source = sound.parent / "source"
+    tensors = load_file(packed / FILE)
+    save_file(tensors, packed / FILE, metadata={"format": "pt"})
+    before = made.contents(packed)
+    with pytest.raises(CheckpointError, match=f"{FILE} is no packed file of ktk"):
+        convert(source, packed, backend="AMXINT4", resume=True)
+    assert made.contents(packed) == before
+    shutil.copy(packed / "layer-00001.safetensors", packed / FILE)
+    before = made.contents(packed)
+    with pytest.raises(CheckpointError, match=f"{FILE} is of another conversion: remove it"):
+        convert(source, packed, backend="AMXINT4", resume=True)
+    assert made.contents(packed) == before

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 import ktk
 from ktk import Format
 from ktk.checkpoint import describe, open_checkpoint
+from ktk.cli.contents import inspect
 from ktk.errors import CheckpointFormatError
-from ktk.packed import Conversion, convert, describe_folder
+from ktk.packed import Conversion, convert
 
 transformers = pytest.importorskip("transformers")
 
@@ -295,14 +296,16 @@ def test_files_do_not_depend_on_threads(tmp_path: Path) -> None:
 def test_a_folder_describes_itself(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", layers=(1, 2, 5))
     convert(source, tmp_path / "packed", backend="AMXINT8", layers=[1, 5])
-    found, missing = describe_folder(tmp_path / "packed")
-    assert [(file.layer, file.backend, missing) for file in found] == [
-        (1, "AMXINT8", []),
-        (5, "AMXINT8", []),
+    found = inspect(tmp_path / "packed")
+    assert [(layer.number, layer.default_backend, layer.error) for layer in found] == [
+        (1, "AMXINT8", None),
+        (5, "AMXINT8", None),
     ]
-    for file in found:
-        assert file.nbytes == file.path.stat().st_size
-        assert file.formats["up"] == ROWS
+    for layer in found:
+        assert (layer.family, layer.stored) == ("packed for AMXINT8", str(ROWS))
+        file = tmp_path / "packed" / f"layer-{layer.number:05d}.safetensors"
+        data = file.read_bytes()
+        assert layer.nbytes == len(data) - 8 - int.from_bytes(data[:8], "little")
     assert json.loads((tmp_path / "packed" / "config.json").read_text()) == made.config()
     assert str(describe(tmp_path / "packed")) == (
         "qwen3_moe: 3 experts of 128 x 512, 2 per token, i8 with f32 scales per 1 x k, in layers "

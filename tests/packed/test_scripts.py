@@ -148,3 +148,10 @@ def test_the_model_goes_where_the_flags_say(
     tool = script("convert_gpu_weights")
     options = tool.parse(["--model_id", "m", "--output_dir", "o", *flags])
     assert tool.placement(options, gpus) == expected
+
+
+def test_less_than_one_thread_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["-i", "in", "-o", "out", "--cpuinfer-threads", "0"]
+    with pytest.raises(SystemExit):
+        script("convert_cpu_weights").main(flags)
+    assert "--cpuinfer-threads: expected at least 1, got 0" in capsys.readouterr().err
