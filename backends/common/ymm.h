@@ -20,6 +20,11 @@ struct Ymm {
   }
   static Int set1_int(int32_t x) { return _mm256_set1_epi32(x); }
   static Int add(Int a, Int b) { return _mm256_add_epi32(a, b); }
+  // x / 2^bits, rounded down.
+  template <int kBits>
+  static Int divide_int(Int x) {
+    return _mm256_srai_epi32(x, kBits);
+  }
   static Float set1(float x) { return _mm256_set1_ps(x); }
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Float x) { _mm256_storeu_ps(p, x); }

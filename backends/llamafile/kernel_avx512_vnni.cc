@@ -1,5 +1,5 @@
 // AVX-512 with vpdpbusd: Ice Lake and later servers, Zen 4, Zen 5.
-#include "llamafile/decoded.h"
+#include "llamafile/held.h"
 #include "llamafile/variant.h"
 
 extern "C" {

@@ -16,7 +16,7 @@
 //
 // Sums are exact, so a row has the same bits whichever tile it is in. Every tile decodes codes as
 // it goes: that takes instructions for which other ports have time, and no memory but the run
-// itself, which stays in L1 for all rows. Many rows are different: see decoded.h.
+// itself, which stays in L1 for all rows. Many rows are different: see held.h.
 #pragma once
 
 #include "common/weight_stream.h"
@@ -59,9 +59,9 @@ inline void pin(Register& x) {
 }
 
 // Adds the products of a unit, step by step: codes are read in the order of memory.
-template <size_t kStep, int kBits, bool kHeld, int kRows, int kGroups>
+template <size_t kStep, int kBits, bool kHeld, class AnyCodes, int kRows, int kGroups>
 [[gnu::always_inline]] inline void add_steps(Dot::Int (&acc)[kGroups][kRows][kVecs],
-                                             const Codes<kBits>& codes, const uint8_t* unit,
+                                             const AnyCodes& codes, const uint8_t* unit,
                                              const uint8_t* const* act, size_t act_stride,
                                              const uint8_t*& prefetch, size_t prefetch_step) {
   constexpr size_t kLines = kBits * kTileColumns * 4 / kLine;  // of a unit
@@ -87,6 +87,29 @@ template <size_t kStep, int kBits, bool kHeld, int kRows, int kGroups>
   }
 }
 
+// What is an operand for a tile: the meaning of a code, moved by kWeightOffset, or the code itself.
+// That saves an instruction for each, where all types of a shape are linear and have the same
+// offset: none where there are minima.
+template <int kBits, class Shape>
+struct TileCodes {
+  static constexpr bool kCentred = Dot::kWeightOffset != 0 && (kBits == 5 || kBits == 6);
+  static constexpr bool kPlain = Shape::kMins || kCentred;
+  // Sums are too large by kOffset * (sum of the act codes).
+  static constexpr int kOffset = Shape::kMins ? 0 : kPlain ? 1 << (kBits - 1) : Dot::kWeightOffset;
+  using Type = Codes<kBits, Dot::kWeightOffset, kPlain>;
+
+  static constexpr bool fits(const BlockType& type) {
+    const bool is_meant = type.bits == kBits && type.has_dmin == Shape::kMins;
+    return !is_meant || !kPlain || (type.linear && type.offset == kOffset);
+  }
+  static constexpr bool fits_all() {
+    for (const BlockType& type : kTypes) {
+      if (!fits(type)) return false;
+    }
+    return true;
+  }
+};
+
 // kHeld: dst is in registers from the first unit to the last.
 template <int kBits, class Shape, int kRows, bool kHeld>
 void multiply_tile(const TileArgs& args) {
@@ -96,7 +119,9 @@ void multiply_tile(const TileArgs& args) {
   // Every third row has a pointer, the two behind it are reached through the index register.
   constexpr int kPointers = (kRows + 2) / 3;
   const TileArgs t = args;  // a copy that stores to dst cannot change
-  const Codes<kBits> operands(*t.meaning);
+  constexpr int kCodeOffset = TileCodes<kBits, Shape>::kOffset;
+  static_assert(TileCodes<kBits, Shape>::fits_all());
+  const typename TileCodes<kBits, Shape>::Type operands(*t.meaning);
   const uint8_t* act[kPointers];
 #pragma GCC unroll 4
   for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
@@ -123,9 +148,12 @@ void multiply_tile(const TileArgs& args) {
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) {
         Int start = Dot::set1_int(0);
-        if constexpr (Dot::kWeightOffset) {
+        if constexpr (kCodeOffset) {
           start = Dot::set1_int(f->comp[g]);
           if constexpr (kGroups == 1) start = Dot::add(start, Dot::set1_int(f->comp[1]));
+          if constexpr (kCodeOffset != kOffset) {
+            start = Dot::divide_int<__builtin_ctz(kOffset / kCodeOffset)>(start);
+          }
         }
 #pragma GCC unroll 2
         for (int v = 0; v < kVecs; ++v) {
