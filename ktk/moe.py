@@ -389,5 +389,7 @@ def _empty_like(hidden: Array) -> Array:
         return torch.empty_like(hidden)
     if isinstance(hidden, np.ndarray):
         return np.empty(hidden.shape, dtype=hidden.dtype)
+    if not hasattr(hidden, "__dlpack__"):
+        raise TypeError(f"hidden must be an array, of any library, got {type(hidden).__name__}")
     tensor = torch.utils.dlpack.from_dlpack(hidden)
     return torch.empty(tensor.shape, dtype=tensor.dtype)

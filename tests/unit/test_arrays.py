@@ -1,0 +1,92 @@
+"""Arrays of any library go into a call, and what does not fit is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ktk
+
+TOKENS, HIDDEN = 3, 64
+
+
+@pytest.fixture(scope="module")
+def moe() -> ktk.MoE:
+    layer = ktk.load_backend("BF16").moe(
+        num_experts=2, num_experts_per_tok=2, hidden_size=HIDDEN, intermediate_size=32
+    )
+    generator = torch.Generator().manual_seed(0)
+    for expert in range(2):
+        shapes = {"gate": (32, HIDDEN), "up": (32, HIDDEN), "down": (HIDDEN, 32)}
+        layer.load_expert(
+            expert, **{k: torch.randn(*s, generator=generator) for k, s in shapes.items()}
+        )
+    return layer
+
+
+@pytest.fixture
+def call() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "hidden": torch.randn(TOKENS, HIDDEN, generator=generator),
+        "topk_ids": torch.tensor([[0, 1]] * TOKENS),
+        "topk_weights": torch.rand(TOKENS, 2, generator=generator),
+    }
+
+
+class Foreign:
+    """An array of a library that ktk does not know."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self._array.__dlpack__(**keywords)
+
+
+def test_every_library_gives_the_same_bits(moe: ktk.MoE, call: dict[str, Any]) -> None:
+    expected = moe(**call)
+    assert expected.abs().max() > 0
+    numpy = {name: tensor.numpy() for name, tensor in call.items()}
+    from_numpy = moe(**numpy)
+    assert isinstance(from_numpy, np.ndarray)
+    assert np.array_equal(from_numpy, expected.numpy())
+    foreign = moe(**{name: Foreign(array) for name, array in numpy.items()})
+    assert torch.equal(foreign, expected)
+    learned = moe(**call | {"hidden": torch.nn.Parameter(call["hidden"])})
+    assert torch.equal(learned, expected)
+    assert not learned.requires_grad
+
+
+def test_rows_may_be_strided_and_out_may_be_hidden(moe: ktk.MoE, call: dict[str, Any]) -> None:
+    expected = moe(**call)
+    wide = torch.zeros(TOKENS, HIDDEN + 8)
+    wide[:, :HIDDEN] = call["hidden"]
+    rows = wide[:, :HIDDEN]
+    assert torch.equal(moe(**call | {"hidden": rows}), expected)
+    assert moe(**call | {"hidden": rows}, out=rows) is rows
+    assert torch.equal(rows, expected)
+    assert torch.equal(moe.submit(**call).wait(), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: None, "hidden must be an array, of any library, got NoneType"),
+        (lambda x: "text", "hidden must be an array, of any library, got str"),
+        (lambda x: x.double(), "hidden has dtype float64"),
+        (lambda x: x.to("meta"), "incompatible function arguments"),
+        (lambda x: x.to_sparse(), "incompatible function arguments"),
+    ],
+)
+def test_other_things_are_refused(
+    moe: ktk.MoE, call: dict[str, Any], change: Any, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        moe(**call | {"hidden": change(call["hidden"])})
