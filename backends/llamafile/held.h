@@ -79,7 +79,6 @@ inline void multiply_held(const ktk_matmul* mm) {
   t.dst_stride = mm->dst_stride;
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     float* dst = mm->dst + (n - mm->n_begin);
-    clear_dst(dst, mm->dst_stride, mm->m);
     for (size_t unit = 0; unit < runs.units; unit += t.units) {
       size_t units = smaller(held.write ? kWrittenUnits : kInPlaceUnits, runs.units - unit);
       // A shorter run has a shorter header. It is a stretch of its own, so that gaps are alike.
@@ -87,6 +86,7 @@ inline void multiply_held(const ktk_matmul* mm) {
       const Stretch stretch(runs, meaning, held.write, held.unit_params, run, units, operands,
                             params);
       t.units = units;
+      t.is_first = unit == 0;
       t.gap = held.write ? 0 : runs.full.end;
       const uint8_t* codes = held.write ? operands : run + runs.of(smaller(units, kRunUnits)).end;
       // All tiles together fetch the stretch that comes next, so many lines in every unit.

@@ -41,6 +41,7 @@ struct TileArgs {
   const uint8_t* prefetch;
   size_t prefetch_step;
   size_t unit_lines;  // a tile that holds dst: instead, so many adjacent lines in every unit
+  bool is_first;      // a tile that holds dst: dst has nothing yet
 };
 
 // The same pointer, but gcc 12 does not know: it would compute the address of every row before the
@@ -135,7 +136,8 @@ void multiply_tile(const TileArgs& args) {
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) {
-        held[r][v] = Dot::load(t.dst + r * t.dst_stride + v * Dot::kLanes);
+        held[r][v] = Dot::set1(0);
+        if (!t.is_first) held[r][v] = Dot::load(t.dst + r * t.dst_stride + v * Dot::kLanes);
       }
     }
   }
