@@ -143,7 +143,7 @@ class MoE:
         Notes
         -----
         Weights are always packed anew, ggml's blocks too, and never computed with where a file has
-        them: no ggml type was as fast in the file's order, and for the common types repacking goes
+        them: kernels want many rows of a matrix side by side. For the common types packing goes
         through some 2-4 GB of file per second and core, beside reading (IQ1 to IQ3: below 1). So
         there is no ``repack`` option.
         """

@@ -33,8 +33,9 @@ constexpr HeldTiles in_place() {
 
 template <int kBits, class Shape>
 constexpr HeldTiles written() {
+  static_assert(TileCodes<8, Shape>::kOffset == Dot::kWeightOffset);
   HeldTiles tiles = in_place<8, Shape>();
-  tiles.write = write_operands<kBits, Dot::kWeightOffset, TileCodes<8, Shape>::kPlain>;
+  tiles.write = write_operands<kBits, Dot::kWeightOffset>;
   return tiles;
 }
 

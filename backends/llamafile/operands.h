@@ -1,4 +1,4 @@
-// Weights as operands in memory, for products that want all of them there: AMX.
+// Weights as operands in memory: AMX wants all of them there, and tiles of some types (held.h).
 #pragma once
 
 #include "llamafile/codes.h"
@@ -16,9 +16,9 @@ inline void write_steps(const AnyCodes& codes, const uint8_t* unit, uint8_t* to)
 }
 
 // Makes operands of the codes of some units.
-template <int kBits, int kOffset, bool kPlain = false>
+template <int kBits, int kOffset>
 void write_operands(const Meaning& meaning, const uint8_t* unit, size_t units, uint8_t* to) {
-  const Codes<kBits, kOffset, kPlain> codes(meaning);
+  const Codes<kBits, kOffset> codes(meaning);
   for (; units > 0; --units, unit += kBits * kRowBytes, to += kOperandBytes) {
     for (size_t at = 0; at < kRowBytes; at += sizeof(Dot::Int)) {
       write_steps(codes, unit + at, to + at);
