@@ -1,7 +1,7 @@
 // Activation codec: rows of f32 to int8 with a scale per 32 values, and back. The same bytes for
 // every block type: gate and up read the same rows.
 //
-//   one row   [k codes][Factor per unit of 32][zeros]
+//   one row   [k codes][Factor per unit of 32][length per unit][zeros]
 //
 // scale = absmax / 127, code = x / scale to nearest even. A unit with NaN or Inf has the scale NaN
 // and codes 0. Rows are an odd number of cache lines long: 16 rows at a power of two would fall
@@ -27,31 +27,73 @@ struct Factor {
   float sum;        // scale * sum of the codes
 };
 
+// What bounds a sum of products (words.h): the sum of the squares of the codes of a half, the
+// larger one, in units of 1024 and rounded up. No more than 16 * 127^2 / 1024, or kNoLength.
+using Length = uint8_t;
+constexpr int kLengthUnit = 1024;
+constexpr Length kNoLength = 0xff;  // of a scale that is not moderate
+
 constexpr ktk_format kActFormat = {KTK_I8, KTK_F32, KTK_NONE, 1, kUnit};
 
-inline size_t act_size(const ktk_matrix* m) {
-  return round_up(m->k + num_units(m) * sizeof(Factor), kLine) | kLine;
-}
 inline size_t factor_offset(const ktk_matrix* m) { return m->k; }
-
-// The sum of 16 codes: of unsigned bytes, there is an instruction for it.
-inline int32_t sum_codes(__m128i codes) {
-  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(codes, _mm_set1_epi8(-128)), _mm_setzero_si128());
-  return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+inline size_t length_offset(const ktk_matrix* m) {
+  return factor_offset(m) + num_units(m) * sizeof(Factor);
+}
+inline size_t act_size(const ktk_matrix* m) {
+  return round_up(length_offset(m) + num_units(m) * sizeof(Length), kLine) | kLine;
 }
 
-inline void pack_act_unit(const float* x, uint8_t* codes, Factor* factor) {
-  const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, kUnit));
-  int32_t total = 0;
-  for (size_t half = 0; half < 2; ++half) {
-    const __m128i q = narrow(quantise(load_f32(x + 16 * half), s));
-    store_bytes(codes + 16 * half, q);
-    const int32_t of_half = sum_codes(q);
-    factor->comp[half] = -kOffset * of_half;
-    total += of_half;
-  }
+// A scale with which neither sums of a run overflow nor products are rounded as subnormals.
+inline bool is_moderate(float scale) { return scale == 0 || (scale > 0x1p-80f && scale < 0x1p80f); }
+
+// The sum of the squares of 16 codes, of the larger half.
+inline int32_t larger_square(__m256i codes) {
+  const __m256i sizes = _mm256_abs_epi8(codes);
+  const __m256i pairs = _mm256_maddubs_epi16(sizes, sizes);
+  __m256i sums = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));  // four of each half
+  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0x4e));
+  sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xb1));
+  return _mm_cvtsi128_si32(
+      _mm_max_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)));
+}
+
+inline void pack_act_unit(const float* x, SymmetricScale s, uint8_t* codes, Factor* factor,
+                          Length* length) {
+  const __m128i low = narrow(quantise(load_f32(x), s));
+  const __m128i high = narrow(quantise(load_f32(x + 16), s));
+  store_bytes(codes, low);
+  store_bytes(codes + 16, high);
+  const __m256i both = _mm256_set_m128i(high, low);
+  // Sums of bytes, which only exist for unsigned ones: eight each, then those of a half.
+  const __m256i eights =
+      _mm256_sad_epu8(_mm256_xor_si256(both, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  const __m128i first = _mm256_castsi256_si128(eights),
+                second = _mm256_extracti128_si256(eights, 1);
+  const __m128i sums =
+      _mm_add_epi32(_mm_unpacklo_epi64(first, second), _mm_unpackhi_epi64(first, second));
+  const int32_t sum[2] = {_mm_cvtsi128_si32(sums) - 16 * 128,
+                          _mm_extract_epi32(sums, 2) - 16 * 128};
   factor->scale = s.scale;
-  factor->sum = s.scale * static_cast<float>(total);
+  factor->comp[0] = -kOffset * sum[0];
+  factor->comp[1] = -kOffset * sum[1];
+  factor->sum = s.scale * static_cast<float>(sum[0] + sum[1]);
+  *length = is_moderate(s.scale)
+                ? static_cast<Length>((larger_square(both) + kLengthUnit - 1) / kLengthUnit)
+                : kNoLength;
+}
+
+// Scales of sixteen units, whose divisions take longer than all else if they come one by one.
+inline void act_scales(const float* x, size_t units, SymmetricScale (&scales)[16]) {
+  float absmax[16] = {}, scale[16], factor[16];
+  for (size_t u = 0; u < units; ++u) absmax[u] = ElementF32::absmax(x + u * kUnit, kUnit);
+  for (size_t u = 0; u < 16; ++u) {
+    scale[u] = absmax[u] / 127;
+    factor[u] = 1 / scale[u];
+  }
+  for (size_t u = 0; u < units; ++u) {
+    const bool is_plain = absmax[u] > 0x1p-100f && absmax[u] < 0x1p100f;
+    scales[u] = is_plain ? SymmetricScale{scale[u], factor[u]} : symmetric_scale(absmax[u]);
+  }
 }
 
 inline void pack_act(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end,
@@ -59,11 +101,18 @@ inline void pack_act(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t 
   uint8_t* row = static_cast<uint8_t*>(act);
   for (size_t i = 0; i < m; ++i, x += x_stride, row += act_stride) {
     Factor* factors = reinterpret_cast<Factor*>(row + factor_offset(matrix));
-    for (size_t k = k_begin; k < k_end; k += kUnit) {
-      pack_act_unit(x + (k - k_begin), row + k, factors + k / kUnit);
+    Length* lengths = reinterpret_cast<Length*>(row + length_offset(matrix));
+    for (size_t k = k_begin; k < k_end;) {
+      SymmetricScale scales[16];
+      const size_t units = smaller(16, (k_end - k) / kUnit);
+      act_scales(x + (k - k_begin), units, scales);
+      for (size_t u = 0; u < units; ++u, k += kUnit) {
+        pack_act_unit(x + (k - k_begin), scales[u], row + k, factors + k / kUnit,
+                      lengths + k / kUnit);
+      }
     }
     if (k_end == matrix->k) {
-      uint8_t* end = reinterpret_cast<uint8_t*>(factors + num_units(matrix));
+      uint8_t* end = reinterpret_cast<uint8_t*>(lengths + num_units(matrix));
       memset(end, 0, static_cast<size_t>(row + act_size(matrix) - end));
     }
   }

@@ -27,9 +27,10 @@ constexpr size_t kBlockValues = kBlockRows * kColumns;
 constexpr size_t kStretchUnits = 2 * kRunUnits;
 
 // Operands and parameters of a stretch; C of the unit that is being multiplied, and of the one
-// before it, each of up to two groups.
+// before it, each of up to two groups; sums of a run.
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
-  return stretch_bytes(kStretchUnits) + 2 * 2 * kBlockValues * sizeof(int32_t);
+  return stretch_bytes(kStretchUnits) + 2 * 2 * kBlockValues * sizeof(int32_t) +
+         kBlockValues * sizeof(float);
 }
 
 // C = A x B of one group of 32 (or 16) rows, stored as rows of 32 columns.
@@ -57,7 +58,15 @@ inline void multiply_group(const uint8_t* operands, const uint8_t* act, size_t a
   }
 }
 
-// A stored C that is yet to be added to dst.
+// Where the sums of a run go that ends with a unit, if there are any.
+struct RunEnd {
+  const BlockType* type;
+  const uint8_t* run = nullptr;
+  float* dst;
+  size_t dst_stride;
+};
+
+// A stored C that is yet to be added to dst, or to the sums of a run.
 template <class Shape>
 struct Pending {
   const int32_t* c;
@@ -66,11 +75,16 @@ struct Pending {
   const float* params;
   float* dst;
   size_t dst_stride;
+  RunEnd end;
   size_t rows = 0;
 
   void add() const {
     if (rows == 0) return;
     for (size_t column = 0; column < kColumns; column += Dot::kLanes) add_columns(column);
+    if (end.run) {
+      add_run(*end.type, end.run, dst, rows, end.dst, end.dst_stride);
+      clear_rows(dst, dst_stride, rows);
+    }
   }
 
  private:
@@ -121,12 +135,15 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
   float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
   int32_t* c = reinterpret_cast<int32_t*>(operands + stretch_bytes(kStretchUnits));
   int32_t* c_before = c + 2 * kBlockValues;
+  const bool is_summed = sums_runs(runs.type);
+  float* sums = reinterpret_cast<float*>(c + 4 * kBlockValues);
+  clear_rows(sums, kColumns, kBlockRows);
   const WeightStream stream = weight_stream(mm);
   const uint8_t* run = block_at(mm, mm->n_begin);
   Pending<Shape> pending = {};
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     float* dst = mm->dst + (n - mm->n_begin);
-    clear_dst(dst, mm->dst_stride, mm->m);
+    clear_rows(dst, mm->dst_stride, mm->m);
     for (size_t unit = 0, count; unit < units; unit += count) {
       pending.add();  // its parameters are about to be overwritten
       pending.rows = 0;
@@ -137,6 +154,7 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
       // All units of all rows together fetch the stretch that comes next.
       const size_t lines = static_cast<size_t>(stretch.end - run) / kLine;
       const size_t share = lines / (row_blocks * count) + 1;
+      const uint8_t* const first_run = run;
       run = stretch.end;
       size_t line = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) / kLine;
       for (size_t row = 0; row < mm->m; row += kBlockRows) {
@@ -151,13 +169,21 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
                           c + g * kBlockValues);
           }
           pending.add();
+          float* const to = dst + row * mm->dst_stride;
+          // Runs of these types are whole: others have no d per 256 columns.
+          const bool ends_run = is_summed && (i + 1) % kRunUnits == 0;
+          const size_t of_run = i / kRunUnits * run_bytes(runs.type, kRunUnits);
           pending = {
               .c = c,
               .factor = first + factor_offset(mm->matrix) + (unit + i) * sizeof(Factor),
               .act_stride = mm->act_stride,
               .params = params + i * Shape::kParams,
-              .dst = dst + row * mm->dst_stride,
-              .dst_stride = mm->dst_stride,
+              .dst = is_summed ? sums : to,
+              .dst_stride = is_summed ? kColumns : mm->dst_stride,
+              .end = {.type = &runs.type,
+                      .run = ends_run ? first_run + of_run : nullptr,
+                      .dst = to,
+                      .dst_stride = mm->dst_stride},
               .rows = rows,
           };
           int32_t* const swap = c;

@@ -6,6 +6,7 @@
 #include "common/ukernel.h"
 #include "llamafile/either.h"
 #include "llamafile/floats/matmul.h"
+#include "llamafile/run_sums.h"
 #include "llamafile/tile.h"
 #if defined(__AVX512VNNI__)
 #include "llamafile/thin.h"
@@ -45,7 +46,7 @@ inline Kernels kernels_for(const BlockType& type) {
   }
 }
 
-inline void clear_dst(float* dst, size_t dst_stride, size_t m) {
+inline void clear_rows(float* dst, size_t dst_stride, size_t m) {
   for (size_t r = 0; r < m; ++r, dst += dst_stride) {
     for (size_t i = 0; i < kColumns; i += Dot::kLanes) Dot::store(dst + i, Dot::set1(0));
   }
@@ -91,14 +92,16 @@ inline void multiply(const ktk_matmul* mm) {
   const size_t distance = is_lone ? bytes_ahead(runs.type, mm->m) : run_bytes;
   const uint8_t* run = block_at(mm, mm->n_begin);
   alignas(kLine) float params[kRunUnits * kMaxParams];
+  alignas(kLine) float sums[Dot::kMaxHalfRows * kColumns];
+  const bool is_summed = sums_runs(runs.type);
   TileArgs t = {};
   t.meaning = &meaning;
   t.act_stride = mm->act_stride;
-  t.dst_stride = mm->dst_stride;
+  t.dst_stride = is_summed ? kColumns : mm->dst_stride;
   t.prefetch_step = is_lone ? kLine : share * kLine * kColumns / kTileColumns / codes_bytes + 1;
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     float* dst = mm->dst + (n - mm->n_begin);
-    clear_dst(dst, mm->dst_stride, mm->m);
+    clear_rows(dst, mm->dst_stride, mm->m);
     for (size_t unit = 0; unit < runs.units; unit += t.units) {
       t.units = smaller(kRunUnits, runs.units - unit);
       const Header& at = runs.of(t.units);
@@ -116,13 +119,16 @@ inline void multiply(const ktk_matmul* mm) {
         const uint8_t* act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
         t.act = act + unit * kUnit;
         t.factors = act + factor_offset(mm->matrix) + unit * sizeof(Factor);
+        float* const to = dst + row * mm->dst_stride;
+        if (is_summed) clear_rows(sums, kColumns, row_end - row);
         for (size_t c = 0; c < kColumns; c += kTileColumns, ahead += share) {
           t.prefetch = reinterpret_cast<const uint8_t*>(stream.at(ahead / kLine));
           t.codes = codes + 4 * c;
           t.params = params + c;
-          t.dst = dst + row * mm->dst_stride + c;
+          t.dst = (is_summed ? sums : to) + c;
           kernels.of_rows[row_end - row](t);
         }
+        if (is_summed) add_run(runs.type, run, sums, row_end - row, to, mm->dst_stride);
         row = row_end;
       }
       run = codes + t.units * unit_bytes(runs.type);

@@ -47,6 +47,11 @@ struct BlockType {
   int8_t table[16];  // zeros behind the last entry
 };
 
+// Whether products are summed over a run before they meet d (run_sums.h).
+constexpr bool sums_runs(const BlockType& type) {
+  return type.group == 16 && type.has_sub && !type.has_dmin;
+}
+
 // Up to 256 columns of a row. Nothing is written beyond the last whole block of the row.
 struct Run {
   alignas(64) uint8_t code[kRunColumns];

@@ -37,6 +37,10 @@ inline Dot::Float load_dmin(const uint8_t* dmin, Dot::Float factor) {
 // Minima of halves come with this factor: they are multiplied with Factor::comp.
 constexpr float kMinOfHalf = -1.0f / kOffset;
 
+// Types that sum runs have scales without d, and as much smaller: a sum over a run of scales of act
+// is then no larger than act itself, which only d can bring out of the range of f32.
+constexpr float kRunFactor = 0x1p-20f;
+
 // All products here are exact, see normal.h.
 inline void load_params(const BlockType& type, const Header& at, const uint8_t* run, size_t units,
                         float* params) {
@@ -50,6 +54,7 @@ inline void load_params(const BlockType& type, const Header& at, const uint8_t* 
     const uint8_t *sub = run + at.sub + c, *min = run + at.min + c;
     Dot::Float d = load_d(type, of_d), dmin{};
     if (type.has_dmin) dmin = load_dmin(of_dmin, min_factor);
+    if (sums_runs(type)) d = Dot::set1(kRunFactor);
     for (size_t unit = 0; unit < units; ++unit) {
       float* to = params + unit * unit_params + c;
       for (size_t g = 0; g < groups; ++g, to += kColumns) {

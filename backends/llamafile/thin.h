@@ -17,7 +17,7 @@
 #include "common/ukernel.h"
 #include "common/weight_stream.h"
 #include "llamafile/codes.h"
-#include "llamafile/params.h"
+#include "llamafile/run_sums.h"
 
 namespace ktk::llamafile {
 namespace {
@@ -35,6 +35,7 @@ class Thin {
   static constexpr int kGroups = kOf.group == 16 ? 2 : 1;  // of a unit
   static constexpr bool kMins = kOf.has_dmin;
   static constexpr bool kOneD = kOf.d_group == kRunColumns;
+  static constexpr bool kSumsRuns = sums_runs(kOf);
   static constexpr bool kNibbles = kOf.linear && kBits == 4;  // multiplied where they are
   static constexpr int kCodeOffset = kOf.linear ? kOf.offset : kOffset;
 
@@ -49,7 +50,7 @@ class Thin {
   const Codes<kBits, kOffset, kOf.linear> codes_;
   const size_t act_stride_;
   Float d_[kVecs], dmin_[kVecs];
-  Float total_[kRows][kVecs];
+  Float total_[kRows][kVecs], run_total_[kRows][kVecs];
 
   static Float minima_of(const uint8_t* dmin) {
     const Float x = Dot::load_f16(reinterpret_cast<const uint16_t*>(dmin));
@@ -74,7 +75,8 @@ class Thin {
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) {
         const uint8_t* of_group = run + group * kColumns + v * Dot::kLanes;
-        p.scale[g][v] = kOf.has_sub ? Dot::mul(d_[v], Dot::load_i8(of_group + at.sub)) : d_[v];
+        const Float d = kSumsRuns ? Dot::set1(kRunFactor) : d_[v];
+        p.scale[g][v] = kOf.has_sub ? Dot::mul(d, Dot::load_i8(of_group + at.sub)) : d;
         if constexpr (kMins) {
           p.min[g][v] =
               kOf.has_min ? Dot::mul(dmin_[v], Dot::load_u8(of_group + at.min)) : dmin_[v];
@@ -165,7 +167,7 @@ class Thin {
           if constexpr (kNibbles) x = Dot::add(x, Dot::divide_int<4>(high.sum[g][r][v]));
           return Dot::convert(x);
         };
-        Float& total = total_[r][v];
+        Float& total = kSumsRuns ? run_total_[r][v] : total_[r][v];
         if constexpr (kGroups == 2) {
           Float t = Dot::mul(sum(0), p.scale[0][v]);
           t = Dot::fma(sum(1), p.scale[1][v], t);
@@ -182,6 +184,23 @@ class Thin {
     }
   }
 
+  static void clear(Float (&totals)[kRows][kVecs]) {
+    for (auto& row : totals) {
+      for (Float& total : row) total = Dot::set1(0);
+    }
+  }
+
+  void end_run(const uint8_t* run) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) {
+      const Float d = load_run_d(kOf, run + v * Dot::kLanes * d_bytes(kOf));
+#pragma GCC unroll 2
+      for (int r = 0; r < kRows; ++r) {
+        total_[r][v] = Dot::fma(run_total_[r][v], d, total_[r][v]);
+      }
+    }
+  }
+
  public:
   Thin(const Meaning& meaning, size_t act_stride) : codes_(meaning), act_stride_(act_stride) {}
 
@@ -193,9 +212,7 @@ class Thin {
     const uint8_t* run = reinterpret_cast<const uint8_t*>(stream.begin);
     float* dst = mm->dst;
     for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns, dst += kColumns) {
-      for (auto& row : thin.total_) {
-        for (Float& total : row) total = Dot::set1(0);
-      }
+      clear(thin.total_);
       const uint8_t* act = static_cast<const uint8_t*>(mm->act);
       const uint8_t* factors = act + factor_offset(mm->matrix);
       for (size_t done = 0; done < units;) {
@@ -203,7 +220,11 @@ class Thin {
         const Header& at = count == kRunUnits ? full : last;
         // Units come back to the header: it is read here, or else the order of memory is broken.
         for (const uint8_t* line = run; line != run + at.end; line += kLine) prefetch_l1(line);
-        if constexpr (kOneD) thin.load_ds(run, at, 0);
+        if constexpr (kSumsRuns) {
+          clear(thin.run_total_);
+        } else if constexpr (kOneD) {
+          thin.load_ds(run, at, 0);
+        }
         size_t ahead =
             static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) + kThinAhead;
         for (size_t unit = 0; unit < count; ++unit) {
@@ -212,6 +233,7 @@ class Thin {
           act += kUnit;
           factors += sizeof(Factor);
         }
+        if constexpr (kSumsRuns) thin.end_run(run);
         run += at.end + count * unit_bytes(kOf);
         done += count;
       }

@@ -1,0 +1,33 @@
+// Types with d per 256 columns and an integer per 16 of them sum a run before they meet d:
+//
+//   sum of a run = sum over units of  act scale * (sum 0 * sub 0 + sum 1 * sub 1)
+//   dst          = fma(sum of a run, d, dst)
+//
+// What is in brackets is an integer of at most 24 bits, so that any way to compute it is right:
+// with floats (tile.h, thin.h) or with words (words.h). With d in it, it would have to be rounded.
+#pragma once
+
+#include "llamafile/params.h"
+
+namespace ktk::llamafile {
+namespace {
+
+// kRunFactor is in the sums.
+inline Dot::Float load_run_d(const BlockType& type, const uint8_t* d) {
+  return Dot::mul(load_d(type, d), Dot::set1(1 / kRunFactor));
+}
+
+// Sums of a run, rows of 32 columns, to dst.
+inline void add_run(const BlockType& type, const uint8_t* run, const float* sums, size_t rows,
+                    float* dst, size_t dst_stride) {
+  for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+    const Dot::Float d = load_run_d(type, run + c * d_bytes(type));
+    for (size_t r = 0; r < rows; ++r) {
+      float* to = dst + r * dst_stride + c;
+      Dot::store(to, Dot::fma(Dot::load(sums + r * kColumns + c), d, Dot::load(to)));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ktk::llamafile

@@ -1,0 +1,363 @@
+// The product of more than a dozen rows for types that sum runs: both sums of a unit are words of a
+// dword, so that one vpmaddwd multiplies them with their subs.
+//
+// A dword sums the second half of a unit, moves up by 16 bits, and sums the first half below:
+//
+//   | sum 1        | sum 0 + 2^15 |     which is flipped to sum 0 in the end
+//
+// Tiles of six rows are possible that way, where two sums apart have room for four, and the port of
+// vpdpbusd has two instructions to spare for a unit instead of three. It takes sums of 16 bits: by
+// Cauchy and Schwarz no sum exceeds the length of its weights times that of its activations. Tiles
+// where that is not enough, which are few, are multiplied as those of few rows (tile.h).
+//
+//   scratch   | operands of a stretch of runs | words of these runs | lengths of tiles of rows |
+//
+//   words     | sub 0, sub 1 of 32 columns | the same of units 1 to 7 | d of 32 columns, f32 |
+#pragma once
+
+#include "llamafile/matmul.h"
+#include "llamafile/operands.h"
+
+namespace ktk::llamafile {
+namespace {
+
+// Tiles read operands from L2 as fast as from L1, and take time to begin and to end: 8 runs instead
+// of 3 give 2 %.
+constexpr size_t kStretchRuns = 8;
+constexpr size_t kRunWords = (kRunUnits + 1) * kColumns;
+constexpr size_t kStretchOperands = kStretchRuns * kRunUnits * kOperandBytes;
+
+using WordShape = Shape<true, false>;
+static_assert(TileCodes<8, WordShape>::kOffset == kOffset);
+
+struct WordArgs {
+  const uint8_t* operands;  // first unit, columns of the tile
+  const int32_t* words;     // the same
+  size_t runs;
+  bool is_first;           // dst has nothing yet
+  const uint8_t* act;      // first row of the tile, first unit
+  const uint8_t* factors;  // the same
+  size_t act_stride;
+  float* dst;
+  size_t dst_stride;
+  const uint8_t* prefetch;
+  size_t unit_lines;  // to fetch in every unit
+};
+
+// Adds products of four steps: half a unit.
+template <size_t kStep, size_t kEnd, int kRows>
+[[gnu::always_inline]] inline void add_half(Dot::Int (&acc)[kRows][kVecs], const uint8_t* operands,
+                                            const uint8_t* const* act, size_t act_stride) {
+  Dot::Int operand[kVecs];
+#pragma GCC unroll 2
+  for (int v = 0; v < kVecs; ++v) {
+    operand[v] = Dot::load_bytes(operands + kStep * kRowBytes + v * sizeof(Dot::Int));
+    pin(operand[v]);  // loaded once
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const Dot::Int four = Dot::broadcast_row<4 * kStep>(act[r / 3], act_stride, r % 3);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) acc[r][v] = Dot::dot(acc[r][v], operand[v], four);
+  }
+  if constexpr (kStep + 1 < kEnd) add_half<kStep + 1, kEnd>(acc, operands, act, act_stride);
+}
+
+// The sum of a run stays in registers, dst is read and written at its end.
+template <int kRows>
+void multiply_word_tile(const WordArgs& args) {
+  using Int = Dot::Int;
+  using Float = Dot::Float;
+  constexpr int kPointers = (kRows + 2) / 3;
+  const WordArgs t = args;  // a copy that stores to dst cannot change
+  const uint8_t* act[kPointers];
+#pragma GCC unroll 4
+  for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
+  const uint8_t* operands = t.operands;
+  const uint8_t* factors = t.factors;
+  const uint8_t* prefetch = t.prefetch;
+  const int32_t* words = t.words;
+  const Int sign = Dot::set1_int(0x8000);
+  for (size_t run = 0; run < t.runs; ++run) {
+    Float sum[kRows][kVecs];
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        sum[r][v] = Dot::set1(0);
+        pin(sum[r][v]);
+      }
+    }
+#pragma GCC unroll 1
+    for (size_t unit = 0; unit < kRunUnits; ++unit) {
+      Int acc[kRows][kVecs];
+      const uint8_t* factor = hidden(factors);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
+        const Factor* f = reinterpret_cast<const Factor*>(factor);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) {
+          acc[r][v] = Dot::set1_int(f->comp[1]);
+          pin(acc[r][v]);
+        }
+      }
+      for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
+      add_half<kUnitSteps / 2, kUnitSteps>(acc, operands, act, t.act_stride);
+      factor = hidden(factors);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
+        const Factor* f = reinterpret_cast<const Factor*>(factor);
+        const Int start = Dot::add(Dot::set1_int(f->comp[0]), sign);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) {
+          pin(acc[r][v]);
+          acc[r][v] = Dot::add(_mm512_slli_epi32(acc[r][v], 16), start);
+          pin(acc[r][v]);
+        }
+      }
+      add_half<0, kUnitSteps / 2>(acc, operands, act, t.act_stride);
+#pragma GCC unroll 4
+      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
+      operands += kOperandBytes;
+      Int sub[kVecs];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) sub[v] = Dot::load_bytes(words + v * Dot::kLanes);
+      factor = hidden(factors);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
+        const Factor* f = reinterpret_cast<const Factor*>(factor);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) {
+          pin(acc[r][v]);
+          pin(sum[r][v]);
+          const Int product = _mm512_madd_epi16(_mm512_xor_si512(acc[r][v], sign), sub[v]);
+          // The intrinsic is the same instruction, but gcc 12 moves sums to other registers.
+          asm("vfmadd231ps %2%{1to16%}, %1, %0"
+              : "+v"(sum[r][v])
+              : "v"(Dot::convert(product)), "m"(f->scale));
+        }
+      }
+      factors += sizeof(Factor);
+      words += kColumns;
+    }
+    Float d[kVecs];
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) {
+      d[v] = Dot::load(reinterpret_cast<const float*>(words) + v * Dot::kLanes);
+    }
+    words += kColumns;
+    const bool is_first = t.is_first && run == 0;
+    float* dst = hidden(t.dst);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, dst += t.dst_stride) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        float* to = dst + v * Dot::kLanes;
+        Float before = Dot::set1(0);
+        if (!is_first) before = Dot::load(to);
+        Dot::store(to, Dot::fma(sum[r][v], d[v], before));
+      }
+    }
+  }
+}
+
+using MultiplyWordTile = void (*)(const WordArgs&);
+
+struct WordTiles {
+  static constexpr int kMaxRows = Dot::kMaxHeldRows;
+  MultiplyWordTile of_rows[kMaxRows + 1];
+
+  template <int kRows = 1>
+  constexpr void fill() {
+    of_rows[kRows] = multiply_word_tile<kRows>;
+    if constexpr (kRows < kMaxRows) fill<kRows + 1>();
+  }
+  constexpr WordTiles() : of_rows{} { fill(); }
+};
+constexpr WordTiles kWordTiles;
+
+// The greatest Length that activations of the units of a run may have, so that sums are words.
+inline __m128i length_limits(const uint8_t* operands) {
+  const Dot::Int flip = Dot::set1_byte(-128);
+  alignas(32) int32_t largest[kRunUnits];
+  for (size_t unit = 0; unit < kRunUnits; ++unit) {
+    Dot::Int max = Dot::set1_int(1);
+#pragma GCC unroll 2
+    for (size_t half = 0; half < 2; ++half, operands += kOperandBytes / 2) {
+#pragma GCC unroll 2
+      for (size_t v = 0; v < kRowBytes; v += sizeof(Dot::Int)) {
+        Dot::Int squares = Dot::set1_int(0);
+#pragma GCC unroll 4
+        for (size_t step = 0; step < kUnitSteps / 2; ++step) {
+          const Dot::Int row = Dot::load_bytes(operands + step * kRowBytes + v);
+          const Dot::Int size = _mm512_abs_epi8(_mm512_xor_si512(row, flip));
+          squares = Dot::dot(squares, size, size);
+        }
+        max = _mm512_max_epi32(max, squares);
+      }
+    }
+    largest[unit] = _mm512_reduce_max_epi32(max);
+  }
+  // Rounded down with room for the error of the division.
+  const __m256 quotient = _mm256_div_ps(
+      _mm256_set1_ps(32767.0f * 32767.0f / kLengthUnit * (1 - 0x1p-20f)),
+      _mm256_cvtepi32_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(largest))));
+  const __m256i limits =
+      _mm256_min_epi32(_mm256_cvttps_epi32(quotient), _mm256_set1_epi32(kNoLength - 1));
+  return _mm256_cvtepi32_epi8(limits);
+}
+
+// A stretch of runs in scratch.
+struct WordStretch {
+  uint8_t* operands;
+  int32_t* words;
+  __m128i limits[kStretchRuns];  // a Length for each unit, in the lower half
+
+  explicit WordStretch(void* scratch)
+      : operands(static_cast<uint8_t*>(scratch)),
+        words(reinterpret_cast<int32_t*>(operands + kStretchOperands)) {}
+
+  void write(const BlockType& type, const Header& at, const Meaning& meaning, const uint8_t* packed,
+             size_t index) {
+    uint8_t* const first = operands + index * kRunUnits * kOperandBytes;
+    const auto write = type.bits == 3 ? write_operands<3, kOffset> : write_operands<6, kOffset>;
+    write(meaning, packed + at.end, kRunUnits, first);
+    int32_t* to = words + index * kRunWords;
+    const uint8_t* sub = packed + at.sub;
+    for (size_t unit = 0; unit < kRunUnits; ++unit, sub += 2 * kColumns, to += kColumns) {
+      for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+        const Dot::Int sub0 = _mm512_cvtepi8_epi32(load_bytes(sub + c));
+        const Dot::Int sub1 = _mm512_cvtepi8_epi32(load_bytes(sub + kColumns + c));
+        Dot::store_bytes(to + c,
+                         _mm512_mask_blend_epi16(0xaaaaaaaa, sub0, _mm512_slli_epi32(sub1, 16)));
+      }
+    }
+    limits[index] = length_limits(first);
+    for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+      Dot::store(reinterpret_cast<float*>(to) + c, load_d(type, packed + c * d_bytes(type)));
+    }
+  }
+};
+
+// Of every run of a tile of rows the greatest Length of each unit: asked for by all columns.
+struct alignas(8) RunLengths {
+  Length of_unit[kRunUnits];
+};
+
+inline __m128i load_lengths(const void* lengths) {
+  return _mm_loadl_epi64(static_cast<const __m128i*>(lengths));
+}
+
+inline void longest_rows(const uint8_t* lengths, size_t rows, size_t act_stride, size_t runs,
+                         RunLengths* longest) {
+  for (size_t run = 0; run < runs; ++run, lengths += sizeof(RunLengths)) {
+    __m128i of_run = load_lengths(lengths);
+    for (size_t r = 1; r < rows; ++r) {
+      of_run = _mm_max_epu8(of_run, load_lengths(lengths + r * act_stride));
+    }
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(&longest[run]), of_run);
+  }
+}
+
+// Whether all sums of a run are words.
+inline bool fits(const RunLengths& longest, __m128i limits) {
+  const __m128i beyond = _mm_subs_epu8(load_lengths(&longest), limits);
+  return _mm_testz_si128(beyond, beyond);
+}
+
+// A run of a tile that has longer sums.
+inline void multiply_long_run(const BlockType& type, const Header& at, const Meaning& meaning,
+                              const uint8_t* packed, const WordArgs& w, size_t rows) {
+  alignas(kLine) float params[kRunUnits * WordShape::kParams];
+  alignas(kLine) float sums[WordTiles::kMaxRows * kColumns];
+  static_assert(WordTiles::kMaxRows <= Dot::kMaxHalfRows);
+  load_params(type, at, packed, kRunUnits, params);
+  clear_rows(sums, kColumns, rows);
+  TileArgs t = {};
+  t.meaning = &meaning;
+  t.codes = w.operands;
+  t.params = params;
+  t.units = kRunUnits;
+  t.act = w.act;
+  t.factors = w.factors;
+  t.act_stride = w.act_stride;
+  t.dst = sums;
+  t.dst_stride = kColumns;
+  t.prefetch = w.prefetch;
+  kTiles<8, WordShape, Dot::kMaxHalfRows>.of_rows[rows](t);
+  if (w.is_first) clear_rows(w.dst, w.dst_stride, rows);
+  add_run(type, packed, sums, rows, w.dst, w.dst_stride);
+}
+
+constexpr size_t kWordStretchBytes = kStretchOperands + kStretchRuns * kRunWords * sizeof(float);
+
+inline void multiply_words(const ktk_matmul* mm) {
+  static_assert(kTileColumns == kColumns);
+  const Runs runs(mm->matrix);
+  const Meaning meaning(runs.type);
+  const size_t row_tiles = (mm->m + WordTiles::kMaxRows - 1) / WordTiles::kMaxRows;
+  const size_t bytes = run_bytes(runs.type, kRunUnits);
+  const WeightStream stream = weight_stream(mm);
+  const size_t num_runs = runs.units / kRunUnits;  // whole ones, of types with d per 256 columns
+  const uint8_t* packed = block_at(mm, mm->n_begin);
+  WordStretch stretch(mm->scratch);
+  RunLengths* const longest =
+      reinterpret_cast<RunLengths*>(static_cast<char*>(mm->scratch) + kWordStretchBytes);
+  const auto first_row = [&](size_t tile) { return mm->m * tile / row_tiles; };
+  for (size_t i = 0; i < row_tiles; ++i) {
+    const uint8_t* act = static_cast<const uint8_t*>(mm->act) + first_row(i) * mm->act_stride;
+    longest_rows(act + length_offset(mm->matrix), first_row(i + 1) - first_row(i), mm->act_stride,
+                 num_runs, longest + i * num_runs);
+  }
+  WordArgs t = {};
+  t.act_stride = mm->act_stride;
+  t.dst_stride = mm->dst_stride;
+  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
+    float* dst = mm->dst + (n - mm->n_begin);
+    for (size_t first = 0, count; first < num_runs; first += count) {
+      count = smaller(kStretchRuns, num_runs - first);
+      for (size_t i = 0; i < count; ++i) {
+        stretch.write(runs.type, runs.full, meaning, packed + i * bytes, i);
+      }
+      // All tiles together fetch the stretch that comes next, so many lines in every unit.
+      const size_t lines = count * bytes / kLine;
+      t.unit_lines = (lines - 1) / (row_tiles * count * kRunUnits) + 1;
+      const char* const end = reinterpret_cast<const char*>(packed + count * bytes);
+      size_t line = static_cast<size_t>(end - stream.begin) / kLine;
+      for (size_t i = 0; i < row_tiles; ++i) {
+        const size_t row = first_row(i), rows = first_row(i + 1) - row;
+        const uint8_t* act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
+        const RunLengths* of_tile = longest + i * num_runs + first;
+        t.dst = dst + row * mm->dst_stride;
+        for (size_t run = 0; run < count; run += t.runs) {
+          const size_t unit = (first + run) * kRunUnits;
+          t.operands = stretch.operands + run * kRunUnits * kOperandBytes;
+          t.words = stretch.words + run * kRunWords;
+          t.act = act + unit * kUnit;
+          t.factors = act + factor_offset(mm->matrix) + unit * sizeof(Factor);
+          t.prefetch = reinterpret_cast<const uint8_t*>(stream.at(line));
+          size_t end_run = run;
+          while (end_run < count && fits(of_tile[end_run], stretch.limits[end_run])) ++end_run;
+          t.runs = end_run - run;
+          t.is_first = first + run == 0;
+          if (t.runs > 0) {
+            kWordTiles.of_rows[rows](t);
+          } else {
+            t.runs = 1;
+            multiply_long_run(runs.type, runs.full, meaning, packed + run * bytes, t, rows);
+          }
+          line += t.runs * kRunUnits * t.unit_lines;
+        }
+      }
+      packed += count * bytes;
+    }
+  }
+}
+
+inline size_t word_scratch_size(const ktk_matrix* matrix, size_t m) {
+  const size_t row_tiles = (m + WordTiles::kMaxRows - 1) / WordTiles::kMaxRows;
+  return kWordStretchBytes + row_tiles * (num_units(matrix) / kRunUnits) * sizeof(RunLengths);
+}
+
+}  // namespace
+}  // namespace ktk::llamafile
