@@ -147,15 +147,15 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
     for (size_t unit = 0, count; unit < units; unit += count) {
       pending.add();  // its parameters are about to be overwritten
       pending.rows = 0;
-      const Stretch stretch(runs, meaning, write_signed, Shape::kParams, run,
-                            smaller(kStretchUnits, units - unit), operands, params);
-      count = stretch.units;
+      count = smaller(kStretchUnits, units - unit);
+      const uint8_t* const end = load_stretch_params(runs, Shape::kParams, run, count, params);
+      write_stretch(runs, meaning, write_signed, run, count, operands);
       tile_memory_barrier();
       // All units of all rows together fetch the stretch that comes next.
-      const size_t lines = static_cast<size_t>(stretch.end - run) / kLine;
+      const size_t lines = static_cast<size_t>(end - run) / kLine;
       const size_t share = lines / (row_blocks * count) + 1;
       const uint8_t* const first_run = run;
-      run = stretch.end;
+      run = end;
       size_t line = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) / kLine;
       for (size_t row = 0; row < mm->m; row += kBlockRows) {
         const size_t rows = smaller(kBlockRows, mm->m - row);

@@ -64,15 +64,14 @@ inline void multiply_held(const ktk_matmul* mm) {
       t.units = smaller(kStretchUnits, runs.units - unit);
       // A shorter run has a shorter header. It is a stretch of its own, so that gaps are alike.
       if (t.units > kRunUnits) t.units -= t.units % kRunUnits;
-      const Stretch stretch(runs, meaning, nullptr, held.unit_params, run, t.units, nullptr,
-                            params);
+      const uint8_t* const end = load_stretch_params(runs, held.unit_params, run, t.units, params);
       t.is_first = unit == 0;
       t.gap = runs.full.end;
       const uint8_t* codes = run + runs.of(smaller(t.units, kRunUnits)).end;
       // All tiles together fetch the stretch that comes next, so many lines in every unit.
-      const size_t lines = static_cast<size_t>(stretch.end - run) / kLine;
+      const size_t lines = static_cast<size_t>(end - run) / kLine;
       t.unit_lines = (lines - 1) / (tiles * t.units) + 1;
-      run = stretch.end;
+      run = end;
       size_t line = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) / kLine;
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;
@@ -92,7 +91,7 @@ inline void multiply_held(const ktk_matmul* mm) {
   }
 }
 
-// Up to here, writing operands for words takes longer than tiles of few rows lose.
+// Up to here, writing operands for words takes longer than it saves.
 constexpr size_t kMaxRowsUnwritten = 20;
 
 inline void multiply_many(const ktk_matmul* mm) {

@@ -1,4 +1,4 @@
-// Weights as operands in memory: AMX wants all of them there, and tiles of some types (held.h).
+// Weights as operands in memory, where AMX wants them.
 #pragma once
 
 #include "llamafile/codes.h"
@@ -33,24 +33,16 @@ constexpr size_t stretch_bytes(size_t units) {
   return units * (kOperandBytes + kMaxParams * sizeof(float));
 }
 
-// Operands and parameters of so many units from `run` on: whole runs, and the last one of a block.
-struct Stretch {
-  const uint8_t* end;
-  size_t units = 0;
-
-  Stretch(const Runs& runs, const Meaning& meaning, WriteOperands write, size_t unit_params,
-          const uint8_t* run, size_t num_units, uint8_t* operands, float* params)
-      : end(run) {
-    while (units < num_units) {
-      const size_t count = smaller(kRunUnits, num_units - units);
-      const Header& at = runs.of(count);
-      load_params(runs.type, at, end, count, params + units * unit_params);
-      if (write) write(meaning, end + at.end, count, operands + units * kOperandBytes);
-      end += at.end + count * unit_bytes(runs.type);
-      units += count;
-    }
+// Operands of so many units from `run` on: whole runs, and the last one of a block.
+inline void write_stretch(const Runs& runs, const Meaning& meaning, WriteOperands write,
+                          const uint8_t* run, size_t units, uint8_t* to) {
+  for (size_t count; units > 0; units -= count, to += count * kOperandBytes) {
+    count = smaller(kRunUnits, units);
+    const size_t at = runs.of(count).end;
+    write(meaning, run + at, count, to);
+    run += at + count * unit_bytes(runs.type);
   }
-};
+}
 
 }  // namespace
 }  // namespace ktk::llamafile

@@ -74,5 +74,19 @@ inline void load_params(const BlockType& type, const Header& at, const uint8_t* 
   }
 }
 
+// The same for so many units from `run` on: whole runs, and the last one of a block. Returns where
+// they end.
+inline const uint8_t* load_stretch_params(const Runs& runs, size_t unit_params, const uint8_t* run,
+                                          size_t units, float* params) {
+  for (size_t count; units > 0; units -= count) {
+    count = smaller(kRunUnits, units);
+    const Header& at = runs.of(count);
+    load_params(runs.type, at, run, count, params);
+    params += count * unit_params;
+    run += at.end + count * unit_bytes(runs.type);
+  }
+  return run;
+}
+
 }  // namespace
 }  // namespace ktk::llamafile

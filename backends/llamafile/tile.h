@@ -75,6 +75,7 @@ template <size_t kStep, int kBits, bool kHeld, class AnyCodes, int kRows, int kG
 #pragma GCC unroll 2
   for (int v = 0; v < kVecs; ++v) {
     operand[v] = codes.template operand<kStep>(unit + v * sizeof(Dot::Int));
+    if constexpr (kBits == 8 && kGroups == 2) pin(operand[v]);  // loaded once, not for every row
   }
   auto& sums = acc[kStep * kGroups / kUnitSteps];
 #pragma GCC unroll 16

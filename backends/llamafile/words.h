@@ -8,24 +8,16 @@
 // Tiles of six rows are possible that way, where two sums apart have room for four, and the port of
 // vpdpbusd has two instructions to spare for a unit instead of three. It takes sums of 16 bits: by
 // Cauchy and Schwarz no sum exceeds the length of its weights times that of its activations. Tiles
-// where that is not enough, which are few, are multiplied as those of few rows (tile.h).
+// where that is not enough, which are few, keep sums apart (tile.h).
 //
-//   scratch   | operands of a stretch of runs | words of these runs | lengths of tiles of rows |
-//
-//   words     | sub 0, sub 1 of 32 columns | the same of units 1 to 7 | d of 32 columns, f32 |
+//   scratch   | stretch of runs (word_stretch.h) | lengths of tiles of rows |
 #pragma once
 
 #include "llamafile/matmul.h"
-#include "llamafile/operands.h"
+#include "llamafile/word_stretch.h"
 
 namespace ktk::llamafile {
 namespace {
-
-// Tiles read operands from L2 as fast as from L1, and take time to begin and to end: 8 runs instead
-// of 3 give 2 %.
-constexpr size_t kStretchRuns = 8;
-constexpr size_t kRunWords = (kRunUnits + 1) * kColumns;
-constexpr size_t kStretchOperands = kStretchRuns * kRunUnits * kOperandBytes;
 
 using WordShape = Shape<true, false>;
 static_assert(TileCodes<8, WordShape>::kOffset == kOffset);
@@ -176,78 +168,42 @@ struct WordTiles {
 };
 constexpr WordTiles kWordTiles;
 
-// The greatest Length that activations of the units of a run may have, so that sums are words.
-inline __m128i length_limits(const uint8_t* operands) {
-  const Dot::Int flip = Dot::set1_byte(-128);
-  alignas(32) int32_t largest[kRunUnits];
-  for (size_t unit = 0; unit < kRunUnits; ++unit) {
-    Dot::Int max = Dot::set1_int(1);
-#pragma GCC unroll 2
-    for (size_t half = 0; half < 2; ++half, operands += kOperandBytes / 2) {
-#pragma GCC unroll 2
-      for (size_t v = 0; v < kRowBytes; v += sizeof(Dot::Int)) {
-        Dot::Int squares = Dot::set1_int(0);
-#pragma GCC unroll 4
-        for (size_t step = 0; step < kUnitSteps / 2; ++step) {
-          const Dot::Int row = Dot::load_bytes(operands + step * kRowBytes + v);
-          const Dot::Int size = _mm512_abs_epi8(_mm512_xor_si512(row, flip));
-          squares = Dot::dot(squares, size, size);
-        }
-        max = _mm512_max_epi32(max, squares);
-      }
-    }
-    largest[unit] = _mm512_reduce_max_epi32(max);
+// A run of a tile that has longer sums: in tiles that keep both sums of a unit apart.
+inline void multiply_long_run(const BlockType& type, const Header& at, const Meaning& meaning,
+                              const uint8_t* packed, const WordArgs& w, size_t rows) {
+  constexpr size_t kMaxRows = Dot::kMaxHeldHalfRows;
+  alignas(kLine) float params[kRunUnits * WordShape::kParams];
+  alignas(kLine) float sums[kMaxRows * kColumns];
+  load_params(type, at, packed, kRunUnits, params);
+  if (w.is_first) clear_rows(w.dst, w.dst_stride, rows);
+  TileArgs t = {};
+  t.meaning = &meaning;
+  t.codes = w.operands;
+  t.params = params;
+  t.units = kRunUnits;
+  t.act_stride = w.act_stride;
+  t.dst = sums;
+  t.dst_stride = kColumns;
+  t.prefetch = w.prefetch;
+  t.unit_lines = w.unit_lines;
+  t.is_first = true;
+  const size_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+  for (size_t i = 0, row = 0; i < tiles; ++i, t.unit_lines = 0) {
+    const size_t row_end = rows * (i + 1) / tiles;
+    t.act = w.act + row * w.act_stride;
+    t.factors = w.factors + row * w.act_stride;
+    kTiles<8, WordShape, kMaxRows, true>.of_rows[row_end - row](t);
+    add_run(type, packed, sums, row_end - row, w.dst + row * w.dst_stride, w.dst_stride);
+    row = row_end;
   }
-  // Rounded down with room for the error of the division.
-  const __m256 quotient = _mm256_div_ps(
-      _mm256_set1_ps(32767.0f * 32767.0f / kLengthUnit * (1 - 0x1p-20f)),
-      _mm256_cvtepi32_ps(_mm256_load_si256(reinterpret_cast<const __m256i*>(largest))));
-  const __m256i limits =
-      _mm256_min_epi32(_mm256_cvttps_epi32(quotient), _mm256_set1_epi32(kNoLength - 1));
-  return _mm256_cvtepi32_epi8(limits);
 }
 
-// A stretch of runs in scratch.
-struct WordStretch {
-  uint8_t* operands;
-  int32_t* words;
-  __m128i limits[kStretchRuns];  // a Length for each unit, in the lower half
-
-  explicit WordStretch(void* scratch)
-      : operands(static_cast<uint8_t*>(scratch)),
-        words(reinterpret_cast<int32_t*>(operands + kStretchOperands)) {}
-
-  void write(const BlockType& type, const Header& at, const Meaning& meaning, const uint8_t* packed,
-             size_t index) {
-    uint8_t* const first = operands + index * kRunUnits * kOperandBytes;
-    const auto write = type.bits == 3 ? write_operands<3, kOffset> : write_operands<6, kOffset>;
-    write(meaning, packed + at.end, kRunUnits, first);
-    int32_t* to = words + index * kRunWords;
-    const uint8_t* sub = packed + at.sub;
-    for (size_t unit = 0; unit < kRunUnits; ++unit, sub += 2 * kColumns, to += kColumns) {
-      for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
-        const Dot::Int sub0 = _mm512_cvtepi8_epi32(load_bytes(sub + c));
-        const Dot::Int sub1 = _mm512_cvtepi8_epi32(load_bytes(sub + kColumns + c));
-        Dot::store_bytes(to + c,
-                         _mm512_mask_blend_epi16(0xaaaaaaaa, sub0, _mm512_slli_epi32(sub1, 16)));
-      }
-    }
-    limits[index] = length_limits(first);
-    for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
-      Dot::store(reinterpret_cast<float*>(to) + c, load_d(type, packed + c * d_bytes(type)));
-    }
-  }
-};
-
-// Of every run of a tile of rows the greatest Length of each unit: asked for by all columns.
-struct alignas(8) RunLengths {
-  Length of_unit[kRunUnits];
-};
-
-inline __m128i load_lengths(const void* lengths) {
-  return _mm_loadl_epi64(static_cast<const __m128i*>(lengths));
+inline size_t word_scratch_size(const ktk_matrix* matrix, size_t m) {
+  const size_t row_tiles = (m + WordTiles::kMaxRows - 1) / WordTiles::kMaxRows;
+  return kWordStretchBytes + row_tiles * (num_units(matrix) / kRunUnits) * sizeof(RunLengths);
 }
 
+// Of every run of a tile of rows the greatest lengths: asked for by all columns.
 inline void longest_rows(const uint8_t* lengths, size_t rows, size_t act_stride, size_t runs,
                          RunLengths* longest) {
   for (size_t run = 0; run < runs; ++run, lengths += sizeof(RunLengths)) {
@@ -255,41 +211,9 @@ inline void longest_rows(const uint8_t* lengths, size_t rows, size_t act_stride,
     for (size_t r = 1; r < rows; ++r) {
       of_run = _mm_max_epu8(of_run, load_lengths(lengths + r * act_stride));
     }
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(&longest[run]), of_run);
+    store_lengths(longest + run, of_run);
   }
 }
-
-// Whether all sums of a run are words.
-inline bool fits(const RunLengths& longest, __m128i limits) {
-  const __m128i beyond = _mm_subs_epu8(load_lengths(&longest), limits);
-  return _mm_testz_si128(beyond, beyond);
-}
-
-// A run of a tile that has longer sums.
-inline void multiply_long_run(const BlockType& type, const Header& at, const Meaning& meaning,
-                              const uint8_t* packed, const WordArgs& w, size_t rows) {
-  alignas(kLine) float params[kRunUnits * WordShape::kParams];
-  alignas(kLine) float sums[WordTiles::kMaxRows * kColumns];
-  static_assert(WordTiles::kMaxRows <= Dot::kMaxHalfRows);
-  load_params(type, at, packed, kRunUnits, params);
-  clear_rows(sums, kColumns, rows);
-  TileArgs t = {};
-  t.meaning = &meaning;
-  t.codes = w.operands;
-  t.params = params;
-  t.units = kRunUnits;
-  t.act = w.act;
-  t.factors = w.factors;
-  t.act_stride = w.act_stride;
-  t.dst = sums;
-  t.dst_stride = kColumns;
-  t.prefetch = w.prefetch;
-  kTiles<8, WordShape, Dot::kMaxHalfRows>.of_rows[rows](t);
-  if (w.is_first) clear_rows(w.dst, w.dst_stride, rows);
-  add_run(type, packed, sums, rows, w.dst, w.dst_stride);
-}
-
-constexpr size_t kWordStretchBytes = kStretchOperands + kStretchRuns * kRunWords * sizeof(float);
 
 inline void multiply_words(const ktk_matmul* mm) {
   static_assert(kTileColumns == kColumns);
@@ -352,11 +276,6 @@ inline void multiply_words(const ktk_matmul* mm) {
       packed += count * bytes;
     }
   }
-}
-
-inline size_t word_scratch_size(const ktk_matrix* matrix, size_t m) {
-  const size_t row_tiles = (m + WordTiles::kMaxRows - 1) / WordTiles::kMaxRows;
-  return kWordStretchBytes + row_tiles * (num_units(matrix) / kRunUnits) * sizeof(RunLengths);
 }
 
 }  // namespace
