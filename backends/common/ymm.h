@@ -25,6 +25,16 @@ struct Ymm {
   static Int divide_int(Int x) {
     return _mm256_srai_epi32(x, kBits);
   }
+  template <int kBits>
+  static Int shift_left_int(Int x) {
+    return _mm256_slli_epi32(x, kBits);
+  }
+  static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
+  static Float as_float(Int bits) { return _mm256_castsi256_ps(bits); }
+  // a where x < limit, b elsewhere.
+  static Float select_below(Int x, int limit, Float a, Float b) {
+    return _mm256_blendv_ps(b, a, as_float(_mm256_cmpgt_epi32(set1_int(limit), x)));
+  }
   static Float set1(float x) { return _mm256_set1_ps(x); }
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Float x) { _mm256_storeu_ps(p, x); }
@@ -51,9 +61,10 @@ struct Ymm {
   static Float load_i8(const void* p) {
     return convert(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
   }
-  static Float load_u8(const void* p) {
-    return convert(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+  static Int load_u8_int(const void* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
   }
+  static Float load_u8(const void* p) { return convert(load_u8_int(p)); }
   static Float load_bf16(const uint16_t* p) {
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));

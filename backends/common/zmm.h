@@ -23,6 +23,16 @@ struct Zmm {
   static Int divide_int(Int x) {
     return _mm512_srai_epi32(x, kBits);
   }
+  template <int kBits>
+  static Int shift_left_int(Int x) {
+    return _mm512_slli_epi32(x, kBits);
+  }
+  static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
+  static Float as_float(Int bits) { return _mm512_castsi512_ps(bits); }
+  // a where x < limit, b elsewhere.
+  static Float select_below(Int x, int limit, Float a, Float b) {
+    return _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(x, set1_int(limit)), b, a);
+  }
   static Float set1(float x) { return _mm512_set1_ps(x); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
@@ -49,9 +59,10 @@ struct Zmm {
   static Float load_i8(const void* p) {
     return convert(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
   }
-  static Float load_u8(const void* p) {
-    return convert(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+  static Int load_u8_int(const void* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
   }
+  static Float load_u8(const void* p) { return convert(load_u8_int(p)); }
   static Float load_bf16(const uint16_t* p) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));

@@ -19,15 +19,37 @@ struct Shape {
 
 constexpr size_t kMaxParams = Shape<true, true>::kParams;
 
+// The functions of normal.h, for a register of columns.
+inline Dot::Float load_half_e8m0(const uint8_t* d) {
+  const Dot::Int e = Dot::load_u8_int(d);
+  // The second is larger for e < 2 only: the subnormal ones.
+  return Dot::as_float(Dot::max_int(Dot::shift_left_int<23>(Dot::add(e, Dot::set1_int(-1))),
+                                    Dot::shift_left_int<21>(Dot::add(e, Dot::set1_int(1)))));
+}
+
+inline Dot::Float load_half_ue4m3(const uint8_t* d) {
+  const Dot::Int x = Dot::load_u8_int(d);
+  const Dot::Int unsigned_x = Dot::bit_and(x, Dot::set1_int(0x7f));
+  const Dot::Float normal =
+      Dot::as_float(Dot::add(Dot::shift_left_int<20>(unsigned_x), Dot::set1_int(119 << 23)));
+  const Dot::Float subnormal = Dot::mul(Dot::convert(unsigned_x), Dot::set1(0x1p-10f));
+  const Dot::Float value = Dot::select_below(unsigned_x, 8, subnormal, normal);
+  // NaN is 127, and counts as 0.
+  const Dot::Float beyond = Dot::select_below(x, 128, Dot::set1(0), value);
+  return Dot::select_below(x, 127, value, beyond);
+}
+
 inline Dot::Float load_d(const BlockType& type, const uint8_t* d) {
-  if (type.d_kind == DKind::kF16) {
-    return Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(d)), Dot::set1(type.constant));
+  switch (type.d_kind) {
+    case DKind::kF16:
+      return Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(d)),
+                      Dot::set1(type.constant));
+    case DKind::kE8M0:
+      return load_half_e8m0(d);
+    case DKind::kUe4m3:
+      return load_half_ue4m3(d);
   }
-  float values[Dot::kLanes];
-  for (int i = 0; i < Dot::kLanes; ++i) {
-    values[i] = type.d_kind == DKind::kE8M0 ? f32_from_half_e8m0(d[i]) : f32_from_half_ue4m3(d[i]);
-  }
-  return Dot::load(values);
+  __builtin_unreachable();
 }
 
 inline Dot::Float load_dmin(const uint8_t* dmin, Dot::Float factor) {

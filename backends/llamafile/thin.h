@@ -248,17 +248,15 @@ class Thin {
 
 using MultiplyThin = void (*)(const ktk_matmul*, const Meaning&, const WeightStream&);
 
-// By type and rows - 1. None for d of eight bits: a tile expands them once for all of its units.
+// By type and rows - 1.
 struct ThinKernels {
   static constexpr size_t kTypeCount = sizeof(kTypes) / sizeof(kTypes[0]);
   MultiplyThin of[kTypeCount][kThinRows];
 
   template <size_t kType = 0>
   constexpr void fill() {
-    if constexpr (kTypes[kType].d_kind == DKind::kF16) {
-      of[kType][0] = Thin<kType, 1>::multiply;
-      of[kType][1] = Thin<kType, 2>::multiply;
-    }
+    of[kType][0] = Thin<kType, 1>::multiply;
+    of[kType][1] = Thin<kType, 2>::multiply;
     if constexpr (kType + 1 < kTypeCount) fill<kType + 1>();
   }
   constexpr ThinKernels() : of{} { fill(); }

@@ -60,3 +60,22 @@ def test_blocks_keep_their_values(name: str, variant: str) -> None:
     for n, k in [(37, 2048), (5, 256 + block if block > 1 else 259), (1, max(block, 2))]:
         rows = random_rows(kind, n, k)
         check_same_bits(pack(variant, rows, kind).unpack(), decode(rows, kind))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["MXFP4", "NVFP4"])
+def test_products_meet_every_scale_of_eight_bits(name: str, variant: str) -> None:
+    """Column i has the scale of byte i, and is multiplied with 127, whose act scale is 1."""
+    kind = GGMLQuantizationType[name]
+    block, size = GGML_QUANT_SIZES[kind]
+    k = 256
+    rows = np.full((256, k // block, size), 0x22, np.uint8)  # codes of 1
+    rows[:, :, : size - block // 2] = np.arange(256, dtype=np.uint8)[:, np.newaxis, np.newaxis]
+    packed = pack(variant, rows.reshape(256, -1), kind)
+    with np.errstate(over="ignore"):
+        expected = decode(rows.reshape(256, -1), kind)[:, 0] * np.float32(127)
+    # Micro-kernels for one and two rows, for some, and for many.
+    for m in (1, 2, 5, 33):
+        x = np.zeros((m, k), np.float32)
+        x[:, 0] = 127
+        check_same_bits(packed.matmul(x), np.tile(expected, (m, 1)))
