@@ -2,9 +2,10 @@
 
     check_kernels.py [--nm NM] [--objdump OBJDUMP] ARCHIVE...
 
-Symbols: an archive defines one global symbol, named like the archive, and no weak one: the linker
-keeps a single copy of a weak symbol, and if that copy was compiled for AVX-512 the program dies on
-a machine without it. It calls nothing but the memory functions that compilers insert.
+Symbols: an archive defines the table of functions that is named like it, perhaps those of other
+backends for the same instruction set, and nothing else, above all nothing weak: the linker keeps a
+single copy of a weak symbol, and if that copy was compiled for AVX-512 the program dies on a
+machine without it. It calls nothing but the memory functions that compilers insert, and tables.
 
 Spills: the innermost loops that multiply must not move vector registers to or from the stack,
 but for a constant here and there. gcc 12 keeps an accumulator array there when a loop over it is
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LOCAL = set("tbdrns")  # nm prints local symbols in lower case
+TABLE = set("DR")  # data that is not weak
 MAY_CALL = {"memcpy", "memmove", "memset", "_GLOBAL_OFFSET_TABLE_"}
 # Of x86-64, then of aarch64.
 PRODUCT = re.compile(
@@ -57,8 +59,15 @@ def run(*command: str | Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def symbol_offences(archive: Path, nm: str) -> list[str]:
-    expected = archive.stem.removeprefix("lib")
+def table_name(archive: Path) -> str:
+    """Return ktk_<backend>_<instruction set>."""
+    return archive.stem.removeprefix("lib")
+
+
+def symbol_offences(archive: Path, tables: set[str], nm: str) -> list[str]:
+    expected = table_name(archive)
+    target = expected.split("_", 2)[2]
+    own = {"_".join([*table.split("_", 2)[:2], target]) for table in tables}
     found, seen = [], False
     for line in run(nm, "--format=posix", archive).splitlines():
         fields = line.split()
@@ -66,10 +75,10 @@ def symbol_offences(archive: Path, nm: str) -> list[str]:
             continue
         symbol, kind = fields[:2]
         if kind == "U":
-            if symbol not in MAY_CALL:
+            if symbol not in MAY_CALL | tables | own:
                 found.append(f"{archive.name}: calls {symbol}")
-        elif symbol == expected:
-            seen = True
+        elif symbol in own and kind in TABLE:
+            seen |= symbol == expected
         elif kind not in LOCAL:
             found.append(f"{archive.name}: exports {symbol} ({kind})")
     if not seen:
@@ -121,10 +130,11 @@ def main() -> int:
     parser.add_argument("--objdump", default="objdump")
     parser.add_argument("archives", nargs="+", type=Path)
     arguments = parser.parse_args()
+    tables = {table_name(archive) for archive in arguments.archives}
     problems = []
     for archive in arguments.archives:
         loops, spills = spill_offences(archive, arguments.objdump)
-        problems += symbol_offences(archive, arguments.nm) + spills
+        problems += symbol_offences(archive, tables, arguments.nm) + spills
         print(f"{archive.name}: {loops} multiplying loops")
     print("\n".join(problems))
     return bool(problems)

@@ -115,6 +115,7 @@ struct Dot : Ymm {
 #endif
 
 constexpr size_t kTileColumns = kVecs * Dot::kLanes;
+constexpr size_t kFewRows = 12;  // those of a lone tile, which is faster where memory is the limit
 
 }  // namespace
 }  // namespace ktk::llamafile

@@ -1,13 +1,11 @@
-// The functions of a variant: those of block types, or those of floats.
+// The functions of a table: those of block types, or those of floats.
 #pragma once
 
 #include "llamafile/floats/layout.h"
+#include "llamafile/with_bf16.h"
 
 namespace ktk::llamafile {
 namespace {
-
-inline const ktk_matrix* matrix_of(const ktk_matrix* matrix) { return matrix; }
-inline const ktk_matrix* matrix_of(const ktk_matmul* mm) { return mm->matrix; }
 
 template <auto kOfBlocks, auto kOfFloats>
 struct Either;

@@ -106,7 +106,6 @@ inline size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
                                                        : kHeldScratch;
 }
 
-constexpr size_t kFewRows = 12;  // those of a lone tile, which is faster where memory is the limit
 constexpr ktk_ukernel kManyRowsUkernels[] = {
     make_ukernel("tiles", kFewRows, either<multiply, floats::multiply<Dot>>),
     make_ukernel("tiles_held", either<multiply_many, floats::multiply<Dot>>, many_scratch_size),

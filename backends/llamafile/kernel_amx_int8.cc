@@ -8,15 +8,18 @@ namespace {
 // Few rows wait for memory, or for the operands: they are decoded as they are read.
 constexpr ktk_ukernel kAmxUkernels[] = {
     make_ukernel("vnni_4x32", Dot::kMaxRows, either<multiply, floats::multiply<Dot>>),
-    make_ukernel("amx_32x32", SIZE_MAX, either<multiply_amx, floats::multiply<Dot>>,
-                 amx_scratch_size),
+    make_ukernel("amx_32x32", either<multiply_amx, floats::multiply<Dot>>, amx_scratch_size),
 };
+constexpr ktk_variant kOthers = make_table(kAmxUkernels);
+using Both = WithBf16<kOthers>;
+constexpr ktk_ukernel kBothUkernels[] = {Both::ukernel<0>("vnni_4x32", Dot::kMaxRows),
+                                         Both::ukernel<1>("amx_32x32")};
 
 }  // namespace
 }  // namespace ktk::llamafile
 
 extern "C" {
 extern const ktk_variant KTK_VARIANT(llamafile);
-constexpr ktk_variant KTK_VARIANT(llamafile) = ktk::llamafile::make_variant(
-    ktk::llamafile::kAmxUkernels, ktk::llamafile::kTileRows, ktk::enter_amx, ktk::leave_amx);
+constexpr ktk_variant KTK_VARIANT(llamafile) = ktk::llamafile::Both::make(
+    ktk::llamafile::kBothUkernels, ktk::llamafile::kTileRows, ktk::enter_amx, ktk::leave_amx);
 }

@@ -1,5 +1,6 @@
-// "ggml-n32k256": where a weight of any of ggml's block types is in a packed matrix. The same for
-// all instruction sets. It holds what the blocks hold, in about as many bytes: nothing is rounded.
+// "ggml-n32k256+bf16-n32k32": where a weight of any of ggml's block types is in a packed matrix.
+// The same for all instruction sets. It holds what the blocks hold, in about as many bytes: nothing
+// is rounded. Floats are elsewhere: BF16 in bf16/layout.h, F16 and F32 in floats/layout.h.
 //
 //   packed    [n / 32 blocks][k / 256 runs]                       one sequential stream
 //
@@ -51,7 +52,7 @@
 namespace ktk::llamafile {
 namespace {
 
-constexpr char kLayout[] = "ggml-n32k256";
+constexpr char kLayout[] = "ggml-n32k256+bf16-n32k32";
 constexpr size_t kLine = 64;
 constexpr size_t kColumns = 32;  // of a block
 constexpr size_t kUnit = 32;     // depth of a unit

@@ -121,18 +121,22 @@ def roofline(limits: Limits, *, nbytes: float, flops: float, units: Iterable[str
     )
 
 
-def variant_units(variant: _Variant, *, library: bool = False) -> tuple[str, ...]:
+def variant_units(
+    variant: _Variant, act: _Element | None = None, *, library: bool = False
+) -> tuple[str, ...]:
     """Return the units that the instruction sets of a variant offer for its activations.
 
     Parameters
     ----------
     variant
         One of `Backend.variants`.
+    act
+        What its activations are, where that depends on the weights; default: `variant.act`.
     library
         The backend multiplies with a library of the machine (`Backend.library`), whose code may
         use all that the CPU has, whatever the variant itself requires.
     """
-    integer = variant.act.element in ("i8", "u8", "i4", "u4")
+    integer = (act or variant.act).element in ("i8", "u8", "i4", "u4")
     units = INTEGER_UNITS if integer else FLOAT_UNITS
     usable = _core.detected_isa() if library else variant.required_isa
     return tuple(unit for unit, isa in units.items() if isa in usable)

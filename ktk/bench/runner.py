@@ -299,7 +299,8 @@ def _load(
         for _ in range(1, max(1, min(-(-wanted // nbytes), share // nbytes))):
             layers.append(make_layer(subject, shape, prepared, pool))  # noqa: PERF401 (slow)
         [variant] = (v for v in backend.variants if v.name == layers[0].variant)
-        units = variant_units(variant, library=backend.library is not None)
+        act = variant.act_of(chosen.stored, shape.intermediate_size, shape.hidden_size)
+        units = variant_units(variant, act, library=backend.library is not None)
         candidates.append(_Candidate(subject, variant.name, label(chosen.stored), layers, units))
     return candidates
 

@@ -68,6 +68,7 @@ def test_limit_takes_the_best_unit_the_instruction_sets_offer() -> None:
     assert LIMITS.peak(variant_units(int8)) == 2000e9
     assert "avx512_fma" not in variant_units(int8), "floating-point units do not multiply int8"
     assert variant_units(Variant(["avx2"], Act("f32"))) == ("avx2_fma",)
+    assert variant_units(int8, Act("f32")) == ("avx512_fma", "avx2_fma"), "of these weights"
 
 
 def test_a_library_may_use_all_that_the_cpu_has() -> None:

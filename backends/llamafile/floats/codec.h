@@ -3,7 +3,6 @@
 
 #include <string.h>
 
-#include "common/bf16.h"
 #include "common/f16.h"
 #include "llamafile/floats/layout.h"
 
@@ -65,8 +64,6 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
                                 [](float x) { return x; });
     case KTK_F16:
       return unpack_rows<uint16_t>(matrix, in, n_begin, n_end, out, out_stride, f32_from_f16);
-    case KTK_BF16:
-      return unpack_rows<uint16_t>(matrix, in, n_begin, n_end, out, out_stride, f32_from_bf16);
   }
 }
 

@@ -1,4 +1,4 @@
-// F32, F16 and BF16 as they are, only in another order:
+// F32 and F16 as they are, only in another order:
 //
 //   block of 32 columns         depth k
 //   [k 0][k 1] ... [k K-1]      [c][c+1] ... [c+31]     64 bytes of halves, 128 of f32
@@ -16,7 +16,7 @@ constexpr size_t kColumns = 32;
 constexpr size_t kLine = 64;
 
 inline bool is_float(const ktk_format& format) {
-  return format.element == KTK_F32 || format.element == KTK_F16 || format.element == KTK_BF16;
+  return format.element == KTK_F32 || format.element == KTK_F16;
 }
 inline size_t element_bytes(const ktk_matrix* matrix) {
   return matrix->format.element == KTK_F32 ? 4 : 2;

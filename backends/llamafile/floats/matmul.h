@@ -28,9 +28,7 @@ struct Weights {
 
   static typename V::Float load(const char* p) {
     if constexpr (kElement == KTK_F32) return V::load(reinterpret_cast<const float*>(p));
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(p);
-    if constexpr (kElement == KTK_F16) return V::load_f16(halves);
-    return V::load_bf16(halves);
+    return V::load_f16(reinterpret_cast<const uint16_t*>(p));
   }
 };
 
@@ -182,8 +180,6 @@ inline void multiply(const ktk_matmul* mm) {
       return multiply_as<V, KTK_F32>(mm);
     case KTK_F16:
       return multiply_as<V, KTK_F16>(mm);
-    case KTK_BF16:
-      return multiply_as<V, KTK_BF16>(mm);
   }
 }
 
