@@ -37,6 +37,9 @@ PEERS = {
         name: ("LLAMAFILE", name, "ggml", name)
         for name in ("q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "iq4_xs")
     },
+    # Names that are backends, too.
+    "gguf-bf16": ("LLAMAFILE", "bf16", "floats", "bf16"),
+    "gguf-mxfp4": ("LLAMAFILE", "mxfp4", "ggml", "mxfp4"),
 }
 
 # Runs in the environment that has ktk. Prints {backend: [variants that run here, best first]}.
