@@ -1,9 +1,9 @@
 // The product for more than a dozen rows: tiles that keep dst in registers for a stretch of runs,
 // because loads and stores of dst at the end of every unit take as long as its arithmetic. Such
-// tiles are small, but types can still be decoded as they are read. Types that sum runs have tiles
-// of their own (words.h).
+// tiles are small, but types can still be decoded as they are read. Types that sum runs have
+// operands written, and most have tiles of their own (words.h).
 //
-//   scratch   | parameters of a stretch of units |
+//   scratch   | parameters of a stretch of units | of types that sum runs: d | operands |
 #pragma once
 
 #include "llamafile/words.h"
@@ -34,6 +34,7 @@ inline HeldTiles held_tiles_for(const BlockType& type) {
     case 2:
       return type.has_dmin ? held_tiles<2, true, true>() : held_tiles<2, false, false>();
     case 3:
+      if (sums_runs(type)) return held_tiles<8, true, false>();  // of operands
       return held_tiles<3, false, false>();
     case 4:
       if (type.group == 16) return held_tiles<4, true, false>();
@@ -53,11 +54,15 @@ inline void multiply_held(const ktk_matmul* mm) {
   const size_t tiles = row_tiles * (kColumns / kTileColumns);
   const WeightStream stream = weight_stream(mm);
   float* params = static_cast<float*>(mm->scratch);
+  float* const run_d = params + kStretchUnits * kMaxParams;
+  uint8_t* const operands =
+      reinterpret_cast<uint8_t*>(run_d + kStretchUnits / kRunUnits * kColumns);
   const uint8_t* run = block_at(mm, mm->n_begin);
   TileArgs t = {};
   t.meaning = &meaning;
   t.act_stride = mm->act_stride;
   t.dst_stride = mm->dst_stride;
+  t.run_d = sums_runs(runs.type) ? run_d : nullptr;
   for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
     float* dst = mm->dst + (n - mm->n_begin);
     for (size_t unit = 0; unit < runs.units; unit += t.units) {
@@ -68,6 +73,14 @@ inline void multiply_held(const ktk_matmul* mm) {
       t.is_first = unit == 0;
       t.gap = runs.full.end;
       const uint8_t* codes = run + runs.of(smaller(t.units, kRunUnits)).end;
+      if (t.run_d) {
+        for (size_t i = 0; i < t.units / kRunUnits; ++i) {
+          load_run_ds(runs.type, run + i * run_bytes(runs.type, kRunUnits), run_d + i * kColumns);
+        }
+        write_stretch(runs, meaning, write_operands<3, kOffset>, run, t.units, operands);
+        t.gap = 0;
+        codes = operands;
+      }
       // All tiles together fetch the stretch that comes next, so many lines in every unit.
       const size_t lines = static_cast<size_t>(end - run) / kLine;
       t.unit_lines = (lines - 1) / (tiles * t.units) + 1;
@@ -91,19 +104,23 @@ inline void multiply_held(const ktk_matmul* mm) {
   }
 }
 
-// Up to here, writing operands for words takes longer than it saves.
+// Up to here, writing operands takes longer than it saves.
 constexpr size_t kMaxRowsUnwritten = 20;
 
 inline void multiply_many(const ktk_matmul* mm) {
-  if (!sums_runs(block_type(mm->matrix->format.element))) return multiply_held(mm);
-  return mm->m <= kMaxRowsUnwritten ? multiply(mm) : multiply_words(mm);
+  const BlockType& type = block_type(mm->matrix->format.element);
+  if (sums_runs(type) && mm->m <= kMaxRowsUnwritten) return multiply(mm);
+  return makes_words(type) ? multiply_words(mm) : multiply_held(mm);
 }
 
 inline size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
-  constexpr size_t kHeldScratch = kStretchUnits * kMaxParams * sizeof(float);
   if (floats::is_float(matrix->format)) return 0;
-  return sums_runs(block_type(matrix->format.element)) ? word_scratch_size(matrix, m)
-                                                       : kHeldScratch;
+  const BlockType& type = block_type(matrix->format.element);
+  if (makes_words(type)) return word_scratch_size(matrix, m);
+  constexpr size_t kRuns = kStretchUnits / kRunUnits;
+  const size_t params = kStretchUnits * kMaxParams * sizeof(float);
+  if (!sums_runs(type)) return params;
+  return params + kRuns * kColumns * sizeof(float) + kStretchUnits * kOperandBytes;
 }
 
 constexpr ktk_ukernel kManyRowsUkernels[] = {

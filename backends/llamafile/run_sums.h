@@ -17,6 +17,13 @@ inline Dot::Float load_run_d(const BlockType& type, const uint8_t* d) {
   return Dot::mul(load_d(type, d), Dot::set1(1 / kRunFactor));
 }
 
+// d of a run, 32 floats.
+inline void load_run_ds(const BlockType& type, const uint8_t* run, float* to) {
+  for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+    Dot::store(to + c, load_run_d(type, run + c * d_bytes(type)));
+  }
+}
+
 // Sums of a run, rows of 32 columns, to dst.
 inline void add_run(const BlockType& type, const uint8_t* run, const float* sums, size_t rows,
                     float* dst, size_t dst_stride) {

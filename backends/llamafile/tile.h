@@ -40,8 +40,10 @@ struct TileArgs {
   // What the tile fetches: as many lines as it reads codes from, prefetch_step bytes apart.
   const uint8_t* prefetch;
   size_t prefetch_step;
-  size_t unit_lines;  // a tile that holds dst: instead, so many adjacent lines in every unit
-  bool is_first;      // a tile that holds dst: dst has nothing yet
+  // A tile that holds dst:
+  size_t unit_lines;   // instead of prefetch_step: so many adjacent lines in every unit
+  bool is_first;       // dst has nothing yet
+  const float* run_d;  // if there is one, runs are held, and meet their d (run_sums.h) in dst
 };
 
 // The same pointer, but gcc 12 does not know: it would compute the address of every row before the
@@ -112,7 +114,7 @@ struct TileCodes {
   }
 };
 
-// kHeld: dst is in registers from the first unit to the last.
+// kHeld: dst, or the sum of a run, is in registers from the first unit to the last.
 template <int kBits, class Shape, int kRows, bool kHeld>
 void multiply_tile(const TileArgs& args) {
   using Int = Dot::Int;
@@ -138,7 +140,9 @@ void multiply_tile(const TileArgs& args) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVecs; ++v) {
         held[r][v] = Dot::set1(0);
-        if (!t.is_first) held[r][v] = Dot::load(t.dst + r * t.dst_stride + v * Dot::kLanes);
+        if (!t.is_first && !t.run_d) {
+          held[r][v] = Dot::load(t.dst + r * t.dst_stride + v * Dot::kLanes);
+        }
       }
     }
   }
@@ -226,8 +230,26 @@ void multiply_tile(const TileArgs& args) {
     }
     factors += sizeof(Factor);
     params += Shape::kParams;
+    if constexpr (kHeld && Shape::kHalves && !Shape::kMins) {
+      if (!t.run_d || (unit + 1) % kRunUnits != 0) continue;
+      const float* d = t.run_d + unit / kRunUnits * kColumns;
+      const bool is_first = t.is_first && unit < kRunUnits;
+      dst = hidden(t.dst);
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r, dst += t.dst_stride) {
+#pragma GCC unroll 2
+        for (int v = 0; v < kVecs; ++v) {
+          float* to = dst + v * Dot::kLanes;
+          Float before = Dot::set1(0);
+          if (!is_first) before = Dot::load(to);
+          Dot::store(to, Dot::fma(held[r][v], Dot::load(d + v * Dot::kLanes), before));
+          held[r][v] = Dot::set1(0);
+        }
+      }
+    }
   }
   if constexpr (kHeld) {
+    if (t.run_d) return;
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2

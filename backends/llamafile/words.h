@@ -19,6 +19,14 @@
 namespace ktk::llamafile {
 namespace {
 
+// Whether sums of a type are words, as a rule. Values up to 43 (IQ2_XS, IQ2_S) make most of them
+// too large for the bound.
+constexpr bool makes_words(const BlockType& type) {
+  int largest = type.linear ? type.offset : 0;
+  for (const int value : type.table) largest = largest < value ? value : largest;
+  return sums_runs(type) && largest <= 32;
+}
+
 using WordShape = Shape<true, false>;
 static_assert(TileCodes<8, WordShape>::kOffset == kOffset);
 
@@ -172,28 +180,27 @@ constexpr WordTiles kWordTiles;
 inline void multiply_long_run(const BlockType& type, const Header& at, const Meaning& meaning,
                               const uint8_t* packed, const WordArgs& w, size_t rows) {
   constexpr size_t kMaxRows = Dot::kMaxHeldHalfRows;
-  alignas(kLine) float params[kRunUnits * WordShape::kParams];
-  alignas(kLine) float sums[kMaxRows * kColumns];
+  alignas(kLine) float params[kRunUnits * WordShape::kParams], d[kColumns];
   load_params(type, at, packed, kRunUnits, params);
-  if (w.is_first) clear_rows(w.dst, w.dst_stride, rows);
+  load_run_ds(type, packed, d);
   TileArgs t = {};
   t.meaning = &meaning;
   t.codes = w.operands;
   t.params = params;
   t.units = kRunUnits;
   t.act_stride = w.act_stride;
-  t.dst = sums;
-  t.dst_stride = kColumns;
+  t.dst_stride = w.dst_stride;
   t.prefetch = w.prefetch;
   t.unit_lines = w.unit_lines;
-  t.is_first = true;
+  t.is_first = w.is_first;
+  t.run_d = d;
   const size_t tiles = (rows + kMaxRows - 1) / kMaxRows;
   for (size_t i = 0, row = 0; i < tiles; ++i, t.unit_lines = 0) {
     const size_t row_end = rows * (i + 1) / tiles;
     t.act = w.act + row * w.act_stride;
     t.factors = w.factors + row * w.act_stride;
+    t.dst = w.dst + row * w.dst_stride;
     kTiles<8, WordShape, kMaxRows, true>.of_rows[row_end - row](t);
-    add_run(type, packed, sums, row_end - row, w.dst + row * w.dst_stride, w.dst_stride);
     row = row_end;
   }
 }

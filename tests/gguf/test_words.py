@@ -42,16 +42,20 @@ def q6_k(codes: np.ndarray, sub: np.ndarray, d: float) -> np.ndarray:
 
 
 def check(codes: np.ndarray, sub: np.ndarray, x: np.ndarray) -> None:
+    check_blocks(q6_k(codes, sub, 2.0**-8), "q6_k", x)
+
+
+def check_blocks(made: np.ndarray, name: str, x: np.ndarray) -> None:
     """Many rows have the bits of one row, which are near the exact product."""
     for variant in VARIANTS:
-        made = q6_k(codes, sub, 2.0**-8)
-        packed = _core.PackedMatrix(BACKEND.core, variant, made, given=Format("q6_k"))
+        packed = _core.PackedMatrix(BACKEND.core, variant, made, given=Format(name))
         got = packed.matmul(x)
         act, weight = packed.act_round_trip(x).astype(np.float64), packed.unpack()
         exact = act @ weight.T.astype(np.float64)
-        # Sums of a group are exact. One rounding for each of 32 groups of a row, one for each run.
+        # Sums of a unit are exact. One rounding for each unit of a row, one for each run.
         terms = np.abs(act) @ np.abs(weight).T.astype(np.float64)
-        assert (np.abs(got - exact) <= 2.0**-24 * 40 * terms).all()
+        roundings = x.shape[1] // 32 + x.shape[1] // 256
+        assert (np.abs(got - exact) <= 2.0**-24 * (roundings + 4) * terms).all()
         for rows in (1, 3, 17):
             single = [packed.matmul(x[i : i + rows]) for i in range(0, len(x), rows)]
             np.testing.assert_array_equal(np.concatenate(single), got)
@@ -91,3 +95,21 @@ def test_activations_near_the_ends_of_the_range(size: float) -> None:
     x = rng.standard_normal((ROWS, K)).astype(np.float32)
     x[::2] *= np.float32(size)
     check(codes, sub, x)
+
+
+@pytest.mark.parametrize("name", ["Q3_K", "IQ1_M", "IQ2_XS", "IQ2_S"])
+def test_other_types_that_sum_runs(name: str) -> None:
+    """More runs than are held at once, and values too large for words (IQ2_XS, IQ2_S)."""
+    rng = np.random.default_rng(6)
+    k = 9 * 256
+    _, size = gguf.GGML_QUANT_SIZES[Type[name]]
+    made = rng.integers(0, 256, (N, k // 256, size), dtype=np.uint8)
+    d = np.array([2.0**-8], np.float16).view(np.uint8)
+    if name == "IQ1_M":  # four bits of d at the top of each of the last four words
+        made[:, :, -7::2] = made[:, :, -7::2] & 15 | np.array([0, 0, 0, 0x10], np.uint8)
+    elif name == "Q3_K":
+        made[:, :, -2:] = d
+    else:
+        made[:, :, :2] = d
+    x = rng.standard_normal((ROWS, k)).astype(np.float32)
+    check_blocks(made.reshape(N, -1), name.lower(), x)
