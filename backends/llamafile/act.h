@@ -82,11 +82,13 @@ inline void pack_act_unit(const float* x, SymmetricScale s, uint8_t* codes, Fact
                 : kNoLength;
 }
 
-// Scales of sixteen units, whose divisions take longer than all else if they come one by one.
-inline void act_scales(const float* x, size_t units, SymmetricScale (&scales)[16]) {
-  float absmax[16] = {}, scale[16], factor[16];
+// Scales of so many units at once, whose divisions take longer than all else if they come one by
+// one. The second half of a layer has 256 columns of many rows.
+constexpr size_t kScales = kRunUnits;
+inline void act_scales(const float* x, size_t units, SymmetricScale (&scales)[kScales]) {
+  float absmax[kScales] = {}, scale[kScales], factor[kScales];
   for (size_t u = 0; u < units; ++u) absmax[u] = ElementF32::absmax(x + u * kUnit, kUnit);
-  for (size_t u = 0; u < 16; ++u) {
+  for (size_t u = 0; u < kScales; ++u) {
     scale[u] = absmax[u] / 127;
     factor[u] = 1 / scale[u];
   }
@@ -103,8 +105,8 @@ inline void pack_act(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t 
     Factor* factors = reinterpret_cast<Factor*>(row + factor_offset(matrix));
     Length* lengths = reinterpret_cast<Length*>(row + length_offset(matrix));
     for (size_t k = k_begin; k < k_end;) {
-      SymmetricScale scales[16];
-      const size_t units = smaller(16, (k_end - k) / kUnit);
+      SymmetricScale scales[kScales];
+      const size_t units = smaller(kScales, (k_end - k) / kUnit);
       act_scales(x + (k - k_begin), units, scales);
       for (size_t u = 0; u < units; ++u, k += kUnit) {
         pack_act_unit(x + (k - k_begin), scales[u], row + k, factors + k / kUnit,
