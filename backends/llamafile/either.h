@@ -2,10 +2,12 @@
 #pragma once
 
 #include "llamafile/floats/layout.h"
-#include "llamafile/with_bf16.h"
 
 namespace ktk::llamafile {
 namespace {
+
+inline const ktk_matrix* matrix_of(const ktk_matrix* matrix) { return matrix; }
+inline const ktk_matrix* matrix_of(const ktk_matmul* mm) { return mm->matrix; }
 
 template <auto kOfBlocks, auto kOfFloats>
 struct Either;

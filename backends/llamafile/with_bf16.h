@@ -5,6 +5,7 @@
 #include "common/ukernel.h"
 #include "ktk/target.h"
 #include "llamafile/act.h"
+#include "llamafile/either.h"
 
 extern "C" {
 extern const ktk_variant KTK_VARIANT(bf16);
@@ -13,42 +14,44 @@ extern const ktk_variant KTK_VARIANT(bf16);
 namespace ktk::llamafile {
 namespace {
 
-inline const ktk_matrix* matrix_of(const ktk_matrix* matrix) { return matrix; }
-inline const ktk_matrix* matrix_of(const ktk_matmul* mm) { return mm->matrix; }
-
 template <const ktk_variant& kOthers>
 class WithBf16 {
   static bool is_bf16(const ktk_matrix* matrix) { return matrix->format.element == KTK_BF16; }
 
   // A function of a table, which takes something with a matrix first.
   template <auto kMember>
-  struct Either;
+  struct Served;
   template <class Result, class First, class... Rest,
             Result (*ktk_variant::*kMember)(First, Rest...)>
-  struct Either<kMember> {
+  struct Served<kMember> {
     static Result call(First first, Rest... rest) {
       const ktk_variant& table = is_bf16(matrix_of(first)) ? KTK_VARIANT(bf16) : kOthers;
       return (table.*kMember)(first, rest...);
     }
   };
   template <auto kMember>
-  static constexpr auto either = Either<kMember>::call;
+  static constexpr auto served = Served<kMember>::call;
 
   static void act_format(const ktk_matrix* matrix, ktk_format* out) {
     if (!is_bf16(matrix)) return kOthers.act_format(matrix, out);
     *out = KTK_VARIANT(bf16).act;
   }
 
-  // BF16 has one micro-kernel for any number of rows, without scratch.
+  template <size_t kIndex>
+  static const ktk_ukernel& ukernel_for(const ktk_matrix* matrix, size_t m) {
+    if (!is_bf16(matrix)) return kOthers.ukernels[kIndex];
+    const ktk_ukernel* of_bf16 = KTK_VARIANT(bf16).ukernels;
+    while (m > of_bf16->m_max) ++of_bf16;
+    return *of_bf16;
+  }
   template <size_t kIndex>
   static void run(const ktk_matmul* mm) {
-    const bool is_other = !is_bf16(mm->matrix);
-    (is_other ? kOthers.ukernels[kIndex] : *KTK_VARIANT(bf16).ukernels).run(mm);
+    ukernel_for<kIndex>(mm->matrix, mm->m).run(mm);
   }
   template <size_t kIndex>
   static size_t scratch_size(const ktk_matrix* matrix, size_t m) {
-    const auto size = kOthers.ukernels[kIndex].scratch_size;
-    return is_bf16(matrix) || !size ? 0 : size(matrix, m);
+    const auto size = ukernel_for<kIndex>(matrix, m).scratch_size;
+    return size ? size(matrix, m) : 0;
   }
 
  public:
@@ -68,17 +71,17 @@ class WithBf16 {
         .tile = {.m_step = m_step, .n_step = kColumns, .k_step = kUnit},
         .act = kActFormat,
         .layout = kLayout,
-        .weight_size = either<&ktk_variant::weight_size>,
-        .pack_weight = either<&ktk_variant::pack_weight>,
-        .unpack_weight = either<&ktk_variant::unpack_weight>,
-        .act_size = either<&ktk_variant::act_size>,
-        .pack_act = either<&ktk_variant::pack_act>,
-        .unpack_act = either<&ktk_variant::unpack_act>,
+        .weight_size = served<&ktk_variant::weight_size>,
+        .pack_weight = served<&ktk_variant::pack_weight>,
+        .unpack_weight = served<&ktk_variant::unpack_weight>,
+        .act_size = served<&ktk_variant::act_size>,
+        .pack_act = served<&ktk_variant::pack_act>,
+        .unpack_act = served<&ktk_variant::unpack_act>,
         .ukernels = ukernels,
         .num_ukernels = kNumKernels,
         .enter = enter,
         .leave = leave,
-        .weight_offset = either<&ktk_variant::weight_offset>,
+        .weight_offset = served<&ktk_variant::weight_offset>,
         .act_format = act_format,
     };
   }
