@@ -7,7 +7,7 @@ namespace ktk {
 namespace {
 
 // f32 results of gate (and as much of up) that a worker keeps in its L2.
-constexpr size_t kPanelFloats = 32 * 1024;
+constexpr size_t kPanelFloats = 64 * 1024;
 // f32 sums of a task in the second half, likewise; but no fewer columns than kLeastColumns, because
 // each task reads all encoded intermediates.
 constexpr size_t kSumBytes = 2 << 20;
