@@ -83,7 +83,7 @@ inline void pack_act_unit(const float* x, SymmetricScale s, uint8_t* codes, Fact
 }
 
 // Scales of so many units at once, whose divisions take longer than all else if they come one by
-// one. The second half of a layer has 256 columns of many rows.
+// one. More are seldom there: the second half of a layer encodes a few hundred columns of a row.
 constexpr size_t kScales = kRunUnits;
 inline void act_scales(const float* x, size_t units, SymmetricScale (&scales)[kScales]) {
   float absmax[kScales] = {}, scale[kScales], factor[kScales];

@@ -46,6 +46,15 @@ inline HeldTiles held_tiles_for(const BlockType& type) {
   }
 }
 
+// Operands are written for three bits only.
+constexpr bool writes_three_bits() {
+  for (const BlockType& type : kTypes) {
+    if (sums_runs(type) && !makes_words(type) && type.bits != 3) return false;
+  }
+  return true;
+}
+static_assert(writes_three_bits());
+
 inline void multiply_held(const ktk_matmul* mm) {
   const Runs runs(mm->matrix);
   const HeldTiles held = held_tiles_for(runs.type);

@@ -11,15 +11,13 @@ constexpr ktk_ukernel kAmxUkernels[] = {
     make_ukernel("amx_32x32", either<multiply_amx, floats::multiply<Dot>>, amx_scratch_size),
 };
 constexpr ktk_variant kOthers = make_table(kAmxUkernels);
-using Both = WithBf16<kOthers>;
-constexpr ktk_ukernel kBothUkernels[] = {Both::ukernel<0>("vnni_4x32", Dot::kMaxRows),
-                                         Both::ukernel<1>("amx_32x32")};
 
 }  // namespace
 }  // namespace ktk::llamafile
 
 extern "C" {
 extern const ktk_variant KTK_VARIANT(llamafile);
-constexpr ktk_variant KTK_VARIANT(llamafile) = ktk::llamafile::Both::make(
-    ktk::llamafile::kBothUkernels, ktk::llamafile::kTileRows, ktk::enter_amx, ktk::leave_amx);
+constexpr ktk_variant KTK_VARIANT(llamafile) =
+    ktk::llamafile::WithBf16<ktk::llamafile::kOthers>::make(ktk::llamafile::kTileRows,
+                                                            ktk::enter_amx, ktk::leave_amx);
 }

@@ -11,7 +11,7 @@ namespace {
 
 using Both = WithBf16<ktk_llamafile_avx512_vnni>;
 constexpr ktk_ukernel kUkernels[] = {Both::ukernel<0>("tiles", kFewRows),
-                                     Both::ukernel<1>("tiles_held")};
+                                     Both::ukernel<1>("tiles_held", SIZE_MAX)};
 
 }  // namespace
 }  // namespace ktk::llamafile
@@ -19,5 +19,5 @@ constexpr ktk_ukernel kUkernels[] = {Both::ukernel<0>("tiles", kFewRows),
 extern "C" {
 extern const ktk_variant KTK_VARIANT(llamafile);
 constexpr ktk_variant KTK_VARIANT(llamafile) =
-    ktk::llamafile::Both::make(ktk::llamafile::kUkernels);
+    ktk::llamafile::Both::make_of(ktk::llamafile::kUkernels);
 }

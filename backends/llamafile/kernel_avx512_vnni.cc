@@ -6,9 +6,6 @@ namespace ktk::llamafile {
 namespace {
 
 constexpr ktk_variant kOthers = make_table(kManyRowsUkernels);
-using Both = WithBf16<kOthers>;
-constexpr ktk_ukernel kBothUkernels[] = {Both::ukernel<0>("tiles", kFewRows),
-                                         Both::ukernel<1>("tiles_held")};
 
 }  // namespace
 }  // namespace ktk::llamafile
@@ -16,5 +13,5 @@ constexpr ktk_ukernel kBothUkernels[] = {Both::ukernel<0>("tiles", kFewRows),
 extern "C" {
 extern const ktk_variant KTK_VARIANT(llamafile);
 constexpr ktk_variant KTK_VARIANT(llamafile) =
-    ktk::llamafile::Both::make(ktk::llamafile::kBothUkernels);
+    ktk::llamafile::WithBf16<ktk::llamafile::kOthers>::make();
 }

@@ -54,16 +54,37 @@ class WithBf16 {
     return size ? size(matrix, m) : 0;
   }
 
+  template <size_t... kIndices>
+  struct Ukernels {
+    static constexpr ktk_ukernel kAll[] = {make_ukernel(kOthers.ukernels[kIndices].name,
+                                                        kOthers.ukernels[kIndices].m_max,
+                                                        run<kIndices>, scratch_size<kIndices>)...};
+  };
+
  public:
   // The micro-kernel of that index in the table.
   template <size_t kIndex>
-  static constexpr ktk_ukernel ukernel(const char* name, size_t m_max = SIZE_MAX) {
+  static constexpr ktk_ukernel ukernel(const char* name, size_t m_max) {
     return make_ukernel(name, m_max, run<kIndex>, scratch_size<kIndex>);
   }
 
+  // With all micro-kernels of the table, which this translation unit knows.
+  template <size_t... kIndices>
+  static constexpr ktk_variant make(uint32_t m_step = 1, void (*enter)() = nullptr,
+                                    void (*leave)() = nullptr) {
+    constexpr size_t kCount = sizeof...(kIndices);
+    if constexpr (kCount < kOthers.num_ukernels) {
+      return make<kIndices..., kCount>(m_step, enter, leave);
+    } else {
+      return make_of(Ukernels<kIndices...>::kAll, m_step, enter, leave);
+    }
+  }
+
+  // With these: the table is elsewhere.
   template <size_t kNumKernels>
-  static constexpr ktk_variant make(const ktk_ukernel (&ukernels)[kNumKernels], uint32_t m_step = 1,
-                                    void (*enter)() = nullptr, void (*leave)() = nullptr) {
+  static constexpr ktk_variant make_of(const ktk_ukernel (&ukernels)[kNumKernels],
+                                       uint32_t m_step = 1, void (*enter)() = nullptr,
+                                       void (*leave)() = nullptr) {
     return {
         .struct_size = sizeof(ktk_variant),
         .name = KTK_STRING(KTK_TARGET),

@@ -1,4 +1,4 @@
-// Plain AVX2.
+// 256 bits: plain AVX2, and AVX-VNNI, which client CPUs without AVX-512 have.
 #include "llamafile/matmul.h"
 #include "llamafile/variant.h"
 
@@ -6,8 +6,6 @@ namespace ktk::llamafile {
 namespace {
 
 constexpr ktk_variant kOthers = make_table(kUkernels);
-using Both = WithBf16<kOthers>;
-constexpr ktk_ukernel kBothUkernels[] = {Both::ukernel<0>("tiles")};
 
 }  // namespace
 }  // namespace ktk::llamafile
@@ -15,5 +13,5 @@ constexpr ktk_ukernel kBothUkernels[] = {Both::ukernel<0>("tiles")};
 extern "C" {
 extern const ktk_variant KTK_VARIANT(llamafile);
 constexpr ktk_variant KTK_VARIANT(llamafile) =
-    ktk::llamafile::Both::make(ktk::llamafile::kBothUkernels);
+    ktk::llamafile::WithBf16<ktk::llamafile::kOthers>::make();
 }
