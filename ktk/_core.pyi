@@ -187,11 +187,6 @@ class Backend:
         Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.
         """
 
-    def share_activations(self, gate: Format, up: Format, n: int, k: int) -> bool:
-        """
-        Whether gate and up [n, k] of an expert may be stored in these formats.
-        """
-
     def default_variant(self) -> str:
         """
         Name of the best variant that runs here; RuntimeError with the reasons if none does.

@@ -130,17 +130,15 @@ def expert(
     hidden: Array,
     weights: Expert,
     config: Activation,
-    act: formats.Format,
-    down_act: formats.Format,
+    acts: tuple[formats.Format, formats.Format, formats.Format],
     shards: int = 1,
 ) -> Uncertain:
     """Compute one expert for rows of hidden states."""
     reach = weights.reach
     exact = Uncertain(hidden, np.zeros_like(hidden))
-    x = encode(exact, act)
-    gate = matmul(x, weights.gate, weights.gate_bias, reach=reach[0])
-    up = matmul(x, weights.up, weights.up_bias, reach=reach[1])
-    h = encode(glu(gate, up, config), down_act)
+    gate = matmul(encode(exact, acts[0]), weights.gate, weights.gate_bias, reach=reach[0])
+    up = matmul(encode(exact, acts[1]), weights.up, weights.up_bias, reach=reach[1])
+    h = encode(glu(gate, up, config), acts[2])
     return matmul(h, weights.down, weights.down_bias, shards, reach[2])
 
 
@@ -150,9 +148,8 @@ def layer(
     topk_weights: Array,
     experts: Sequence[Expert],
     config: Activation,
-    act: formats.Format,
+    acts: tuple[formats.Format, formats.Format, formats.Format],
     *,
-    down_act: formats.Format | None = None,
     mask: npt.NDArray[np.bool_] | None = None,
     shards: int = 1,
     out: str = "f32",
@@ -168,10 +165,8 @@ def layer(
     experts : sequence of Expert
         Weights as stored.
     config : Activation
-    act : Format
-        How activations are stored.
-    down_act : Format, optional
-        How those of the down projection are, if differently.
+    acts : tuple of three Format
+        How the activations of gate, up and down are stored.
     mask : array of shape (experts,), optional
         True for experts to skip.
     shards : int
@@ -194,7 +189,7 @@ def layer(
             if len(tokens) == 0:
                 continue
             rows, at = np.unique(tokens, return_inverse=True)
-            y = expert(hidden[rows], weights, config, act, down_act or act, shards)
+            y = expert(hidden[rows], weights, config, acts, shards)
             factor = topk_weights[tokens, slots][:, np.newaxis]
             np.add.at(value, tokens, factor * y.value[at])
             np.add.at(error, tokens, np.abs(factor) * y.error[at])

@@ -119,6 +119,7 @@ class Subject(formats.Summary):
                 layer.down[number].reach,
             )
             experts.append(reference.Expert(gate, up, down, **biases, reach=reach))
+        of_gate, of_up, of_down = (self.act_of(stored) for stored in layer.stored)
         names = {field.name for field in dataclasses.fields(reference.Activation)}
         chosen: dict[str, Any] = {k: v for k, v in layer.config.items() if k in names}
         return reference.layer(
@@ -127,8 +128,7 @@ class Subject(formats.Summary):
             batch.weights.astype(np.float64),
             experts,
             reference.Activation(**chosen),
-            self.act_of(layer.stored[0]),
-            down_act=self.act_of(layer.stored[2]),
+            (of_gate, of_up, of_down),
             mask=mask,
             shards=shards,
             out=out,

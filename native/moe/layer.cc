@@ -51,7 +51,7 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
 }
 
 // What the matrices of an expert are stored as: what the first one is, or what was wanted, or else
-// the backend's choice; up like gate where activations might not fit both.
+// the backend's choice.
 Parts<ktk_format> Layer::stored_formats(const ExpertSource& source) const {
   const size_t h = config_.hidden, i = config_.intermediate;
   const auto choose = [&](const ktk_source& part, const std::optional<ktk_format>& wanted,
@@ -60,10 +60,8 @@ Parts<ktk_format> Layer::stored_formats(const ExpertSource& source) const {
     return table_->stored(part.format, fixed, n, k);
   };
   const Parts<ktk_format>* first = weights_ ? &weights_->formats() : nullptr;
-  const ktk_format gate = choose(source.gate, wanted_.gate, first ? &first->gate : nullptr, i, h);
-  std::optional<ktk_format> wanted_up = wanted_.up;
-  if (!wanted_up && !variant_.act_format) wanted_up = gate;
-  return {gate, choose(source.up, wanted_up, first ? &first->up : nullptr, i, h),
+  return {choose(source.gate, wanted_.gate, first ? &first->gate : nullptr, i, h),
+          choose(source.up, wanted_.up, first ? &first->up : nullptr, i, h),
           choose(source.down, wanted_.down, first ? &first->down : nullptr, h, i)};
 }
 

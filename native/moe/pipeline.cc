@@ -1,12 +1,13 @@
 // The pipeline of one chunk of tokens, as a region of the worker pool:
 //
 //   tokens --encode--> x --+--> gate --+
-//                          +--> up   --+-- activation, encode --> h --> down --> weighted sums
+//                        (x)--> up   --+-- activation, encode --> h --> down --> weighted sums
 //          each token once     tasks: columns of one expert            tasks: columns of the output
 //   ----------------------|------------------------------------------|--------------------------
 //                      barrier                                    barrier
 //
-// The first barrier is left out when there are so few tokens that every worker encodes them all.
+// Gate and up read the same x, unless they want different activations. The first barrier is left
+// out when there are so few tokens that every worker encodes them all.
 // A task of the second half owns its output columns for all experts, so the weighted sums need no
 // atomics and no merge pass, and they add up in the same order for any number of workers.
 #include "moe/pipeline.h"
@@ -69,6 +70,10 @@ class ChunkRun {
     }
   }
 
+  // Encoded tokens, for gate (0) or up (1).
+  char* x(size_t act, char* own) const {
+    return plan_.private_x ? own + plan_.own.x[act] : shared_ + plan_.x[act];
+  }
   float* partial(size_t s) const { return reinterpret_cast<float*>(shared_ + plan_.partial[s]); }
   char* h_row(size_t s, size_t row) const {
     return shared_ + plan_.h[s] + row * plan_.h_strides[s];
@@ -78,9 +83,8 @@ class ChunkRun {
     const int node = engine_.pool.node_of(worker);
     char* own = engine_.scratch.own(worker, plan_.own.bytes, topology_node(node));
     if (variant_.enter) variant_.enter();
-    char* x = plan_.private_x ? own + plan_.own.x : shared_ + plan_.x;
     if (plan_.private_x) {
-      encode(own, x, 0, plan_.tokens);
+      encode(own, 0, plan_.tokens);
     } else {
       encode_shared(own);
       engine_.pool.barrier();
@@ -91,7 +95,7 @@ class ChunkRun {
     for (size_t i = 0; i < shards; ++i) {
       const size_t s = (home + i) % shards;
       while (const GateUpTask* task = take(plan_.gate_up[s], next_gate_up_[s]))
-        gate_up(s, *task, x, own);
+        gate_up(s, *task, own);
     }
     engine_.pool.barrier();
     for (size_t i = 0; i < shards; ++i) {
@@ -123,28 +127,35 @@ class ChunkRun {
     for (;;) {
       const size_t first = next_token_.fetch_add(kBlock, std::memory_order_relaxed);
       if (first >= plan_.tokens) return;
-      encode(own, shared_ + plan_.x, first, std::min(first + kBlock, plan_.tokens));
+      encode(own, first, std::min(first + kBlock, plan_.tokens));
     }
   }
 
-  void encode(char* own, char* x, size_t first, size_t last) {
+  void encode(char* own, size_t first, size_t last) {
+    const Parts<ktk_matrix>& matrix = shards_[0].matrix;
     float* row = reinterpret_cast<float*>(own + plan_.own.row);
     for (size_t token = first; token < last; ++token) {
       ops_.to_f32(hidden_row(token), request_.hidden.type, config_.hidden, row);
-      variant_.pack_act(&shards_[0].matrix.gate, 1, 0, config_.hidden, row, config_.hidden,
-                        x + token * plan_.x_stride, plan_.x_stride);
+      for (size_t i = 0; i < plan_.num_acts; ++i) {
+        const size_t stride = plan_.x_strides[i];
+        variant_.pack_act(i == 0 ? &matrix.gate : &matrix.up, 1, 0, config_.hidden, row,
+                          config_.hidden, x(i, own) + token * stride, stride);
+      }
     }
   }
 
   // The encoded rows [first, first + m) of the route, one behind the other.
-  const char* gather(const char* x, size_t first, size_t m, char* buffer) const {
+  const char* gather(size_t act, size_t first, size_t m, char* own) const {
+    const char* from = x(act, own);
+    char* buffer = own + plan_.own.gather[act];
+    const size_t stride = plan_.x_strides[act];
     const uint32_t* tokens = &route_.tokens[first];
     // Usually they are scattered, and the first comparison says so.
     bool neighbours = true;
     for (size_t i = 1; neighbours && i < m; ++i) neighbours = tokens[i] == tokens[i - 1] + 1;
-    if (neighbours) return x + tokens[0] * plan_.x_stride;
+    if (neighbours) return from + tokens[0] * stride;
     for (size_t i = 0; i < m; ++i) {
-      std::memcpy(buffer + i * plan_.x_stride, x + tokens[i] * plan_.x_stride, plan_.x_stride);
+      std::memcpy(buffer + i * stride, from + tokens[i] * stride, stride);
     }
     return buffer;
   }
@@ -153,7 +164,7 @@ class ChunkRun {
     return variant_.weight_offset ? packed + variant_.weight_offset(&matrix, n) : nullptr;
   }
 
-  void gate_up(size_t s, const GateUpTask& task, const char* x, char* own) {
+  void gate_up(size_t s, const GateUpTask& task, char* own) {
     const Shard& shard = shards_[s];
     const Parts<ktk_matrix>& matrix = shard.matrix;
     const Route::Active active = route_.active[task.active];
@@ -166,18 +177,24 @@ class ChunkRun {
     for (size_t done = 0; done < active.count; done += Plan::kMaxRows) {
       const size_t m = std::min<size_t>(active.count - done, Plan::kMaxRows);
       const size_t first = active.first + done;
-      ktk_matmul mm =
-          product(matrix.gate, m, gather(x, first, m, own + plan_.own.gather), plan_.x_stride, own);
+      const size_t of_up = plan_.num_acts - 1;
+      const char* const gate_x = gather(0, first, m, own);
+      const char* const up_x = of_up == 0 ? gate_x : gather(of_up, first, m, own);
+      ktk_matmul mm = product(matrix.gate, m, gate_x, plan_.x_strides[0], own);
       mm.dst_stride = plan_.panel_stride;
       for (size_t n = task.begin; n < task.end; n += plan_.panel_columns) {
         mm.n_begin = n;
         mm.n_end = std::min<size_t>(n + plan_.panel_columns, task.end);
         mm.matrix = &matrix.gate;
+        mm.act = gate_x;
+        mm.act_stride = plan_.x_strides[0];
         mm.weight = shard.gate_at(expert);
         mm.dst = gate;
         mm.next = weights_from(matrix.up, shard.up_at(expert), n);
         run(mm, factor.gate);
         mm.matrix = &matrix.up;
+        mm.act = up_x;
+        mm.act_stride = plan_.x_strides[of_up];
         mm.weight = shard.up_at(expert);
         mm.dst = up;
         mm.next = mm.n_end < matrix.gate.n

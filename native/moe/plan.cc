@@ -43,14 +43,17 @@ class Carver {
 
 Plan::Plan(const Config& config, const Variant& variant, const std::vector<Shard>& shards)
     : config_(config), variant_(variant), shards_(shards) {
-  x_stride = variant.act_size(&shards[0].matrix.gate);
+  const Parts<ktk_matrix>& matrix = shards[0].matrix;
+  num_acts = variant.share_acts(matrix.gate, matrix.up) ? 1 : 2;
+  x_strides[0] = variant.act_size(&matrix.gate);
+  x_strides[1] = variant.act_size(&matrix.up);
   for (const Shard& shard : shards) h_strides.push_back(variant.act_size(&shard.matrix.down));
 }
 
 size_t Plan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step); }
 
 size_t Plan::max_tokens() const {
-  size_t bytes = x_stride;
+  size_t bytes = std::accumulate(x_strides, x_strides + num_acts, size_t{0});
   for (const size_t stride : h_strides) bytes += config_.top_k * stride;
   if (shards_.size() > 1) bytes += shards_.size() * config_.hidden * sizeof(float);
   return std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
@@ -83,7 +86,9 @@ void Plan::place_shared(size_t rows) {
   partial.clear();
   // Micro-kernels may read whole steps of rows, from any row on.
   const size_t padding = variant_.tile.m_step;
-  x = shared.add(private_x ? 0 : (tokens + padding) * x_stride);
+  for (size_t i = 0; i < num_acts; ++i) {
+    x[i] = shared.add(private_x ? 0 : (tokens + padding) * x_strides[i]);
+  }
   for (const size_t stride : h_strides) h.push_back(shared.add((rows + padding) * stride));
   for (size_t s = 0; shards_.size() > 1 && s < shards_.size(); ++s) {
     partial.push_back(shared.add(tokens * config_.hidden * sizeof(float)));
@@ -99,8 +104,10 @@ void Plan::place_own(size_t block_rows) {
   const size_t rows = pad(block_rows);
   Carver carver;
   own.row = carver.add(config_.hidden * sizeof(float));
-  own.x = carver.add(private_x ? (tokens + variant_.tile.m_step) * x_stride : 0);
-  own.gather = carver.add(rows * x_stride);
+  for (size_t i = 0; i < num_acts; ++i) {
+    own.x[i] = carver.add(private_x ? (tokens + variant_.tile.m_step) * x_strides[i] : 0);
+    own.gather[i] = carver.add(rows * x_strides[i]);
+  }
   own.gate = carver.add(rows * panel_stride * sizeof(float));
   own.up = carver.add(rows * panel_stride * sizeof(float));
   own.product = carver.add(rows * down_stride * sizeof(float));

@@ -16,8 +16,12 @@ struct Plan {
   // Rows of an expert that are multiplied at once: bounds a worker's panels.
   static constexpr size_t kMaxRows = 512;
 
+  // Tokens are encoded for gate, and once more for up where that wants other activations.
+  static constexpr size_t kMaxActs = 2;
+  size_t num_acts = 1;
+
   // Bytes of an encoded token, and per shard of an encoded intermediate.
-  size_t x_stride = 0;
+  size_t x_strides[kMaxActs] = {};
   std::vector<size_t> h_strides;
 
   size_t tokens = 0;
@@ -29,19 +33,19 @@ struct Plan {
   std::vector<DownTask> down;                    // the same for every shard
 
   // Offsets in the memory that workers share. `partial` is empty for one shard.
-  size_t x = 0;
+  size_t x[kMaxActs] = {};
   std::vector<size_t> h, partial;
   size_t shared_bytes = 0;
 
   // Offsets in a worker's own memory.
   struct {
-    size_t row;       // one f32 token
-    size_t x;         // encoded tokens, when private
-    size_t gather;    // encoded rows of one expert
-    size_t gate, up;  // f32 panels
-    size_t product;   // f32 panel of the down projection
-    size_t sums;      // f32 sums of the output columns of a task
-    size_t scratch;   // the micro-kernel's
+    size_t row;               // one f32 token
+    size_t x[kMaxActs];       // encoded tokens, when private
+    size_t gather[kMaxActs];  // encoded rows of one expert
+    size_t gate, up;          // f32 panels
+    size_t product;           // f32 panel of the down projection
+    size_t sums;              // f32 sums of the output columns of a task
+    size_t scratch;           // the micro-kernel's
     size_t bytes;
   } own{};
 

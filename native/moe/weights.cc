@@ -61,19 +61,6 @@ void check_cut(const char* name, size_t group, size_t cut) {
                               ": load an expert with these groups first, or use fewer shards");
 }
 
-// Tokens are encoded once, for gate and up.
-void check_acts(const Variant& variant, const ktk_matrix& gate, const ktk_matrix& up) {
-  if (variant.share_acts(gate, up)) return;
-  const std::string both =
-      "gate is stored as " + describe(gate.format) + ", but up as " + describe(up.format);
-  if (!variant.act_format) {
-    throw std::invalid_argument(both + ": this backend needs one format for both");
-  }
-  throw std::invalid_argument(both + ": they are multiplied with the same activations, which the " +
-                              "first wants in " + describe(variant.act_of(gate)) +
-                              " and the second in " + describe(variant.act_of(up)));
-}
-
 }  // namespace
 
 Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_format>& formats,
@@ -99,7 +86,6 @@ Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_f
     shard.matrix = {{shard.width(), config.hidden, formats.gate},
                     {shard.width(), config.hidden, formats.up},
                     {config.hidden, shard.width(), formats.down}};
-    check_acts(variant, shard.matrix.gate, shard.matrix.up);
     const auto size = [&](const ktk_matrix& matrix) {
       return round_up(variant.weight_size(&matrix), KTK_ALIGNMENT);
     };

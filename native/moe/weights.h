@@ -51,7 +51,7 @@ class Weights {
 
   // Splits the intermediate size into parts of whole packing steps and whole groups, those of the
   // first expert's source included; shard s lives on nodes[s]. Throws std::invalid_argument when
-  // there are more shards than such steps, or when gate and up cannot share their activations.
+  // there are more shards than such steps.
   Weights(const Config& config, const Variant& variant, const Parts<ktk_format>& formats,
           const ExpertSource& first, const std::vector<int>& nodes);
 

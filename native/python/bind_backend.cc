@@ -183,16 +183,6 @@ void bind_backend(nb::module_& m) {
           "stored"_a, "n"_a, "k"_a, "variant"_a = "",
           "Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.")
       .def(
-          "share_activations",
-          [](const BackendTable& b, const ktk_format& gate, const ktk_format& up, size_t n,
-             size_t k) {
-            return std::all_of(b.variants.begin(), b.variants.end(), [&](const auto& variant) {
-              return variant->share_acts({n, k, gate}, {n, k, up});
-            });
-          },
-          "gate"_a, "up"_a, "n"_a, "k"_a,
-          "Whether gate and up [n, k] of an expert may be stored in these formats.")
-      .def(
           "default_variant", [](const BackendTable& b) { return b.select("").name; },
           "Name of the best variant that runs here; RuntimeError with the reasons if none does.");
 }

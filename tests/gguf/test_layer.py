@@ -83,6 +83,7 @@ CASES = {
         silu,
     ),
     "qwen3moe": ("qwen3moe", files.stacked, files.experts("Q8_0", "Q4_1", "Q5_0"), silu),
+    "mixed": ("qwen3moe", files.stacked, files.experts("Q8_0", "BF16", "F16"), silu),
     "plain": ("olmoe", files.stacked, files.experts("BF16", "F16", "F32"), silu),
     "mixtral": ("llama", files.single, files.experts("Q4_0", down="Q5_1"), silu),
     "gemma4": ("gemma4", files.fused, files.experts("Q8_0"), gelu_tanh),

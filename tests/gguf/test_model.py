@@ -25,8 +25,8 @@ CASES = {
     ("BF16", "BF16", "BF16"): "BF16",
     ("F16", "F16", "F16"): "BF16",
     ("F32", "F32", "F32"): "BF16",
-    # Gate and up want activations of other kinds, so one of them would have to be decoded.
-    ("Q8_0", "F32", "Q8_0"): "BF16",
+    # Gate and up want activations of other kinds.
+    ("Q8_0", "F32", "Q8_0"): "LLAMAFILE",
 }
 
 

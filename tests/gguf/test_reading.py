@@ -154,9 +154,7 @@ class RecordingBackend:
 
     def __init__(self, *accepts: str) -> None:
         self.accepts = accepts
-        self.core = SimpleNamespace(
-            stored_as=self.stored_as, share_activations=self.share_activations
-        )
+        self.core = SimpleNamespace(stored_as=self.stored_as)
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, dict[str, Any]] = {}
         self.left_out: list[int] = []
@@ -170,11 +168,6 @@ class RecordingBackend:
         if given.element not in self.accepts:
             raise ValueError(f"takes {', '.join(self.accepts)}")
         return given
-
-    def share_activations(self, gate: Format, up: Format, n: int, k: int) -> bool:
-        """As LLAMAFILE: blocks are multiplied with integers, floats with floats."""
-        assert (n, k) == (I, H)
-        return (gate.block[0] > 1) == (up.block[0] > 1)
 
     def load_expert(self, slot: int, **arrays: Any) -> None:
         self.loaded[slot] = arrays
@@ -215,24 +208,6 @@ def test_a_part_that_a_backend_does_not_take_is_floats(tmp_path: Path) -> None:
     np.testing.assert_array_equal(arrays["down"].double(), parts["down"].values[0])
     with pytest.raises(CheckpointFormatError, match=r"ffn_down_exps.*m\.gguf.*Q6_K: takes q4_k"):
         load_moe(path, 0, RecordingBackend("q4_k"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("gate", "up"), [("Q4_K", "BF16"), ("F16", "Q8_0")])
-def test_gate_and_up_that_share_no_activations_are_floats(
-    tmp_path: Path, gate: str, up: str
-) -> None:
-    parts = files.experts(gate, up, "Q4_K")
-    path = files.write(tmp_path / "m.gguf", files.stacked(parts))
-    accepts = ("f32", "f16", "bf16", "q4_k", "q8_0")
-    backend = RecordingBackend(*accepts)
-    load_moe(path, 0, backend)  # type: ignore[arg-type]
-    arrays = backend.loaded[1]
-    assert arrays["given"] == (Format("f32"), Format("f32"), Format("q4_k"))
-    for part in ("gate", "up"):
-        assert arrays[part].dtype == torch.float32
-        np.testing.assert_array_equal(arrays[part].double(), parts[part].values[1])
-    with pytest.raises(CheckpointFormatError, match=r"ffn_gate_exps.*m\.gguf"):
-        load_moe(path, 0, RecordingBackend(*accepts[1:]))  # type: ignore[arg-type]
 
 
 SCALES = np.array([0.5, 1, 2, 3], np.float32)

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <future>
 #include <memory>
+#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -155,12 +156,12 @@ std::shared_ptr<Layer> empty_layer(const ktk_format& given, const std::string& v
 }
 
 std::shared_ptr<Layer> make_layer(const ktk_format& given, const std::string& variant, int threads,
-                                  int shards) {
+                                  int shards, std::optional<ktk_format> given_up = {}) {
   const Sizes sizes(given);
   auto layer = empty_layer(given, variant, threads, shards);
   for (unsigned e = 0; e < kExperts; ++e) {
     const Weight gate(given, sizes.intermediate, sizes.hidden, 3 * e);
-    const Weight up(given, sizes.intermediate, sizes.hidden, 3 * e + 1);
+    const Weight up(given_up.value_or(given), sizes.intermediate, sizes.hidden, 3 * e + 1);
     const Weight down(given, sizes.hidden, sizes.intermediate, 3 * e + 2);
     layer->load(e, {gate.source, up.source, down.source});
   }
@@ -226,8 +227,9 @@ std::vector<std::string> runnable() {
   return names;
 }
 
-void check_layer(const ktk_format& given, const std::string& variant, int shards) {
-  const auto layer = make_layer(given, variant, 3, shards);
+void check_layer(const ktk_format& given, const std::string& variant, int shards,
+                 std::optional<ktk_format> given_up = {}) {
+  const auto layer = make_layer(given, variant, 3, shards, given_up);
   for (const size_t tokens : {1, 3, 20, 200}) {
     Call call(given, tokens);
     layer->forward(call.request);
@@ -246,6 +248,12 @@ TEST(layers_compute_what_they_hold) {
     for (const std::string& variant : runnable()) {
       for (const int shards : {1, 2}) check_layer(given, variant, shards);
     }
+  }
+}
+
+TEST(gate_and_up_may_differ) {
+  for (const std::string& variant : runnable()) {
+    for (const ktk_format& given_up : kGiven) check_layer(kGiven[0], variant, 1, given_up);
   }
 }
 

@@ -85,34 +85,21 @@ TEST(a_table_of_abi_1_0_ends_before_act_format) {
   CHECK_THROWS(std::invalid_argument, table_of(old));
 }
 
-TEST(gate_and_up_share_their_activations) {
+TEST(gate_and_up_share_activations_of_one_format) {
   const auto table = table_of(kVariant);
   const ktk::Variant& variant = table->select("");
-  const ktk::Config config{.num_experts = 1, .top_k = 1, .hidden = 256, .intermediate = 256};
-  const auto make = [&](const ktk_format& gate, const ktk_format& up, const ktk_format& down) {
-    ktk::ExpertSource source{};
-    source.gate.format = gate;
-    source.up.format = up;
-    source.down.format = down;
-    const ktk::Weights weights(config, variant, {gate, up, down}, source, {-1});
-    CHECK_EQ(weights.formats().up.element, up.element);
-  };
-  make(kQ4, kQ8, kF32);  // down has its own
-  make(kF32, kF32, kQ4);
-  CHECK_THROWS(std::invalid_argument, make(kQ4, kF32, kQ4));
+  CHECK(variant.share_acts({1, 256, kQ4}, {1, 256, kQ8}));
+  CHECK(variant.share_acts({1, 256, kF32}, {1, 256, kF32}));
+  CHECK(!variant.share_acts({1, 256, kQ4}, {1, 256, kF32}));
 }
 
-TEST(without_act_format_gate_and_up_are_stored_alike) {
+TEST(without_act_format_equal_weights_alone_share_activations) {
   ktk_variant old = kVariant;
   old.act_format = nullptr;
   const auto table = table_of(old);
-  const ktk::Config config{.num_experts = 1, .top_k = 1, .hidden = 256, .intermediate = 256};
-  const auto make = [&](const ktk_format& up) {
-    const ktk::ExpertSource source{};
-    const ktk::Weights weights(config, table->select(""), {kQ4, up, kF32}, source, {-1});
-  };
-  make(kQ4);
-  CHECK_THROWS(std::invalid_argument, make(kQ8));
+  const ktk::Variant& variant = table->select("");
+  CHECK(variant.share_acts({1, 256, kQ4}, {1, 256, kQ4}));
+  CHECK(!variant.share_acts({1, 256, kQ4}, {1, 256, kQ8}));
 }
 
 TEST(shards_of_down_are_whole_blocks) {

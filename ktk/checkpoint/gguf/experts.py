@@ -107,9 +107,8 @@ class GgufCheckpoint:
         """Return what reads an expert for `MoE.load_expert`: blocks where they are taken.
 
         Gate, up and down are each given as the file has them, without a copy, where the backend
-        takes that; otherwise decoded to f32. So are gate and up where the backend could not
-        multiply both with the same activations, floats that have a scale beside them, and a part
-        whose type differs from expert to expert.
+        takes that; otherwise decoded to f32. So are floats that have a scale beside them, and a
+        part whose type differs from expert to expert.
 
         Raises
         ------
@@ -131,13 +130,7 @@ class GgufCheckpoint:
     def formats_for(self, layer: GgufLayer, backend: Backend) -> dict[str, Matrix]:
         """Return what `reader` gives a backend; raises what it raises."""
         read = self._read_types(layer)
-        given = {part: _given(backend, read[part]) for part in PARTS}
-        n, k = read["gate"][0].shape
-        gate, up = (backend.core.stored_as(given[part], n, k) for part in ("gate", "up"))
-        if not backend.core.share_activations(gate, up, n, k):
-            for part in ("gate", "up"):
-                given[part] = _checked(backend, read[part][0], _F32)
-        return {part: Matrix(given[part], *read[part][0].shape) for part in PARTS}
+        return {part: Matrix(_given(backend, read[part]), *read[part][0].shape) for part in PARTS}
 
     def _arrays(self, layer: GgufLayer, number: int, given: Mapping[str, Format]) -> dict[str, Any]:
         """Return the arguments of `MoE.load_expert`."""

@@ -192,8 +192,8 @@ typedef struct ktk_variant {
   /* Since 1.1. What a packed activation is where it depends on the weight that it meets; `act` is
    * then that of the first stored format. Rows of one such format and depth are the same bytes
    * whatever weight they were packed for, so that gate and up of an expert, which read the same
-   * rows, may be stored in two formats that ask for the same activations. NULL: `act` holds for
-   * all, and gate and up are stored in one format. */
+   * tokens, may share them. NULL: `act` holds for all, and rows are packed for both unless gate and
+   * up are stored in one format. */
   void (*act_format)(const ktk_matrix* matrix, ktk_format* format);
 
   /* Since 1.1. Writes rows [n_begin, n_end) of a packed matrix as a checkpoint gives what is in its
