@@ -1,11 +1,11 @@
-// Activation codec: rows of f32 to int8 with a scale per 32 values, and back. The same bytes for
-// every block type: gate and up read the same rows.
+// Activation codec: rows of f32 to int8 with a scale per 32 values, and back. For types that pair
+// units (normal.h) the scale is per 64, and all else the same.
 //
 //   one row   [k codes][Factor per unit of 32][length per unit][zeros]
 //
-// scale = absmax / 127, code = x / scale to nearest even. A unit with NaN or Inf has the scale NaN
-// and codes 0. Rows are an odd number of cache lines long: 16 rows at a power of two would fall
-// into one L1 set.
+// scale = absmax / 127, code = x / scale to nearest even. Where there is a NaN or Inf, the scale is
+// NaN and codes are 0. Rows are an odd number of cache lines long: 16 rows at a power of two would
+// fall into one L1 set.
 #pragma once
 
 #include <string.h>
@@ -33,7 +33,12 @@ using Length = uint8_t;
 constexpr int kLengthUnit = 1024;
 constexpr Length kNoLength = 0xff;  // of a scale that is not moderate
 
-constexpr ktk_format kActFormat = {KTK_I8, KTK_F32, KTK_NONE, 1, kUnit};
+constexpr ktk_format act_format_of(const BlockType& type) {
+  return {KTK_I8, KTK_F32, KTK_NONE, 1, (pairs_units(type) ? 2u : 1u) * uint32_t{kUnit}};
+}
+
+// Where rows may be cut.
+constexpr size_t kActStep = 2 * kUnit;
 
 inline size_t factor_offset(const ktk_matrix* m) { return m->k; }
 inline size_t length_offset(const ktk_matrix* m) {
@@ -82,34 +87,36 @@ inline void pack_act_unit(const float* x, SymmetricScale s, uint8_t* codes, Fact
                 : kNoLength;
 }
 
-// Scales of so many units at once, whose divisions take longer than all else if they come one by
-// one. More are seldom there: the second half of a layer encodes a few hundred columns of a row.
-constexpr size_t kScales = kRunUnits;
-inline void act_scales(const float* x, size_t units, SymmetricScale (&scales)[kScales]) {
+// So many scales at once, whose divisions take longer than all else if they come one by one. More
+// are seldom there: the second half of a layer encodes a few hundred columns of a row.
+constexpr size_t kScales = 8;
+inline void act_scales(const float* x, size_t values, size_t count,
+                       SymmetricScale (&scales)[kScales]) {
   float absmax[kScales] = {}, scale[kScales], factor[kScales];
-  for (size_t u = 0; u < units; ++u) absmax[u] = ElementF32::absmax(x + u * kUnit, kUnit);
-  for (size_t u = 0; u < kScales; ++u) {
-    scale[u] = absmax[u] / 127;
-    factor[u] = 1 / scale[u];
+  for (size_t i = 0; i < count; ++i) absmax[i] = ElementF32::absmax(x + i * values, values);
+  for (size_t i = 0; i < kScales; ++i) {
+    scale[i] = absmax[i] / 127;
+    factor[i] = 1 / scale[i];
   }
-  for (size_t u = 0; u < units; ++u) {
-    const bool is_plain = absmax[u] > 0x1p-100f && absmax[u] < 0x1p100f;
-    scales[u] = is_plain ? SymmetricScale{scale[u], factor[u]} : symmetric_scale(absmax[u]);
+  for (size_t i = 0; i < count; ++i) {
+    const bool is_plain = absmax[i] > 0x1p-100f && absmax[i] < 0x1p100f;
+    scales[i] = is_plain ? SymmetricScale{scale[i], factor[i]} : symmetric_scale(absmax[i]);
   }
 }
 
 inline void pack_act(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end,
                      const float* x, size_t x_stride, void* act, size_t act_stride) {
+  const int pairs = pairs_units(block_type(matrix->format.element));
   uint8_t* row = static_cast<uint8_t*>(act);
   for (size_t i = 0; i < m; ++i, x += x_stride, row += act_stride) {
     Factor* factors = reinterpret_cast<Factor*>(row + factor_offset(matrix));
     Length* lengths = reinterpret_cast<Length*>(row + length_offset(matrix));
     for (size_t k = k_begin; k < k_end;) {
       SymmetricScale scales[kScales];
-      const size_t units = smaller(kScales, (k_end - k) / kUnit);
-      act_scales(x + (k - k_begin), units, scales);
+      const size_t units = smaller(kScales << pairs, (k_end - k) / kUnit);
+      act_scales(x + (k - k_begin), kUnit << pairs, units >> pairs, scales);
       for (size_t u = 0; u < units; ++u, k += kUnit) {
-        pack_act_unit(x + (k - k_begin), scales[u], row + k, factors + k / kUnit,
+        pack_act_unit(x + (k - k_begin), scales[u >> pairs], row + k, factors + k / kUnit,
                       lengths + k / kUnit);
       }
     }

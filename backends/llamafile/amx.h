@@ -26,10 +26,11 @@ constexpr size_t kBlockRows = 2 * kTileRows;
 constexpr size_t kBlockValues = kBlockRows * kColumns;
 constexpr size_t kStretchUnits = 2 * kRunUnits;
 
-// Operands and parameters of a stretch; C of the unit that is being multiplied, and of the one
-// before it, each of up to two groups; sums of a run.
+// Operands and parameters of a stretch; C of the units that are being multiplied, and of those
+// before them: one, or two that meet the same act scale, each of up to two groups; sums of a run.
+constexpr size_t kMostGroups = 4;
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
-  return stretch_bytes(kStretchUnits) + 2 * 2 * kBlockValues * sizeof(int32_t) +
+  return stretch_bytes(kStretchUnits) + 2 * kMostGroups * kBlockValues * sizeof(int32_t) +
          kBlockValues * sizeof(float);
 }
 
@@ -69,8 +70,10 @@ struct RunEnd {
 // A stored C that is yet to be added to dst, or to the sums of a run.
 template <class Shape>
 struct Pending {
-  const int32_t* c;
-  const uint8_t* factor;  // of the first row
+  static constexpr size_t kSpan = Shape::kPairs ? 2 : 1;  // units
+
+  const int32_t* c;       // of the groups of all units
+  const uint8_t* factor;  // of the first row, first unit
   size_t act_stride;
   const float* params;
   float* dst;
@@ -89,11 +92,12 @@ struct Pending {
 
  private:
   void add_columns(size_t column) const {
-    const auto param = [&](size_t i) { return Dot::load(params + i * kColumns + column); };
-    Dot::Float scale[2], min[2];
-    for (size_t i = 0; i < Shape::kScales; ++i) {
-      scale[i] = param(i);
-      if constexpr (Shape::kMins) min[i] = param(Shape::kScales + i);
+    Dot::Float scale[kMostGroups], min[kMostGroups];
+    for (size_t i = 0; i < kSpan * Shape::kScales; ++i) {
+      const float* of_group =
+          params + column + i / Shape::kScales * Shape::kParams + i % Shape::kScales * kColumns;
+      scale[i] = Dot::load(of_group);
+      if constexpr (Shape::kMins) min[i] = Dot::load(of_group + Shape::kScales * kColumns);
     }
     const uint8_t* of_row = factor;
     const int32_t* from = c + column;
@@ -101,18 +105,27 @@ struct Pending {
     for (size_t row = 0; row < rows; ++row) {
       const Factor* f = reinterpret_cast<const Factor*>(of_row);
       const Dot::Float act_scale = Dot::set1(f->scale);
-      Dot::Float value = Dot::convert(_mm512_load_si512(from));
-      if constexpr (Shape::kHalves) {
-        value = Dot::mul(value, scale[0]);
-        value = Dot::fma(Dot::convert(_mm512_load_si512(from + kBlockValues)), scale[1], value);
-        if constexpr (Shape::kMins) {
+      const auto sum = [&](size_t i) {
+        return Dot::convert(_mm512_load_si512(from + i * kBlockValues));
+      };
+      Dot::Float value;
+      if constexpr (Shape::kHalves || Shape::kPairs) {
+        value = Dot::mul(sum(0), scale[0]);
+        for (size_t i = 1; i < kSpan * Shape::kScales; ++i) {
+          value = Dot::fma(sum(i), scale[i], value);
+        }
+        if constexpr (Shape::kHalves && Shape::kMins) {
           value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), min[0], value);
           value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), min[1], value);
         }
         value = Dot::fma(value, act_scale, Dot::load(to));
       } else {
-        value = Dot::fma(Dot::mul(value, act_scale), scale[0], Dot::load(to));
-        if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), min[0], value);
+        value = Dot::fma(Dot::mul(sum(0), act_scale), scale[0], Dot::load(to));
+      }
+      if constexpr (Shape::kMins && !Shape::kHalves) {
+        for (size_t u = 0; u < kSpan; ++u) {
+          value = Dot::fma(Dot::set1(f[u].sum), min[u], value);
+        }
       }
       Dot::store(to, value);
       of_row += act_stride;
@@ -126,6 +139,7 @@ template <class Shape>
 inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
                                 WriteOperands write_signed) {
   constexpr size_t kGroups = Shape::kScales;  // of a unit
+  constexpr size_t kSpan = Pending<Shape>::kSpan;
   const Meaning meaning(runs.type, 0);
   const TileRows tile_rows(mm->m, kUnit / kGroups);
   const size_t units = runs.units;
@@ -134,9 +148,9 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
   uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
   float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
   int32_t* c = reinterpret_cast<int32_t*>(operands + stretch_bytes(kStretchUnits));
-  int32_t* c_before = c + 2 * kBlockValues;
+  int32_t* c_before = c + kMostGroups * kBlockValues;
   const bool is_summed = sums_runs(runs.type);
-  float* sums = reinterpret_cast<float*>(c + 4 * kBlockValues);
+  float* sums = reinterpret_cast<float*>(c + 2 * kMostGroups * kBlockValues);
   clear_rows(sums, kColumns, kBlockRows);
   const WeightStream stream = weight_stream(mm);
   const uint8_t* run = block_at(mm, mm->n_begin);
@@ -161,9 +175,9 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
         const size_t rows = smaller(kBlockRows, mm->m - row);
         const uint8_t* first = act + row * mm->act_stride;
         const auto multiply_rows = rows > kTileRows ? multiply_group<true> : multiply_group<false>;
-        for (size_t i = 0; i < count; ++i) {
-          for (size_t j = 0; j < share; ++j, ++line) prefetch_l2(stream.at(line));
-          for (size_t g = 0; g < kGroups; ++g) {
+        for (size_t i = 0; i < count; i += kSpan) {
+          for (size_t j = 0; j < kSpan * share; ++j, ++line) prefetch_l2(stream.at(line));
+          for (size_t g = 0; g < kSpan * kGroups; ++g) {
             multiply_rows(operands + i * kOperandBytes + g * kOperandBytes / kGroups,
                           first + (unit + i) * kUnit + g * kUnit / kGroups, mm->act_stride,
                           c + g * kBlockValues);
@@ -171,7 +185,7 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
           pending.add();
           float* const to = dst + row * mm->dst_stride;
           // Runs of these types are whole: others have no d per 256 columns.
-          const bool ends_run = is_summed && (i + 1) % kRunUnits == 0;
+          const bool ends_run = is_summed && (i + kSpan) % kRunUnits == 0;
           const size_t of_run = i / kRunUnits * run_bytes(runs.type, kRunUnits);
           pending = {
               .c = c,
@@ -217,12 +231,13 @@ inline void multiply_amx_as(const ktk_matmul* mm, const Runs& runs) {
 inline void multiply_amx(const ktk_matmul* mm) {
   const Runs runs(mm->matrix);
   const BlockType& type = runs.type;
+  const bool pairs = pairs_units(type);
   if (type.group == 16) {
-    if (type.has_dmin) return multiply_amx_as<Shape<true, true>>(mm, runs);
-    return multiply_amx_as<Shape<true, false>>(mm, runs);
+    if (type.has_dmin) return multiply_amx_as<HalvesMins>(mm, runs);
+    return pairs ? multiply_amx_as<PairsHalves>(mm, runs) : multiply_amx_as<Halves>(mm, runs);
   }
-  if (type.has_dmin) return multiply_amx_as<Shape<false, true>>(mm, runs);
-  multiply_amx_as<Shape<false, false>>(mm, runs);
+  if (!type.has_dmin) return multiply_amx_as<Plain>(mm, runs);
+  return pairs ? multiply_amx_as<PairsMins>(mm, runs) : multiply_amx_as<Mins>(mm, runs);
 }
 
 }  // namespace

@@ -22,27 +22,31 @@ struct HeldTiles {
   size_t unit_params;
 };
 
-template <int kBits, bool kHalves, bool kMins>
+template <int kBits, class Shape>
 constexpr HeldTiles held_tiles() {
-  using TileShape = Shape<kHalves, kMins>;
-  constexpr size_t kMaxRows = kHalves ? Dot::kMaxHeldHalfRows : Dot::kMaxHeldRows;
-  return {kTiles<kBits, TileShape, kMaxRows, true>.of_rows, kMaxRows, TileShape::kParams};
+  // Registers for each row: pairs take as many as halves. But decoding five bits is so much that it
+  // has to serve six rows, even if gcc then keeps the first unit of a pair in memory.
+  constexpr bool kIsLarge = Shape::kHalves || (Shape::kPairs && kBits <= 4);
+  constexpr size_t kMaxRows = kIsLarge ? Dot::kMaxHeldHalfRows : Dot::kMaxHeldRows;
+  return {kTiles<kBits, Shape, kMaxRows, true>.of_rows, kMaxRows, Shape::kParams};
 }
 
 inline HeldTiles held_tiles_for(const BlockType& type) {
+  const bool pairs = pairs_units(type);
   switch (type.bits) {
     case 2:
-      return type.has_dmin ? held_tiles<2, true, true>() : held_tiles<2, false, false>();
+      return type.has_dmin ? held_tiles<2, HalvesMins>() : held_tiles<2, Plain>();
     case 3:
-      if (sums_runs(type)) return held_tiles<8, true, false>();  // of operands
-      return held_tiles<3, false, false>();
+      return pairs ? held_tiles<8, PairsHalves>() : held_tiles<3, Plain>();  // the first: operands
     case 4:
-      if (type.group == 16) return held_tiles<4, true, false>();
-      return type.has_dmin ? held_tiles<4, false, true>() : held_tiles<4, false, false>();
+      if (type.group == 16) return held_tiles<4, Halves>();
+      if (pairs) return held_tiles<4, PairsMins>();
+      return type.has_dmin ? held_tiles<4, Mins>() : held_tiles<4, Plain>();
     case 5:
-      return type.has_dmin ? held_tiles<5, false, true>() : held_tiles<5, false, false>();
+      if (pairs) return held_tiles<5, PairsMins>();
+      return type.has_dmin ? held_tiles<5, Mins>() : held_tiles<5, Plain>();
     default:
-      return held_tiles<8, false, false>();
+      return held_tiles<8, Plain>();
   }
 }
 

@@ -21,28 +21,30 @@ struct Kernels {
   size_t max_rows;
 };
 
-template <int kBits, bool kHalves, bool kMins>
+template <int kBits, class Shape>
 inline Kernels kernels() {
-  constexpr int kMaxRows = kHalves ? Dot::kMaxHalfRows : Dot::kMaxRows;
-  return {kTiles<kBits, Shape<kHalves, kMins>, kMaxRows>.of_rows, kMaxRows};
+  constexpr int kMaxRows = Shape::kHalves ? Dot::kMaxHalfRows : Dot::kMaxRows;
+  return {kTiles<kBits, Shape, kMaxRows>.of_rows, kMaxRows};
 }
 
 inline Kernels kernels_for(const BlockType& type) {
-  const bool halves = type.group == 16;
+  const bool pairs = pairs_units(type);
   switch (type.bits) {
     case 2:
-      return type.has_dmin ? kernels<2, true, true>() : kernels<2, false, false>();
+      return type.has_dmin ? kernels<2, HalvesMins>() : kernels<2, Plain>();
     case 3:
-      return halves ? kernels<3, true, false>() : kernels<3, false, false>();
+      return pairs ? kernels<3, PairsHalves>() : kernels<3, Plain>();
     case 4:
-      if (halves) return kernels<4, true, false>();
-      return type.has_dmin ? kernels<4, false, true>() : kernels<4, false, false>();
+      if (type.group == 16) return kernels<4, Halves>();
+      if (pairs) return kernels<4, PairsMins>();
+      return type.has_dmin ? kernels<4, Mins>() : kernels<4, Plain>();
     case 5:
-      return type.has_dmin ? kernels<5, false, true>() : kernels<5, false, false>();
+      if (pairs) return kernels<5, PairsMins>();
+      return type.has_dmin ? kernels<5, Mins>() : kernels<5, Plain>();
     case 6:
-      return kernels<6, true, false>();
+      return kernels<6, PairsHalves>();
     default:
-      return kernels<8, false, false>();
+      return kernels<8, Plain>();
   }
 }
 

@@ -52,6 +52,13 @@ constexpr bool sums_runs(const BlockType& type) {
   return type.group == 16 && type.has_sub && !type.has_dmin;
 }
 
+// Whether a scale of activations spans two units, 64 values, because what scales take is a large
+// part of the product: with a d per 256 columns, and besides subs either minima or groups of 16.
+constexpr bool pairs_units(const BlockType& type) {
+  const bool has_mins_of_32 = type.has_dmin && type.group == 32 && type.d_group == kRunColumns;
+  return sums_runs(type) || has_mins_of_32;
+}
+
 // Up to 256 columns of a row. Nothing is written beyond the last whole block of the row.
 struct Run {
   alignas(64) uint8_t code[kRunColumns];

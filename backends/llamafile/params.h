@@ -9,15 +9,22 @@ namespace ktk::llamafile {
 namespace {
 
 // The shapes of arithmetic that types come in.
-template <bool kHalves_, bool kMins_>
+template <bool kHalves_, bool kMins_, bool kPairs_ = false>
 struct Shape {
   static constexpr bool kHalves = kHalves_;  // a unit has two groups of 16
   static constexpr bool kMins = kMins_;
+  static constexpr bool kPairs = kPairs_;  // two units meet one act scale
   static constexpr size_t kScales = kHalves ? 2 : 1;
   static constexpr size_t kParams = kColumns * kScales * (kMins ? 2 : 1);  // floats of a unit
 };
+using Plain = Shape<false, false>;
+using Mins = Shape<false, true>;
+using Halves = Shape<true, false>;
+using HalvesMins = Shape<true, true>;
+using PairsMins = Shape<false, true, true>;
+using PairsHalves = Shape<true, false, true>;  // of the types that sum runs
 
-constexpr size_t kMaxParams = Shape<true, true>::kParams;
+constexpr size_t kMaxParams = HalvesMins::kParams;
 
 // The functions of normal.h, for a register of columns.
 inline Dot::Float load_half_e8m0(const uint8_t* d) {

@@ -1,10 +1,11 @@
 // Types with d per 256 columns and an integer per 16 of them sum a run before they meet d:
 //
-//   sum of a run = sum over units of  act scale * (sum 0 * sub 0 + sum 1 * sub 1)
+//   sum of a run = sum over pairs of units of  act scale * (sum 0 * sub 0 + sum 1 * sub 1 + ...)
 //   dst          = fma(sum of a run, d, dst)
 //
-// What is in brackets is an integer of at most 24 bits, so that any way to compute it is right:
-// with floats (tile.h, thin.h) or with words (words.h). With d in it, it would have to be rounded.
+// What is in brackets is an integer. Where the four sums are words it is at most 2^24, and any way
+// to compute it is right: with floats (tile.h, thin.h) or with words (words.h). With d in it, it
+// would have to be rounded.
 #pragma once
 
 #include "llamafile/params.h"

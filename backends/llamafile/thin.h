@@ -36,8 +36,11 @@ class Thin {
   static constexpr bool kMins = kOf.has_dmin;
   static constexpr bool kOneD = kOf.d_group == kRunColumns;
   static constexpr bool kSumsRuns = sums_runs(kOf);
+  static constexpr size_t kSpan = pairs_units(kOf) ? 2 : 1;   // units that meet one act scale
   static constexpr bool kNibbles = kOf.linear && kBits == 4;  // multiplied where they are
   static constexpr int kCodeOffset = kOf.linear ? kOf.offset : kOffset;
+
+  static constexpr size_t kUnitAhead = run_bytes(kOf, kRunUnits) / kRunUnits;
 
   // Columns of a register each.
   struct Params {
@@ -50,6 +53,7 @@ class Thin {
   const Codes<kBits, kOffset, kOf.linear> codes_;
   const size_t act_stride_;
   Float d_[kVecs], dmin_[kVecs];
+  Float first_[kRows][kVecs], first_min_[kVecs];  // of the first unit of a pair
   Float total_[kRows][kVecs], run_total_[kRows][kVecs];
 
   static Float minima_of(const uint8_t* dmin) {
@@ -139,6 +143,7 @@ class Thin {
     if constexpr (kStep + 1 < kUnitSteps) add_steps<kStep + 1>(sums, high, unit, act, prefetch);
   }
 
+  template <size_t kOfSpan>
   [[gnu::always_inline]] void add_unit(const uint8_t* run, const Header& at, size_t unit,
                                        const uint8_t* act, const uint8_t* factors,
                                        const char* prefetch) {
@@ -168,19 +173,43 @@ class Thin {
           return Dot::convert(x);
         };
         Float& total = kSumsRuns ? run_total_[r][v] : total_[r][v];
-        if constexpr (kGroups == 2) {
-          Float t = Dot::mul(sum(0), p.scale[0][v]);
-          t = Dot::fma(sum(1), p.scale[1][v], t);
-          if constexpr (kMins) {
+        if constexpr (kGroups == 2 || kSpan == 2) {
+          Float t = kOfSpan == 0 ? Dot::mul(sum(0), p.scale[0][v])
+                                 : Dot::fma(sum(0), p.scale[0][v], first_[r][v]);
+          if constexpr (kGroups == 2) t = Dot::fma(sum(1), p.scale[1][v], t);
+          if constexpr (kGroups == 2 && kMins) {
             t = Dot::fma(Dot::convert(Dot::set1_int(f.comp[0])), p.min[0][v], t);
             t = Dot::fma(Dot::convert(Dot::set1_int(f.comp[1])), p.min[1][v], t);
           }
-          total = Dot::fma(t, Dot::set1(f.scale), total);
+          if constexpr (kOfSpan + 1 < kSpan) {
+            first_[r][v] = t;
+          } else {
+            total = Dot::fma(t, Dot::set1(f.scale), total);
+          }
         } else {
           total = Dot::fma(Dot::mul(sum(0), Dot::set1(f.scale)), p.scale[0][v], total);
-          if constexpr (kMins) total = Dot::fma(Dot::set1(f.sum), p.min[0][v], total);
+        }
+        if constexpr (kMins && kGroups == 1 && kOfSpan + 1 == kSpan) {
+          if constexpr (kSpan == 2) total = Dot::fma(Dot::set1((&f)[-1].sum), first_min_[v], total);
+          total = Dot::fma(Dot::set1(f.sum), p.min[0][v], total);
         }
       }
+    }
+    if constexpr (kMins && kOfSpan + 1 < kSpan) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) first_min_[v] = p.min[0][v];
+    }
+  }
+
+  // Adds the units of a span, from kOfSpan on.
+  template <size_t kOfSpan = 0>
+  [[gnu::always_inline]] void add_span(const uint8_t* run, const Header& at, size_t unit,
+                                       const uint8_t* act, const uint8_t* factors,
+                                       const WeightStream& stream, size_t ahead) {
+    add_unit<kOfSpan>(run, at, unit, act, factors, stream.at(ahead / kLine));
+    if constexpr (kOfSpan + 1 < kSpan) {
+      add_span<kOfSpan + 1>(run, at, unit + 1, act + kUnit, factors + sizeof(Factor), stream,
+                            ahead + kUnitAhead);
     }
   }
 
@@ -227,11 +256,11 @@ class Thin {
         }
         size_t ahead =
             static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) + kThinAhead;
-        for (size_t unit = 0; unit < count; ++unit) {
-          thin.add_unit(run, at, unit, act, factors, stream.at(ahead / kLine));
-          ahead += run_bytes(kOf, kRunUnits) / kRunUnits;
-          act += kUnit;
-          factors += sizeof(Factor);
+        for (size_t unit = 0; unit < count; unit += kSpan) {
+          thin.add_span(run, at, unit, act, factors, stream, ahead);
+          ahead += kSpan * kUnitAhead;
+          act += kSpan * kUnit;
+          factors += kSpan * sizeof(Factor);
         }
         if constexpr (kSumsRuns) thin.end_run(run);
         run += at.end + count * unit_bytes(kOf);

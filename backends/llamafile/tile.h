@@ -14,6 +14,13 @@
 //                  t   = fma(sum of act codes 0, min 0, t), and the same for 1
 //                  dst = fma(t, a, dst)
 //
+// or, where two units meet the same a, at the end of the second:
+//
+//   one group      t   = fma(float(sum of the second), its scale, float(sum) * scale)
+//                  dst = fma(t, a, dst)                          then the minima of both
+//   two groups     t   goes on from the first unit to the second
+//                  dst = fma(t, a, dst)
+//
 // Sums are exact, so a row has the same bits whichever tile it is in. Every tile decodes codes as
 // it goes: that takes instructions for which other ports have time, and no memory but the run
 // itself, which stays in L1 for all rows. Many rows are different: see held.h.
@@ -114,16 +121,42 @@ struct TileCodes {
   }
 };
 
+// Where the sums of a unit start: at kOffset * -(sum of the act codes).
+template <int kOffsetOfCodes, int kRows, int kGroups>
+[[gnu::always_inline]] inline void start_sums(Dot::Int (&acc)[kGroups][kRows][kVecs],
+                                              const uint8_t* factor, size_t act_stride) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, factor += act_stride) {
+    const Factor* f = reinterpret_cast<const Factor*>(factor);
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) {
+      Dot::Int start = Dot::set1_int(0);
+      if constexpr (kOffsetOfCodes) {
+        start = Dot::set1_int(f->comp[g]);
+        if constexpr (kGroups == 1) start = Dot::add(start, Dot::set1_int(f->comp[1]));
+        if constexpr (kOffsetOfCodes != kOffset) {
+          start = Dot::divide_int<__builtin_ctz(kOffset / kOffsetOfCodes)>(start);
+        }
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < kVecs; ++v) {
+        acc[g][r][v] = start;
+        pin(acc[g][r][v]);
+      }
+    }
+  }
+}
+
 // kHeld: dst, or the sum of a run, is in registers from the first unit to the last.
 template <int kBits, class Shape, int kRows, bool kHeld>
 void multiply_tile(const TileArgs& args) {
   using Int = Dot::Int;
   using Float = Dot::Float;
   constexpr int kGroups = Shape::kHalves ? 2 : 1;
+  constexpr int kSpan = Shape::kPairs ? 2 : 1;  // units that meet one act scale
   // Every third row has a pointer, the two behind it are reached through the index register.
   constexpr int kPointers = (kRows + 2) / 3;
   const TileArgs t = args;  // a copy that stores to dst cannot change
-  constexpr int kCodeOffset = TileCodes<kBits, Shape>::kOffset;
   static_assert(TileCodes<kBits, Shape>::fits_all());
   const typename TileCodes<kBits, Shape>::Type operands(*t.meaning);
   const uint8_t* act[kPointers];
@@ -146,95 +179,98 @@ void multiply_tile(const TileArgs& args) {
       }
     }
   }
-  for (size_t unit = 0; unit < t.units; ++unit) {
-    Int acc[kGroups][kRows][kVecs];
-    const uint8_t* factor = hidden(factors);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
-      const Factor* f = reinterpret_cast<const Factor*>(factor);
+  // What the first unit of a pair comes to: in registers if they suffice, which is for gcc to say.
+  Float first[kRows][kVecs];
+  for (size_t unit = 0; unit < t.units; unit += kSpan) {
 #pragma GCC unroll 2
-      for (int g = 0; g < kGroups; ++g) {
-        Int start = Dot::set1_int(0);
-        if constexpr (kCodeOffset) {
-          start = Dot::set1_int(f->comp[g]);
-          if constexpr (kGroups == 1) start = Dot::add(start, Dot::set1_int(f->comp[1]));
-          if constexpr (kCodeOffset != kOffset) {
-            start = Dot::divide_int<__builtin_ctz(kOffset / kCodeOffset)>(start);
-          }
-        }
+    for (int of_span = 0; of_span < kSpan; ++of_span) {
+      const bool is_last = of_span + 1 == kSpan;
+      Int acc[kGroups][kRows][kVecs];
+      start_sums<TileCodes<kBits, Shape>::kOffset>(acc, hidden(factors), t.act_stride);
+      if constexpr (kHeld) {
+        for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
+      }
+      add_steps<0, kBits, kHeld>(acc, operands, codes, act, t.act_stride, prefetch,
+                                 t.prefetch_step);
+#pragma GCC unroll 4
+      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
+      codes += kBits * kRowBytes;
+      if (kHeld && is_last) codes += (unit + kSpan) % kRunUnits == 0 ? t.gap : 0;
+      // Scales, then minima: in registers if there are enough of them.
+      constexpr int kKept = Shape::kHalves && Shape::kMins ? 0 : 2;
+      Float kept[2][kVecs];
+#pragma GCC unroll 2
+      for (int i = 0; i < kKept; ++i) {
 #pragma GCC unroll 2
         for (int v = 0; v < kVecs; ++v) {
-          acc[g][r][v] = start;
-          pin(acc[g][r][v]);
+          if (i * kColumns < Shape::kParams)
+            kept[i][v] = Dot::load(params + i * kColumns + v * Dot::kLanes);
         }
       }
-    }
-    if constexpr (kHeld) {
-      for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
-    }
-    add_steps<0, kBits, kHeld>(acc, operands, codes, act, t.act_stride, prefetch, t.prefetch_step);
-#pragma GCC unroll 4
-    for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
-    codes += kBits * kRowBytes;
-    if constexpr (kHeld) codes += (unit + 1) % kRunUnits == 0 ? t.gap : 0;
-    // Scales, then minima: in registers if there are enough of them.
-    constexpr int kKept = Shape::kHalves && Shape::kMins ? 0 : 2;
-    Float kept[2][kVecs];
-#pragma GCC unroll 2
-    for (int i = 0; i < kKept; ++i) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        if (i * kColumns < Shape::kParams)
-          kept[i][v] = Dot::load(params + i * kColumns + v * Dot::kLanes);
-      }
-    }
-    const auto param = [&](int i, int v) __attribute__((always_inline)) {
-      return kKept ? kept[i][v] : Dot::load(params + i * kColumns + v * Dot::kLanes);
-    };
-    factor = hidden(factors);
-    float* dst = hidden(t.dst);
+      const auto param = [&](int i, int v) __attribute__((always_inline)) {
+        return kKept ? kept[i][v] : Dot::load(params + i * kColumns + v * Dot::kLanes);
+      };
+      const uint8_t* factor = hidden(factors);
+      float* dst = hidden(t.dst);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r, factor += t.act_stride, dst += t.dst_stride) {
-      const Factor* f = reinterpret_cast<const Factor*>(factor);
+      for (int r = 0; r < kRows; ++r, factor += t.act_stride, dst += t.dst_stride) {
+        const Factor* f = reinterpret_cast<const Factor*>(factor);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        pin(acc[0][r][v]);
-        float* to = dst + v * Dot::kLanes;
-        Float before;
-        if constexpr (kHeld) {
-          pin(held[r][v]);
-          before = held[r][v];
-        } else {
-          before = Dot::load(to);
-        }
-        Float value = Dot::convert(acc[0][r][v]);
-        if constexpr (Shape::kHalves) {
-          value = Dot::mul(value, param(0, v));
-          value = Dot::fma(Dot::convert(acc[1][r][v]), param(1, v), value);
-          if constexpr (Shape::kMins) {
-            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), param(2, v), value);
-            value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), param(3, v), value);
+        for (int v = 0; v < kVecs; ++v) {
+          pin(acc[0][r][v]);
+          Float value = Dot::convert(acc[0][r][v]);
+          if constexpr (Shape::kPairs || Shape::kHalves) {
+            value = of_span == 0 ? Dot::mul(value, param(0, v))
+                                 : Dot::fma(value, param(0, v), first[r][v]);
+          } else {
+            value = Dot::mul(value, Dot::set1(f->scale));
           }
-          value = Dot::fma(value, Dot::set1(f->scale), before);
-        } else {
-          value = Dot::mul(value, Dot::set1(f->scale));
-          value = Dot::fma(value, param(0, v), before);
-          if constexpr (Shape::kMins) value = Dot::fma(Dot::set1(f->sum), param(1, v), value);
-        }
-        if constexpr (kHeld) {
-          held[r][v] = value;
-        } else {
-          Dot::store(to, value);
+          if constexpr (Shape::kHalves) {
+            value = Dot::fma(Dot::convert(acc[1][r][v]), param(1, v), value);
+            if constexpr (Shape::kMins) {
+              value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), param(2, v), value);
+              value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), param(3, v), value);
+            }
+          }
+          if (!is_last) {
+            first[r][v] = value;
+            continue;
+          }
+          float* to = dst + v * Dot::kLanes;
+          Float before;
+          if constexpr (kHeld) {
+            pin(held[r][v]);
+            before = held[r][v];
+          } else {
+            before = Dot::load(to);
+          }
+          if constexpr (Shape::kPairs || Shape::kHalves) {
+            value = Dot::fma(value, Dot::set1(f->scale), before);
+          } else {
+            value = Dot::fma(value, param(0, v), before);
+          }
+          if constexpr (Shape::kMins && !Shape::kHalves) {
+            if constexpr (Shape::kPairs) {
+              const Float min = Dot::load(params + kColumns - Shape::kParams + v * Dot::kLanes);
+              value = Dot::fma(Dot::set1(f[-1].sum), min, value);
+            }
+            value = Dot::fma(Dot::set1(f->sum), param(1, v), value);
+          }
+          if constexpr (kHeld) {
+            held[r][v] = value;
+          } else {
+            Dot::store(to, value);
+          }
         }
       }
+      factors += sizeof(Factor);
+      params += Shape::kParams;
     }
-    factors += sizeof(Factor);
-    params += Shape::kParams;
-    if constexpr (kHeld && Shape::kHalves && !Shape::kMins) {
-      if (!t.run_d || (unit + 1) % kRunUnits != 0) continue;
+    if constexpr (kHeld && Shape::kPairs && Shape::kHalves) {
+      if (!t.run_d || (unit + kSpan) % kRunUnits != 0) continue;
       const float* d = t.run_d + unit / kRunUnits * kColumns;
       const bool is_first = t.is_first && unit < kRunUnits;
-      dst = hidden(t.dst);
+      float* dst = hidden(t.dst);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r, dst += t.dst_stride) {
 #pragma GCC unroll 2

@@ -17,7 +17,7 @@ using FloatAct = ActRowsF32<kUnit>;
 
 inline void act_format(const ktk_matrix* matrix, ktk_format* out) {
   *out = floats::is_float(matrix->format) ? ktk_format{FloatAct::kElement, KTK_NONE, KTK_NONE, 0, 0}
-                                          : kActFormat;
+                                          : act_format_of(block_type(matrix->format.element));
 }
 
 template <size_t kNumKernels>

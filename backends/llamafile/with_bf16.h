@@ -89,8 +89,8 @@ class WithBf16 {
         .struct_size = sizeof(ktk_variant),
         .name = KTK_STRING(KTK_TARGET),
         .required_isa = KTK_TARGET_ISA,
-        .tile = {.m_step = m_step, .n_step = kColumns, .k_step = kUnit},
-        .act = kActFormat,
+        .tile = {.m_step = m_step, .n_step = kColumns, .k_step = kActStep},
+        .act = act_format_of(block_type(kQ4_K)),  // the first format
         .layout = kLayout,
         .weight_size = served<&ktk_variant::weight_size>,
         .pack_weight = served<&ktk_variant::pack_weight>,

@@ -5,9 +5,9 @@
 //
 //   | sum 1        | sum 0 + 2^15 |     which is flipped to sum 0 in the end
 //
-// Tiles of six rows are possible that way, where two sums apart have room for four, and the port of
-// vpdpbusd has two instructions to spare for a unit instead of three. It takes sums of 16 bits: by
-// Cauchy and Schwarz no sum exceeds the length of its weights times that of its activations. Tiles
+// The second unit of a pair adds its product to that of the first, so that a pair of units takes
+// three instructions on the port of vpdpbusd, where sums apart take five. Sums must have 16 bits:
+// by Cauchy and Schwarz none exceeds the length of its weights times that of its activations. Tiles
 // where that is not enough, which are few, keep sums apart (tile.h).
 //
 //   scratch   | stretch of runs (word_stretch.h) | lengths of tiles of rows |
@@ -27,8 +27,7 @@ constexpr bool makes_words(const BlockType& type) {
   return sums_runs(type) && largest <= 32;
 }
 
-using WordShape = Shape<true, false>;
-static_assert(TileCodes<8, WordShape>::kOffset == kOffset);
+static_assert(TileCodes<8, PairsHalves>::kOffset == kOffset);
 
 struct WordArgs {
   const uint8_t* operands;  // first unit, columns of the tile
@@ -89,56 +88,67 @@ void multiply_word_tile(const WordArgs& args) {
       }
     }
 #pragma GCC unroll 1
-    for (size_t unit = 0; unit < kRunUnits; ++unit) {
-      Int acc[kRows][kVecs];
-      const uint8_t* factor = hidden(factors);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
-        const Factor* f = reinterpret_cast<const Factor*>(factor);
+    for (size_t pair = 0; pair < kRunUnits / 2; ++pair) {
+      Int first[kRows][kVecs];
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) {
-          acc[r][v] = Dot::set1_int(f->comp[1]);
-          pin(acc[r][v]);
-        }
-      }
-      for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
-      add_half<kUnitSteps / 2, kUnitSteps>(acc, operands, act, t.act_stride);
-      factor = hidden(factors);
+      for (int of_pair = 0; of_pair < 2; ++of_pair) {
+        Int acc[kRows][kVecs];
+        const uint8_t* factor = hidden(factors);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
-        const Factor* f = reinterpret_cast<const Factor*>(factor);
-        const Int start = Dot::add(Dot::set1_int(f->comp[0]), sign);
+        for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
+          const Factor* f = reinterpret_cast<const Factor*>(factor);
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) {
-          pin(acc[r][v]);
-          acc[r][v] = Dot::add(_mm512_slli_epi32(acc[r][v], 16), start);
-          pin(acc[r][v]);
+          for (int v = 0; v < kVecs; ++v) {
+            acc[r][v] = Dot::set1_int(f->comp[1]);
+            pin(acc[r][v]);
+          }
         }
-      }
-      add_half<0, kUnitSteps / 2>(acc, operands, act, t.act_stride);
+        for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
+        add_half<kUnitSteps / 2, kUnitSteps>(acc, operands, act, t.act_stride);
+        factor = hidden(factors);
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
+          const Factor* f = reinterpret_cast<const Factor*>(factor);
+          const Int start = Dot::add(Dot::set1_int(f->comp[0]), sign);
+#pragma GCC unroll 2
+          for (int v = 0; v < kVecs; ++v) {
+            pin(acc[r][v]);
+            acc[r][v] = Dot::add(_mm512_slli_epi32(acc[r][v], 16), start);
+            pin(acc[r][v]);
+          }
+        }
+        add_half<0, kUnitSteps / 2>(acc, operands, act, t.act_stride);
 #pragma GCC unroll 4
-      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
-      operands += kOperandBytes;
-      Int sub[kVecs];
+        for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
+        operands += kOperandBytes;
+        Int sub[kVecs];
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) sub[v] = Dot::load_bytes(words + v * Dot::kLanes);
-      factor = hidden(factors);
+        for (int v = 0; v < kVecs; ++v) sub[v] = Dot::load_bytes(words + v * Dot::kLanes);
+        factor = hidden(factors);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
-        const Factor* f = reinterpret_cast<const Factor*>(factor);
+        for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
+          const Factor* f = reinterpret_cast<const Factor*>(factor);
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) {
-          pin(acc[r][v]);
-          pin(sum[r][v]);
-          const Int product = _mm512_madd_epi16(_mm512_xor_si512(acc[r][v], sign), sub[v]);
-          // The intrinsic is the same instruction, but gcc 12 moves sums to other registers.
-          asm("vfmadd231ps %2%{1to16%}, %1, %0"
-              : "+v"(sum[r][v])
-              : "v"(Dot::convert(product)), "m"(f->scale));
+          for (int v = 0; v < kVecs; ++v) {
+            pin(acc[r][v]);
+            const Int word = _mm512_xor_si512(acc[r][v], sign);
+            if (of_pair == 0) {
+              first[r][v] = _mm512_madd_epi16(word, sub[v]);
+              pin(first[r][v]);
+              continue;
+            }
+            pin(first[r][v]);
+            pin(sum[r][v]);
+            const Int product = _mm512_dpwssd_epi32(first[r][v], word, sub[v]);
+            // The intrinsic is the same instruction, but gcc 12 moves sums to other registers.
+            asm("vfmadd231ps %2%{1to16%}, %1, %0"
+                : "+v"(sum[r][v])
+                : "v"(Dot::convert(product)), "m"(f->scale));
+          }
         }
+        factors += sizeof(Factor);
+        words += kColumns;
       }
-      factors += sizeof(Factor);
-      words += kColumns;
     }
     Float d[kVecs];
 #pragma GCC unroll 2
@@ -164,7 +174,7 @@ void multiply_word_tile(const WordArgs& args) {
 using MultiplyWordTile = void (*)(const WordArgs&);
 
 struct WordTiles {
-  static constexpr int kMaxRows = Dot::kMaxHeldRows;
+  static constexpr int kMaxRows = Dot::kMaxHeldHalfRows;
   MultiplyWordTile of_rows[kMaxRows + 1];
 
   template <int kRows = 1>
@@ -180,7 +190,7 @@ constexpr WordTiles kWordTiles;
 inline void multiply_long_run(const BlockType& type, const Header& at, const Meaning& meaning,
                               const uint8_t* packed, const WordArgs& w, size_t rows) {
   constexpr size_t kMaxRows = Dot::kMaxHeldHalfRows;
-  alignas(kLine) float params[kRunUnits * WordShape::kParams], d[kColumns];
+  alignas(kLine) float params[kRunUnits * PairsHalves::kParams], d[kColumns];
   load_params(type, at, packed, kRunUnits, params);
   load_run_ds(type, packed, d);
   TileArgs t = {};
@@ -200,7 +210,7 @@ inline void multiply_long_run(const BlockType& type, const Header& at, const Mea
     t.act = w.act + row * w.act_stride;
     t.factors = w.factors + row * w.act_stride;
     t.dst = w.dst + row * w.dst_stride;
-    kTiles<8, WordShape, kMaxRows, true>.of_rows[row_end - row](t);
+    kTiles<8, PairsHalves, kMaxRows, true>.of_rows[row_end - row](t);
     row = row_end;
   }
 }

@@ -63,6 +63,18 @@ def test_blocks_keep_their_values(name: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", TYPES)
+def test_many_rows_have_the_bits_of_one(name: str, variant: str) -> None:
+    """In tiles of every kind, over more runs than a stretch."""
+    kind = GGMLQuantizationType[name]
+    packed = pack(variant, random_rows(kind, 40, 9 * 256), kind)
+    x = np.random.default_rng(1).standard_normal((61, 9 * 256)).astype(np.float32)
+    single = np.concatenate([packed.matmul(row[np.newaxis]) for row in x])
+    for m in (2, 7, 13, 29, 61):
+        check_same_bits(packed.matmul(x[:m]), single[:m])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["MXFP4", "NVFP4"])
 def test_products_meet_every_scale_of_eight_bits(name: str, variant: str) -> None:
     """Column i has the scale of byte i, and is multiplied with 127, whose act scale is 1."""
