@@ -147,6 +147,26 @@ template <int kOffsetOfCodes, int kRows, int kGroups>
   }
 }
 
+// dst = sums of a run * d, added to what is there unless there is nothing yet.
+template <int kRows>
+[[gnu::always_inline]] inline void end_run(const Dot::Float (&sums)[kRows][kVecs], const float* d,
+                                           bool is_first, float* dst, size_t dst_stride) {
+  Dot::Float of_columns[kVecs];
+#pragma GCC unroll 2
+  for (int v = 0; v < kVecs; ++v) of_columns[v] = Dot::load(d + v * Dot::kLanes);
+  dst = hidden(dst);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, dst += dst_stride) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVecs; ++v) {
+      float* to = dst + v * Dot::kLanes;
+      Dot::Float before = Dot::set1(0);
+      if (!is_first) before = Dot::load(to);
+      Dot::store(to, Dot::fma(sums[r][v], of_columns[v], before));
+    }
+  }
+}
+
 // kHeld: dst, or the sum of a run, is in registers from the first unit to the last.
 template <int kBits, class Shape, int kRows, bool kHeld>
 void multiply_tile(const TileArgs& args) {
@@ -268,19 +288,12 @@ void multiply_tile(const TileArgs& args) {
     }
     if constexpr (kHeld && Shape::kPairs && Shape::kHalves) {
       if (!t.run_d || (unit + kSpan) % kRunUnits != 0) continue;
-      const float* d = t.run_d + unit / kRunUnits * kColumns;
-      const bool is_first = t.is_first && unit < kRunUnits;
-      float* dst = hidden(t.dst);
+      end_run(held, t.run_d + unit / kRunUnits * kColumns, t.is_first && unit < kRunUnits, t.dst,
+              t.dst_stride);
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r, dst += t.dst_stride) {
+      for (auto& row : held) {
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) {
-          float* to = dst + v * Dot::kLanes;
-          Float before = Dot::set1(0);
-          if (!is_first) before = Dot::load(to);
-          Dot::store(to, Dot::fma(held[r][v], Dot::load(d + v * Dot::kLanes), before));
-          held[r][v] = Dot::set1(0);
-        }
+        for (Float& sum : row) sum = Dot::set1(0);
       }
     }
   }

@@ -150,24 +150,9 @@ void multiply_word_tile(const WordArgs& args) {
         words += kColumns;
       }
     }
-    Float d[kVecs];
-#pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
-      d[v] = Dot::load(reinterpret_cast<const float*>(words) + v * Dot::kLanes);
-    }
+    end_run(sum, reinterpret_cast<const float*>(words), t.is_first && run == 0, t.dst,
+            t.dst_stride);
     words += kColumns;
-    const bool is_first = t.is_first && run == 0;
-    float* dst = hidden(t.dst);
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r, dst += t.dst_stride) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        float* to = dst + v * Dot::kLanes;
-        Float before = Dot::set1(0);
-        if (!is_first) before = Dot::load(to);
-        Dot::store(to, Dot::fma(sum[r][v], d[v], before));
-      }
-    }
   }
 }
 
