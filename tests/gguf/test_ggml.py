@@ -71,7 +71,8 @@ def test_products_are_no_less_exact_than_ggmls(kind: Type) -> None:
         ours = error(got, exact)
         assert 0 < ours <= KERNEL_ERROR
         # Both round activations to int8 per 32, but ggml keeps the scale as f16; for K-quants and
-        # codebooks it has one scale per 256, here it is one per 64 at most. The hundredth is for ties that fall the other way.
+        # codebooks it has one scale per 256, and here there is one per 64 at most. The hundredth is
+        # for ties that fall the other way.
         assert ours <= 1.01 * theirs, f"{variant}: {ours:.5f}, ggml {theirs:.5f}"
 
 
