@@ -25,10 +25,10 @@ constexpr int kVecs = 2;  // registers of weights of a tile
 
 struct Dot : Zmm {
   static constexpr int kWeightOffset = kOffset;
-#if defined(__AMX_INT8__)
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int kMaxRows = 3, kMaxHalfRows = 2;  // gcc 12 takes minutes to check large ones
+#elif defined(__AMX_INT8__)
   static constexpr int kMaxRows = 4, kMaxHalfRows = 4;  // more are for AMX
-#elif defined(__SANITIZE_ADDRESS__)
-  static constexpr int kMaxRows = 4, kMaxHalfRows = 2;  // gcc 12 takes minutes to check large ones
 #else
   static constexpr int kMaxRows = 12, kMaxHalfRows = 6;
 #endif
@@ -75,7 +75,11 @@ template <int kByte>
 constexpr Bytes<kByte> kBytes;
 
 struct Dot : Ymm {
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int kMaxRows = 3, kMaxHalfRows = 2;
+#else
   static constexpr int kMaxRows = 4, kMaxHalfRows = 2;
+#endif
 
   template <size_t kAt>
   [[gnu::always_inline]] static Int broadcast_row(const uint8_t* act, size_t stride, int row) {

@@ -22,7 +22,11 @@
 namespace ktk::llamafile {
 namespace {
 
+#if defined(__SANITIZE_ADDRESS__)
+constexpr int kThinRows = 1;  // as in dot.h
+#else
 constexpr int kThinRows = 2;
+#endif
 constexpr size_t kThinAhead = 512;  // bytes, see weight_stream.h
 
 template <size_t kType, int kRows>
@@ -285,7 +289,7 @@ struct ThinKernels {
   template <size_t kType = 0>
   constexpr void fill() {
     of[kType][0] = Thin<kType, 1>::multiply;
-    of[kType][1] = Thin<kType, 2>::multiply;
+    if constexpr (kThinRows > 1) of[kType][1] = Thin<kType, 2>::multiply;
     if constexpr (kType + 1 < kTypeCount) fill<kType + 1>();
   }
   constexpr ThinKernels() : of{} { fill(); }
