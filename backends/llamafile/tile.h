@@ -121,7 +121,7 @@ struct TileCodes {
   }
 };
 
-// Where the sums of a unit start: at kOffset * -(sum of the act codes).
+// Where the sums of a unit start: at -kOffsetOfCodes * (sum of the act codes).
 template <int kOffsetOfCodes, int kRows, int kGroups>
 [[gnu::always_inline]] inline void start_sums(Dot::Int (&acc)[kGroups][kRows][kVecs],
                                               const uint8_t* factor, size_t act_stride) {
