@@ -7,8 +7,10 @@ moe.load(gate, up, down)
 y = moe(hidden, topk_ids, topk_weights)
 """
 
+from importlib import import_module
 from pathlib import Path
 from pkgutil import extend_path
+from typing import TYPE_CHECKING, Any
 
 # In a checkout, `python -m ktk...` finds this folder first; the compiled modules are where ktk was
 # installed.
@@ -27,11 +29,13 @@ from ktk.errors import (
     CheckpointError,
     CheckpointFormatError,
 )
-from ktk.ktmoe import KTMoEWrapper, generate_gpu_experts_masks
 from ktk.model import Model
 from ktk.moe import MoE, Ticket
 from ktk.pool import default_pool
 from ktk.registry import BackendInfo, backends, load_backend
+
+if TYPE_CHECKING:
+    from ktk.ktmoe import KTMoEWrapper, generate_gpu_experts_masks
 
 __all__ = [
     "Backend",
@@ -65,3 +69,18 @@ def get_include() -> str:
     installed = package / "include"
     # An editable install runs from the source tree, where headers are native.
     return str(installed if installed.is_dir() else package.parent / "native" / "include")
+
+
+# These need torch, which takes a second and 200 MB, and are imported when somebody asks for them.
+_LAZY = {"KTMoEWrapper": "ktk.ktmoe", "generate_gpu_experts_masks": "ktk.ktmoe"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(import_module(_LAZY[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import torch
 
 from ktk import _core
 from ktk.config import ACTIVATIONS, MoEConfig
@@ -16,6 +14,8 @@ from ktk.errors import BackendUnsupported
 from ktk.pool import default_pool
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ktk.backend import Backend
 
 Array = Any  # numpy, torch or anything else that speaks DLPack
@@ -373,23 +373,30 @@ def _plain(array: Any) -> Any:
     A tensor would export itself as well, but does that in Python: 2 us each, while a token of a
     layer takes some hundred.
     """
-    if not isinstance(array, torch.Tensor):
+    # Where torch was not imported, or is just being so, nothing is a tensor.
+    torch = sys.modules.get("torch")
+    tensor = getattr(torch, "Tensor", None)
+    if torch is None or tensor is None or not isinstance(array, tensor):
         return array
     if array.is_floating_point() and array.itemsize == 1:
         array = array.view(torch.uint8)
     array = array.detach() if array.requires_grad else array
     try:
-        return torch.to_dlpack(array)  # type: ignore[attr-defined]
+        return torch.to_dlpack(array)
     except (RuntimeError, BufferError):  # sparse, say: the core's message names the argument
         return array
 
 
 def _empty_like(hidden: Array) -> Array:
-    if isinstance(hidden, torch.Tensor):
-        return torch.empty_like(hidden)
+    import numpy as np
+
     if isinstance(hidden, np.ndarray):
         return np.empty(hidden.shape, dtype=hidden.dtype)
     if not hasattr(hidden, "__dlpack__"):
         raise TypeError(f"hidden must be an array, of any library, got {type(hidden).__name__}")
+    import torch  # numpy has no bfloat16
+
+    if isinstance(hidden, torch.Tensor):
+        return torch.empty_like(hidden)
     tensor = torch.utils.dlpack.from_dlpack(hidden)
     return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ktk.checkpoint import default_backend, open_checkpoint
 from ktk.checkpoint.spans import spans
+from ktk.cli.text import size_text
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.registry import backends, load_backend
 from ktk.system import available_memory
@@ -181,11 +182,3 @@ def _backend_table(layers: list[LayerReport]) -> Table:
             memory = f"[yellow]{memory}, does not fit[/]"
         table.add_row(title, memory, use.stored or "")
     return table
-
-
-def size_text(nbytes: int) -> str:
-    """Write a size for people."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes / 1024:.1f} KiB"

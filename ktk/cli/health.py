@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from ktk import _core, system
-from ktk.cli.contents import size_text
 from ktk.cli.report import report
+from ktk.cli.text import size_text
 from ktk.registry import providers
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
