@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktk import _core
+from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import ACTIVATIONS, MoEConfig
 from ktk.errors import BackendUnsupported
 from ktk.pool import default_pool
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ktk.backend import Backend
 
-Array = Any  # numpy, torch or anything else that speaks DLPack
 #: A format for gate, up and down, or one for each of them.
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
 _CONFIG_FIELDS = {f.name for f in fields(MoEConfig)}
@@ -249,8 +248,9 @@ class MoE:
         unknown = arrays.keys() - set(_EXPERT_ARRAYS)
         if unknown:
             raise TypeError(f"load_expert() got an unexpected keyword argument {min(unknown)!r}")
-        rest = {name: _plain(array) for name, array in arrays.items()}
-        self._core.load_expert(expert, _plain(gate), _plain(up), _plain(down), given=given, **rest)
+        arrays |= {"gate": gate, "up": up, "down": down}
+        read = {name: readable(name, array) for name, array in arrays.items()}
+        self._core.load_expert(expert, **read, given=given)
 
     def leave_out(self, expert: int) -> None:
         """Give an expert's memory back; rows routed to it contribute nothing."""
@@ -285,11 +285,14 @@ class MoE:
         -------
         array [tokens, hidden_size]
             `out`, or a new array of the library and dtype of `hidden`.
+
+        Raises
+        ------
+        RuntimeError
+            A tensor requires grad while torch records gradients: nothing here has a backward.
         """
-        result = _empty_like(hidden) if out is None else out
-        self._core.forward(
-            _plain(hidden), _plain(topk_ids), _plain(topk_weights), _plain(mask), _plain(result)
-        )
+        result = empty_like(hidden) if out is None else out
+        self._core.forward(*_inputs(hidden, topk_ids, topk_weights, mask), readable("out", result))
         return result
 
     def submit(
@@ -306,11 +309,11 @@ class MoE:
         The inputs are copied and may be changed when this returns. Calls that are submitted to
         layers on one pool run in the order of their submission. Parameters as in a call.
         """
-        result = _empty_like(hidden) if out is None else out
+        result = empty_like(hidden) if out is None else out
+        if is_tensor(result):
+            refuse_gradient("out", result)
         # The core ticket keeps `result` itself, so that its memory outlives the call.
-        core = self._core.submit(
-            _plain(hidden), _plain(topk_ids), _plain(topk_weights), _plain(mask), result
-        )
+        core = self._core.submit(*_inputs(hidden, topk_ids, topk_weights, mask), result)
         return Ticket(core, result)
 
     def unpack_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -367,36 +370,13 @@ class MoE:
         )
 
 
-def _plain(array: Any) -> Any:
-    """Return what the core reads: tensors as DLPack capsules, 8-bit floats as bytes.
-
-    A tensor would export itself as well, but does that in Python: 2 us each, while a token of a
-    layer takes some hundred.
-    """
-    # Where torch was not imported, or is just being so, nothing is a tensor.
-    torch = sys.modules.get("torch")
-    tensor = getattr(torch, "Tensor", None)
-    if torch is None or tensor is None or not isinstance(array, tensor):
-        return array
-    if array.is_floating_point() and array.itemsize == 1:
-        array = array.view(torch.uint8)
-    array = array.detach() if array.requires_grad else array
-    try:
-        return torch.to_dlpack(array)
-    except (RuntimeError, BufferError):  # sparse, say: the core's message names the argument
-        return array
-
-
-def _empty_like(hidden: Array) -> Array:
-    import numpy as np
-
-    if isinstance(hidden, np.ndarray):
-        return np.empty(hidden.shape, dtype=hidden.dtype)
-    if not hasattr(hidden, "__dlpack__"):
-        raise TypeError(f"hidden must be an array, of any library, got {type(hidden).__name__}")
-    import torch  # numpy has no bfloat16
-
-    if isinstance(hidden, torch.Tensor):
-        return torch.empty_like(hidden)
-    tensor = torch.utils.dlpack.from_dlpack(hidden)
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+def _inputs(
+    hidden: Array, topk_ids: Array, topk_weights: Array, mask: Array | None
+) -> tuple[Array, Array, Array, Array]:
+    """Return the inputs of a call as the core reads them."""
+    return (
+        readable("hidden", hidden),
+        readable("topk_ids", topk_ids),
+        readable("topk_weights", topk_weights),
+        readable("mask", mask),
+    )

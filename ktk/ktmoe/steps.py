@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ktk import _core
+from ktk.arrays import refuse_gradient
 from ktk.ktmoe.streams import on_gpu, on_stream
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Inputs:
         ):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+            refuse_gradient(name, tensor)
             if tensor.ndim < 2 or tensor.shape[-1] != columns:
                 raise ValueError(f"{name} must be [..., {columns}], got {list(tensor.shape)}")
             if tensor.device != hidden.device:
