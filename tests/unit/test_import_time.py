@@ -107,8 +107,6 @@ sys.meta_path.insert(0, NoTorch())
 def run(program: str) -> str:
     """Run a program in a fresh interpreter, away from the source tree."""
     command = [sys.executable, "-P", "-c", program]
-    if sys.version_info < (3, 11):
-        command.remove("-P")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
