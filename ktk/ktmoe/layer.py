@@ -13,10 +13,11 @@ from ktk import _core
 from ktk.config import MoEConfig
 from ktk.ktmoe.arguments import activation, refuse_sft
 from ktk.ktmoe.deferral import check_policy
-from ktk.ktmoe.loading import as_list, load_from_path, load_from_tensors
+from ktk.ktmoe.loading import Loaded, as_list, check_method, load_from_path, load_from_tensors
 from ktk.ktmoe.masks import check_mask, initial_mask
 from ktk.ktmoe.model import ModelState
 from ktk.ktmoe.pools import shared_pool
+from ktk.ktmoe.writers import Formats
 from ktk.moe import MoE
 from ktk.registry import load_backend
 
@@ -98,6 +99,7 @@ class Layer:
         self.model.add_layer(layer_idx, self)
         self.cpu_infer = CPUInfer(pool, self.model)
         self.moe: MoE | None = None
+        self._given: Formats | None = None  # what the weights were before they were loaded
         self._left_out: torch.Tensor | None = None  # bool [num_experts], if any is
 
     @property
@@ -142,8 +144,8 @@ class Layer:
                 self.config,
                 self._experts(),
                 as_list(physical_to_logical_map_cpu),
+                activation=self._activation,
                 pool=self.cpu_infer.pool,
-                **self._activation,
             )
         )
 
@@ -185,8 +187,10 @@ class Layer:
             return list(range(self.config.num_experts))
         return torch.nonzero(~self._mask).flatten().tolist()
 
-    def _use(self, moe: MoE) -> None:
-        self.moe = moe
+    def _use(self, loaded: Loaded) -> None:
+        moe, given = loaded
+        check_method(self.method, moe)
+        self.moe, self._given = moe, given
         self._left_out = None if self._keep_gpu_experts else self._mask.clone()
 
     def _check_left_out(self) -> None:

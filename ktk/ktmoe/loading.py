@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ktk import Format
 from ktk.backend import Backend
 from ktk.config import MoEConfig
+from ktk.ktmoe.writers import FORMATS, Formats, described, method_of, stored_in
 from ktk.moe import MoE
+
+if TYPE_CHECKING:
+    from ktk.checkpoint.config import ExpertConfig
+
+logger = logging.getLogger(__name__)
+#: A loaded layer, and what its weights were before; None where nobody knows.
+Loaded = tuple[MoE, Formats | None]
+_ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 def as_list(order: torch.Tensor | Sequence[int] | None) -> list[int] | None:
     """Return a map of slots as numbers."""
-    return None if order is None else [int(expert) for expert in order]
+    if order is None:
+        return None
+    try:
+        numbers = order.tolist() if isinstance(order, torch.Tensor) else order
+        return [operator.index(number) for number in numbers]
+    except TypeError:
+        raise TypeError(
+            f"physical_to_logical_map_cpu must have one integer for each slot, got {order!r}"
+        ) from None
 
 
 def load_from_path(
@@ -25,27 +46,32 @@ def load_from_path(
     config: MoEConfig,
     experts: Sequence[int],
     order: Sequence[int] | None,
+    *,
+    activation: dict[str, Any],
     **options: Any,
-) -> MoE:
+) -> Loaded:
     """Load some slots of a layer of a checkpoint, which must have the sizes of `config`.
 
     With an order there may be more slots than experts, for redundant copies.
     """
+    from ktk.checkpoint.detect import is_packed
+    from ktk.checkpoint.load import load_layers, naming_layer, plan_layer
+    from ktk.checkpoint.open import open_checkpoint
+
     if order is not None:
         options["num_experts"] = config.num_experts
-    moe = MoE.from_checkpoint(
-        path,
-        layer_idx,
-        backend,
-        experts=experts,
-        physical_to_logical_map=order,
-        **options,
-    )
-    for name in ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size"):
-        expected, found = getattr(config, name), getattr(moe.config, name)
-        if found != expected:
-            raise ValueError(f"{path} has {name} {found}, the layer was made for {expected}")
-    return moe
+    with open_checkpoint(path) as checkpoint:
+        with naming_layer(layer_idx):
+            found = checkpoint.layer(layer_idx)
+            own = checkpoint.config_of(found)
+            _check_sizes(path, config, own, mapped=order is not None)
+            _check_activation(path, activation, own)
+            _check_map(path, order, own.num_experts)
+            plan = plan_layer(
+                checkpoint, layer_idx, backend, experts, order, {**activation, **options}
+            )
+            given = None if is_packed(path) else _given(checkpoint, found)
+        return load_layers(checkpoint, [plan])[layer_idx], given
 
 
 def load_from_tensors(
@@ -55,7 +81,7 @@ def load_from_tensors(
     experts: Sequence[int],
     order: Sequence[int] | None,
     **options: Any,
-) -> MoE:
+) -> Loaded:
     """Pack some slots of a layer from its stacked gate, up and down."""
     gate, up, down = tensors
     for name, stack in (("up_proj", up), ("down_proj", down)):
@@ -64,6 +90,7 @@ def load_from_tensors(
     sources = range(len(gate)) if order is None else order
     if len(sources) != config.num_experts:
         raise ValueError(f"{len(sources)} experts are given for a layer of {config.num_experts}")
+    _check_map("the tensors", order, len(gate))
     moe = MoE(backend, config, **options)
     wanted = set(experts)
     for slot, expert in enumerate(sources):
@@ -73,4 +100,71 @@ def load_from_tensors(
             moe.load_expert(slot, gate[expert], up[expert], down[expert])
         else:
             moe.leave_out(slot)
-    return moe
+    elements = [_ELEMENTS.get(stack.dtype) for stack in tensors]
+    known = [Format(element) for element in elements if element]
+    return moe, (known[0], known[1], known[2]) if len(known) == 3 else None
+
+
+def check_method(method: str, moe: MoE) -> None:
+    """Say that a file holds what another method stands for; calls are right all the same."""
+    stored = stored_in(moe)
+    if stored is None or method not in FORMATS:
+        return
+    found = method_of(stored)
+    if found != method:
+        warn_once(
+            f"method {method} means {FORMATS[method][0]}, but the weights are {described(stored)}"
+            + (f": method {found}" if found else "")
+            + ". They are computed as they are; writing them for GPUs will be refused"
+        )
+
+
+@cache
+def warn_once(message: str) -> None:
+    """Warn once in a process: a model has many layers alike."""
+    logger.warning(message)
+
+
+def _check_sizes(path: str | Path, config: MoEConfig, own: ExpertConfig, *, mapped: bool) -> None:
+    names = ("num_experts_per_tok", "hidden_size", "intermediate_size")
+    for name in names if mapped else ("num_experts", *names):
+        expected, found = getattr(config, name), getattr(own, name)
+        if found != expected:
+            raise ValueError(f"{path} has {name} {found}, the layer was made for {expected}")
+
+
+def _check_map(where: str | Path, order: Sequence[int] | None, experts: int) -> None:
+    """Say which experts a map leaves out: nothing computes them."""
+    missing = sorted(set(range(experts)) - set(order)) if order is not None else []
+    if missing:
+        warn_once(
+            f"physical_to_logical_map_cpu puts {len(missing)} of the {experts} experts of {where} "
+            f"into no slot, the first of them {missing[0]}"
+        )
+
+
+def _check_activation(path: str | Path, asked: dict[str, Any], own: ExpertConfig) -> None:
+    """Say that swiglu_limit or swiglu_alpha are not what the checkpoint's configuration says."""
+    if not asked:
+        return
+    limit, function = asked["activation_limit"], asked["activation"]
+    plain = own.activation != "swigluoai"
+    if limit != own.activation_limit or plain != (function == "silu"):
+        warn_once(
+            f"the layer was made with swiglu_limit {limit or 0} for {function}, which is obeyed; "
+            f"{path} says {own.activation} with {own.activation_limit or 'no limit'}"
+        )
+
+
+def _given(checkpoint: Any, layer: Any) -> Formats:
+    """Return what gate, up and down are in the files, before a reader makes anything of them."""
+    from ktk.checkpoint.experts import Checkpoint
+
+    formats = checkpoint.formats(layer)
+    gate, up, down = (formats[part].format for part in ("gate", "up", "down"))
+    if isinstance(checkpoint, Checkpoint) and "scale" in layer.scheme.tensors:
+        shape = checkpoint.index.shape(layer.name(layer.first, 0, "scale"))
+        if gate.group_n == 1 and max(shape, default=1) == 1:
+            # One scale for a matrix, which is read as if every row had it.
+            gate = up = down = Format(gate.element, gate.scale, gate.zero, 0, 0)
+    return gate, up, down

@@ -253,14 +253,19 @@ class KTMoEWrapper(Layer):
 
         Raises
         ------
+        NotImplementedError
+            When the layer's method has no writer, or what was loaded is not in the method's format:
+            the memory behind the addresses has the size that this format means.
         ValueError
-            When what is stored is no format of a checkpoint, or cannot be cut for so many GPUs.
+            When the weights cannot be cut for so many GPUs, or addresses are missing.
         """
         if self.moe is None:
             raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights first")
         self.sync_write_weight_scale_to_buffer()
         pointers = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
-        self._write = submit_write(self.moe, gpu_tp_count, expert_id, *pointers)
+        self._write = submit_write(
+            self.moe, self.method, self._given, gpu_tp_count, expert_id, *pointers
+        )
 
     def sync_write_weight_scale_to_buffer(self) -> None:
         """Wait until what was submitted is written."""

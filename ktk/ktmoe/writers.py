@@ -17,21 +17,88 @@ MXFP8           e4m3 [2 I_r, H]      ue8m0 [2 I_r, H/32]  e4m3 [H, I_r]      ue8
 
 where w13 has rows ``[r I_r, (r+1) I_r)`` of gate, then the same rows of up, and w2 the columns of
 these numbers of down; of two 4-bit elements in a byte, the even column is the low one.
+
+Addresses say nothing about sizes: the engine has allocated what its method and its own model mean.
+So a method writes its own format, and only where the weights were loaded in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ktk import _core
+from ktk import Format, _core
 from ktk.moe import MoE
 
-# (element, scale) of what can be written: the formats of checkpoints that GPUs compute with.
-_WRITTEN = {("bf16", "none"), ("e4m3", "f32"), ("e4m3", "ue8m0"), ("u4", "bf16"), ("e2m1", "ue8m0")}
+#: What a method's weights are, and its writer writes.
+FORMATS: dict[str, tuple[Format, ...]] = {
+    "BF16": (Format("bf16"),),
+    "FP8": (Format("e4m3", "f32", "none", 128, 128),),
+    "FP8_PERCHANNEL": (Format("e4m3", "f32", "none", 1, 0),),
+    "RAWINT4": tuple(Format("u4", "bf16", "none", 1, group) for group in (32, 64, 128, 256)),
+    "MXFP4": (Format("e2m1", "ue8m0", "none", 1, 32),),
+    "MXFP8": (Format("e4m3", "ue8m0", "none", 1, 32),),
+}
+#: Formats of gate, up and down.
+Formats = tuple[Format, Format, Format]
+
+
+def method_of(formats: Formats) -> str | None:
+    """Return the method that has these formats, if any."""
+    # By their words: groups of what has no scales mean nothing.
+    words = {str(part) for part in formats}
+    return next((name for name, own in FORMATS.items() if words in ({str(f)} for f in own)), None)
+
+
+def stored_in(moe: MoE) -> Formats | None:
+    """Return what gate, up and down are stored as; None before an expert is loaded."""
+    formats = (moe.format, moe.up_format, moe.down_format)
+    gate, up, down = formats
+    return None if gate is None or up is None or down is None else (gate, up, down)
+
+
+def described(formats: Formats) -> str:
+    """Name the formats of gate, up and down, without repetition."""
+    return ", ".join(dict.fromkeys(str(part) for part in formats))
+
+
+def check_method(method: str, stored: Formats, given: Formats | None) -> None:
+    """Refuse to write weights that are not, or were not, of the method's own format.
+
+    Parameters
+    ----------
+    method : str
+        As the layer was made with.
+    stored, given : three formats
+        What the layer holds, and what it was loaded from; None: nobody knows.
+    """
+    if method not in FORMATS:
+        why = f"has no writer; {', '.join(FORMATS)} have one"
+    elif (found := method_of(stored)) != method:
+        own = FORMATS[method][0]
+        why = f"writes {own}, but the layer holds {described(stored)}"
+        why += f", which is method {found}" if found else ""
+    elif given is None:
+        why = (
+            "writes what a checkpoint holds, but weight_path is a folder that ktk convert made, "
+            "which does not say what its checkpoint held; give the checkpoint itself"
+        )
+    elif described(given) != described(stored):
+        why = (
+            f"writes what a checkpoint holds, but the layer was made of {described(given)}, and "
+            f"holds {described(stored)}"
+        )
+    else:
+        return
+    raise NotImplementedError(
+        f"weights for GPUs: method {method} {why}. Start the engine without "
+        "--kt-gpu-prefill-token-threshold, which asks for them"
+    )
 
 
 def submit_write(
     moe: MoE,
+    method: str,
+    given: Formats | None,
     gpu_tp_count: int,
     expert_id: int,
     w13_weight_ptrs: Sequence[int],
@@ -40,29 +107,27 @@ def submit_write(
     w2_scale_ptrs: Sequence[int],
 ) -> _core.Job:
     """Queue writing one expert to the GPUs' buffers, which must stay until the job has ended."""
-    stored = moe.format
-    if stored is None:
-        raise RuntimeError("no expert is loaded")
     if not 0 <= expert_id < moe.config.num_experts:
         raise IndexError(f"expert {expert_id} is not one of {moe.config.num_experts}")
-    if (stored.element, stored.scale) not in _WRITTEN or stored.zero != "none":
-        raise ValueError(
-            f"{moe.backend.name} stores {stored}, which is no checkpoint's format that a GPU "
-            "takes; BF16, FP8, RAWINT4 and MXFP4 weights can be written"
-        )
-    scaled = stored.scale != "none"
+    stored = stored_in(moe)
+    if stored is None:
+        raise ValueError(f"expert {expert_id} is not loaded")
+    check_method(method, stored, given)
+    scaled = stored[0].scale != "none"
     pointers = {
         "w13_weight_ptrs": w13_weight_ptrs,
         "w13_scale_ptrs": w13_scale_ptrs,
         "w2_weight_ptrs": w2_weight_ptrs,
         "w2_scale_ptrs": w2_scale_ptrs,
     }
-    for name, given in pointers.items():
-        if len(given) != gpu_tp_count:
-            raise ValueError(f"{name} has {len(given)} addresses, gpu_tp_count is {gpu_tp_count}")
-        if not all(given) and (scaled or "scale" not in name):
-            raise ValueError(f"{name} has an address of 0, but {stored} needs memory there")
+    for name, addresses in pointers.items():
+        if len(addresses) != gpu_tp_count:
+            raise ValueError(
+                f"{name} has {len(addresses)} addresses, gpu_tp_count is {gpu_tp_count}"
+            )
+        if not all(addresses) and (scaled or "scale" not in name):
+            raise ValueError(f"{name} has an address of 0, but {stored[0]} needs memory there")
     # Engines stage the scales of MXFP4 as bf16, those of MXFP8 as exponents.
-    wide = stored.element == "e2m1"
+    wide = method == "MXFP4"
     ranks = list(zip(*pointers.values(), strict=True))
     return _core.submit_write(moe._core, expert_id, ranks, wide)

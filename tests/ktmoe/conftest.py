@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -22,9 +23,9 @@ from ktk import _core  # noqa: E402
 @pytest.fixture(scope="session")
 def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    compiler = (os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc").split()[0]
-    command = [compiler, "-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o", str(path)]
-    subprocess.run([*command, str(HERE / "stub_driver.c")], check=True)
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    options = ["-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o", str(path)]
+    subprocess.run([*compiler, *options, str(HERE / "stub_driver.c")], check=True)
     return path
 
 

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 import ktk
 from ktk import KTMoEWrapper
-from ktk.ktmoe.writers import submit_write
 from ktk.packed.convert import convert
 
 
@@ -119,7 +118,7 @@ def test_experts_of_the_gpu_need_not_be_read(tmp_path: Path) -> None:
     assert made.moe is not None
     assert made.moe.nbytes == 3 * made.moe.expert_nbytes
     with pytest.raises(ValueError, match="expert 0 is not loaded"):
-        submit_write(made.moe, 1, 0, [1], [0], [1], [0])
+        made.submit_write_weight_scale_to_buffer(1, 0, [1], [0], [1], [0])
 
 
 def test_sizes_that_differ_from_the_checkpoint_are_named(tmp_path: Path) -> None:
@@ -128,6 +127,57 @@ def test_sizes_that_differ_from_the_checkpoint_are_named(tmp_path: Path) -> None
         layer(path, hidden_size=32).load_weights()
     with pytest.raises(ktk.CheckpointError, match="layer 4"):
         layer(path, layer_idx=4).load_weights()
+
+
+def test_sizes_are_compared_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint(tmp_path / "model")
+    monkeypatch.setattr("ktk.checkpoint.experts.Checkpoint.expert", None)
+    for sizes in ({"num_experts": E + 1}, {"num_experts": E - 1}, {"num_experts_per_tok": 1}):
+        [(name, value)] = sizes.items()
+        has = {"num_experts": E, "num_experts_per_tok": K}[name]
+        with pytest.raises(ValueError, match=rf"{name} {has}, the layer was made for {value}"):
+            layer(path, **sizes).load_weights()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.startswith("ktk.ktmoe")]
+
+
+def test_experts_without_a_slot_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = checkpoint(tmp_path / "model")
+    layer(path).load_weights(torch.arange(E))
+    assert not warnings(caplog)
+    layer(path).load_weights(torch.zeros(E, dtype=torch.long))
+    layer(path, num_experts=3).load_weights(torch.tensor([2, 0, 1]))
+    first, second = warnings(caplog)
+    assert f"puts 7 of the 8 experts of {path} into no slot, the first of them 1" in first
+    assert f"puts 5 of the 8 experts of {path} into no slot, the first of them 3" in second
+
+
+@pytest.mark.parametrize("order", [torch.arange(E) / 2, [[0]] * E, 3])
+def test_a_map_that_is_no_list_of_integers_is_refused(tmp_path: Path, order: Any) -> None:
+    made = layer(checkpoint(tmp_path / "model"))
+    with pytest.raises(TypeError, match="must have one integer for each slot, got"):
+        made.load_weights(order)
+
+
+def test_a_limit_that_is_not_the_checkpoints_is_obeyed_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = checkpoint(tmp_path / "own", swiglu_limit=7.0)
+    layer(own).load_weights()
+    layer(own, swiglu_limit=7.0).load_weights()
+    assert not warnings(caplog)
+    made = layer(own, swiglu_limit=0.25)
+    made.load_weights()
+    assert made.moe is not None
+    assert made.moe.config.activation_limit == 0.25
+    layer(checkpoint(tmp_path / "plain"), swiglu_limit=7.0, swiglu_alpha=1.5).load_weights()
+    first, second = warnings(caplog)
+    assert first.endswith(f"swiglu_limit 0.25 for silu, which is obeyed; {own} says silu with 7.0")
+    assert second.endswith("plain says silu with no limit")
 
 
 def test_two_models_of_two_sizes_are_called_in_turns(tmp_path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ktmoe_buffers import Guarded, wanted
 
 from ktk import Format, KTMoEWrapper
 from ktk.quantize import Quantized, quantize
@@ -21,13 +21,6 @@ FORMATS = {
     "MXFP4": Format("e2m1", "ue8m0", "none", 1, 32),
     "MXFP8": Format("e4m3", "ue8m0", "none", 1, 32),
 }
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-
-def raw(tensor: torch.Tensor) -> Bytes:
-    """Return the rows of a matrix as bytes."""
-    rows = tensor.contiguous().view(torch.uint8)
-    return rows.reshape(tensor.shape[0], -1).numpy()
 
 
 @functools.cache
@@ -61,36 +54,8 @@ def loaded(method: str, made: list[dict[str, Quantized]], shards: int) -> KTMoEW
         arrays = {part: matrix.data for part, matrix in parts.items()}
         arrays |= {f"{part}_scale": m.scale for part, m in parts.items() if m.scale is not None}
         moe.load_expert(number, **arrays, given=FORMATS[method])
-    layer.moe = moe
+    layer._use((moe, (FORMATS[method],) * 3))
     return layer
-
-
-def wanted(
-    method: str, parts: dict[str, Quantized], ranks: int, rank: int
-) -> tuple[Bytes | None, ...]:
-    """Cut the checkpoint's own arrays, by the definition."""
-    per = INNER // ranks
-    stored = FORMATS[method]
-
-    def rows(matrix: torch.Tensor) -> torch.Tensor:
-        unit = len(matrix) * per // INNER
-        return matrix[rank * unit : (rank + 1) * unit]
-
-    def columns(matrix: torch.Tensor) -> torch.Tensor:
-        if matrix.shape[1] == 1:
-            return matrix
-        unit = matrix.shape[1] * per // INNER
-        return matrix[:, rank * unit : (rank + 1) * unit]
-
-    w13 = torch.cat([rows(parts["gate"].data), rows(parts["up"].data)])
-    w2 = columns(parts["down"].data)
-    if stored.scale == "none":
-        return raw(w13), None, raw(w2), None
-    scales = {name: matrix.scale for name, matrix in parts.items() if matrix.scale is not None}
-    if method == "MXFP4":
-        scales = {n: torch.exp2(s.double() - 127).bfloat16() for n, s in scales.items()}
-    w13_scale = torch.cat([rows(scales["gate"]), rows(scales["up"])])
-    return raw(w13), raw(w13_scale), raw(w2), raw(columns(scales["down"]))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
@@ -100,25 +65,17 @@ def test_ranks_get_the_bytes_of_the_checkpoint(method: str, ranks: int, shards: 
     made = experts(method)
     layer = loaded(method, made, shards)
     for expert in range(E):
-        expected = [wanted(method, made[expert], ranks, rank) for rank in range(ranks)]
-        # Bytes that are not written stay 0xA5, and one more of them is behind each buffer.
-        buffers = [
-            [None if part is None else np.full(part.size + 1, 0xA5, np.uint8) for part in parts]
-            for parts in expected
-        ]
-        pointers = [
-            [0 if b is None else b.ctypes.data for b in column]
-            for column in zip(*buffers, strict=True)
-        ]
-        layer.submit_write_weight_scale_to_buffer(ranks, expert, *pointers)
+        expected = [wanted(made[expert], ranks, rank) for rank in range(ranks)]
+        sizes = [[None if part is None else part.size for part in parts] for parts in expected]
+        buffers = Guarded(sizes)
+        layer.submit_write_weight_scale_to_buffer(ranks, expert, *buffers.pointers)
         layer.sync_write_weight_scale_to_buffer()
-        for parts, got in zip(expected, buffers, strict=True):
+        for parts, got in zip(expected, buffers.contents(), strict=True):
             for part, buffer in zip(parts, got, strict=True):
                 if part is None or buffer is None:
                     assert part is buffer
                     continue
-                np.testing.assert_array_equal(buffer[:-1], part.ravel())
-                assert buffer[-1] == 0xA5
+                np.testing.assert_array_equal(buffer, part.ravel())
 
 
 def test_what_cannot_be_written_says_why() -> None:
@@ -146,5 +103,5 @@ def test_what_cannot_be_written_says_why() -> None:
         other.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
     parts = (torch.randn(E, INNER, H), torch.randn(E, INNER, H), torch.randn(E, H, INNER))
     other.load_weights_from_tensors(*parts)
-    with pytest.raises(ValueError, match=r"AMXINT8 stores .* no checkpoint's format that a GPU"):
+    with pytest.raises(NotImplementedError, match=r"method AMXINT8 has no writer; BF16, FP8, .*"):
         other.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
