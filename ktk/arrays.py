@@ -43,8 +43,6 @@ def readable(name: str, array: Array) -> Array:
     if not is_tensor(array):
         return array
     torch: Any = sys.modules["torch"]
-    if array.is_floating_point() and array.itemsize == 1:
-        array = array.view(torch.uint8)
     if array.requires_grad:
         refuse_gradient(name, array)
         array = array.detach()

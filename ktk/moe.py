@@ -11,6 +11,7 @@ from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import ACTIVATIONS, MoEConfig
 from ktk.errors import BackendUnsupported
+from ktk.given import formats_of, prepared, read_matrix
 from ktk.pool import default_pool
 
 if TYPE_CHECKING:
@@ -21,10 +22,9 @@ if TYPE_CHECKING:
 #: A format for gate, up and down, or one for each of them.
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
 _CONFIG_FIELDS = {f.name for f in fields(MoEConfig)}
-_EXPERT_ARRAYS = (
-    *("gate", "up", "down", "gate_scale", "up_scale", "down_scale"),
-    *("gate_zero", "up_zero", "down_zero", "gate_bias", "up_bias", "down_bias"),
-)
+_PARTS = ("gate", "up", "down")
+_BESIDE = ("scale", "zero", "bias")
+_EXPERT_ARRAYS = {*_PARTS, *(f"{part}_{what}" for part in _PARTS for what in _BESIDE)}
 
 
 class Ticket:
@@ -165,14 +165,16 @@ class MoE:
         Parameters
         ----------
         gate, up : array [experts, intermediate_size, hidden_size]
-            Or sequences of 2-D arrays. None in place of an expert leaves it out: it takes no
-            memory, and rows routed to it contribute nothing (it lives on a GPU, say).
+            Or sequences of 2-D arrays, or what :func:`ktk.quantize.quantize` returns. None in place
+            of an expert leaves it out: it takes no memory, and rows routed to it contribute nothing
+            (it lives on a GPU, say). Arrays whose rows are not contiguous are copied, one expert at
+            a time.
         down : array [experts, hidden_size, intermediate_size]
             Likewise.
         physical_to_logical_map : sequence of int, optional
             Slot p is filled with expert ``physical_to_logical_map[p]`` of the arrays. By default
             slot p holds expert p.
-        given : Format or tuple of three, optional
+        given : Format, its name, or tuple of three, optional
             What the arrays hold, where their dtypes do not tell: all, or gate, up and down.
         **arrays
             ``gate_scale``, ``gate_zero``, ``gate_bias`` and the same for up and down, with a
@@ -182,8 +184,13 @@ class MoE:
         -------
         MoE
             self.
+
+        Raises
+        ------
+        RuntimeError, TypeError, ValueError
+            As :meth:`load_expert`; or the arrays hold unequal numbers of experts.
         """
-        unknown = arrays.keys() - set(_EXPERT_ARRAYS)
+        unknown = arrays.keys() - _EXPERT_ARRAYS
         if unknown:
             raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
         stacks = {"gate": gate, "up": up, "down": down}
@@ -227,30 +234,44 @@ class MoE:
             Slot to fill.
         gate, up : array [intermediate_size, hidden_size]
         down : array [hidden_size, intermediate_size]
-            f32, f16 or bf16, or what else the backend accepts; see :mod:`ktk.quantize`. Two 4-bit
-            elements share a uint8; ggml's types are uint8 [rows, bytes of a row].
-        given : Format or tuple of three, optional
-            What the arrays hold, where their dtypes do not tell: 8-bit floats, which pass as bytes,
-            4-bit elements and ggml's blocks. One for all, or one for each of gate, up and down; a
-            None among them stands for what the dtype says.
+            f32, f16 or bf16, or what else the backend accepts; or what
+            :func:`ktk.quantize.quantize` returns, which brings its scale, zero and format. 8-bit
+            floats are torch.float8_e4m3fn or float8_e5m2; two 4-bit elements share a uint8, or are
+            torch.float4_e2m1fn_x2; ggml's types are uint8 [rows, bytes of a row].
+        given : Format, its name, or tuple of three, optional
+            What the arrays hold, where their dtypes do not tell: everything in bytes. One for all,
+            or one for each of gate, up and down; a None among them stands for what the dtype says.
+        **arrays
+            ``gate_scale`` and ``gate_zero`` [groups of n, groups of k] (or [n]: one per row),
+            ``gate_bias`` [n], and the same for up and down. Their shapes tell how large groups are,
+            among those that the backend takes. torch.float8_e8m0fnu and uint8 hold powers of two.
+            ggml's blocks have their scales within; a ``gate_scale`` of one f32 beside them
+            multiplies the whole matrix.
 
         Raises
         ------
+        RuntimeError
+            A tensor requires grad while torch records gradients.
+        TypeError
+            An array has a dtype that ktk does not read.
         ValueError
-            The backend does not take what is given; an array has another shape than the sizes of
-            the layer mean; or gate and up are given in formats whose products want activations in
-            two encodings, while tokens are encoded once for both.
-        **arrays
-            ``gate_scale`` and ``gate_zero`` [groups of n, groups of k] (or [n]: one per row),
-            ``gate_bias`` [n], and the same for up and down. ggml's blocks have their scales within;
-            a ``gate_scale`` of one f32 beside them multiplies the whole matrix.
+            The backend does not take what is given, or an array has another shape than the sizes of
+            the layer mean.
         """
-        unknown = arrays.keys() - set(_EXPERT_ARRAYS)
+        unknown = arrays.keys() - _EXPERT_ARRAYS
         if unknown:
             raise TypeError(f"load_expert() got an unexpected keyword argument {min(unknown)!r}")
-        arrays |= {"gate": gate, "up": up, "down": down}
-        read = {name: readable(name, array) for name, array in arrays.items()}
-        self._core.load_expert(expert, **read, given=given)
+        said = formats_of(given)
+        accepts = self.backend.accepts
+        read: dict[str, Any] = {}
+        formats: list[_core.Format | None] = []
+        for part, data, fmt in zip(_PARTS, (gate, up, down), said, strict=True):
+            scale, zero, bias = (arrays.get(f"{part}_{what}") for what in _BESIDE)
+            one = read_matrix(part, data, scale, zero, fmt, self.backend.name, accepts)
+            read |= {part: one.data, f"{part}_scale": one.scale, f"{part}_zero": one.zero}
+            read[f"{part}_bias"] = prepared(f"{part}_bias", bias)
+            formats.append(one.format)
+        self._core.load_expert(expert, **read, given=(formats[0], formats[1], formats[2]))
 
     def leave_out(self, expert: int) -> None:
         """Give an expert's memory back; rows routed to it contribute nothing."""

@@ -1,4 +1,4 @@
-"""Quantises a matrix of floats into any format of ``ktk/abi.h``, by the formula of its standard.
+"""Quantises matrices of floats into any format of ``ktk/abi.h``, by the formula of its standard.
 
 This is the plain form that checkpoints are made with: one pass, a scale from the largest magnitude,
 rounding to nearest even. Backends that quantise while they load may do better; conversion, the
@@ -31,6 +31,8 @@ import numpy as np
 import torch
 
 from ktk._core import Format
+from ktk.arrays import Array
+from ktk.formats import format_named
 
 __all__ = ["Quantized", "from_bytes", "quantize"]
 
@@ -47,7 +49,9 @@ _UE8M0_BIAS = 127
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix [n, k] in a format, in the arrays that ``MoE.load_expert`` takes.
+    """A matrix [n, k] in a format, in arrays that ``MoE.load_expert`` takes; or a stack of such.
+
+    In ``MoE.load`` and ``MoE.load_expert`` it stands for an array and all that belongs to it.
 
     Attributes
     ----------
@@ -57,6 +61,8 @@ class Quantized:
         a byte, the even column in the low half.
     scale, zero : Tensor or None
         [groups of n, groups of k].
+
+    A stack has a leading dimension of experts everywhere, a length, and is indexed by expert.
     """
 
     format: Format
@@ -64,8 +70,23 @@ class Quantized:
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
 
+    def __len__(self) -> int:
+        """Return the number of experts of a stack."""
+        if self.data.ndim != 3:
+            raise TypeError(f"expected a stack of matrices, got one of {list(self.data.shape)}")
+        return len(self.data)
+
+    def __getitem__(self, expert: int) -> Quantized:
+        """Return one matrix of a stack."""
+        len(self)
+        scale, zero = (None if one is None else one[expert] for one in (self.scale, self.zero))
+        return Quantized(self.format, self.data[expert], scale, zero)
+
+    def __bool__(self) -> bool:
+        return True
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the values [n, k]; float64 holds each of them exactly.
+        """Return the values [n, k], or those of a stack; float64 holds each of them exactly.
 
         Raises
         ------
@@ -75,6 +96,8 @@ class Quantized:
         columns, _ = self.format.block
         if columns > 2:
             raise ValueError(f"{self.format} is blocks of ggml, expected elements with scales")
+        if self.data.ndim == 3:
+            return torch.stack([self[i].dequantize(dtype) for i in range(len(self))])
         values = _decode(self.data, self.format.element).to(dtype)
         if self.scale is None:
             return values
@@ -102,27 +125,47 @@ def from_bytes(format: Format, data: np.ndarray, scale: np.ndarray, zero: np.nda
     return Quantized(format, stored, view(scale, format.scale), view(zero, format.zero))
 
 
-def quantize(weight: torch.Tensor, format: Format, *, search: bool = False) -> Quantized:
-    """Quantise a matrix.
+def quantize(weight: Array, format: Format | str, *, search: bool = False) -> Quantized:
+    """Quantise a matrix, or each of a stack.
 
     Parameters
     ----------
-    weight : Tensor [n, k]
-        Of any floating type. Sizes need not be multiples of the groups.
-    format : Format
-        What to make of it.
+    weight : array [n, k] or [experts, n, k]
+        Of any floating type and library. Sizes need not be multiples of the groups.
+    format : Format or str
+        What to make of it; names are such as ``e4m3-f32-128x128``, see
+        :func:`ktk.formats.format_named`.
     search : bool
         For integers: try many scales and zero points for each group, and keep those of the least
         squared error. Takes some hundred times as long.
 
+    Returns
+    -------
+    Quantized
+        Tensors of torch, whatever library `weight` is of: ``moe.load(quantize(gate, fmt), ...)``.
+
     Raises
     ------
+    TypeError
+        The weight is no array.
     ValueError
         The weight is no finite matrix, its depth does not fill whole bytes, or the format is none
         that this module knows.
     """
+    format = format_named(format)
+    if not isinstance(weight, (torch.Tensor, np.ndarray)):
+        if not hasattr(weight, "__dlpack__"):
+            raise TypeError(f"weight must be an array, of any library, got {type(weight).__name__}")
+        weight = torch.utils.dlpack.from_dlpack(weight)
+    if weight.ndim == 3 and len(weight):
+        return _stack([quantize(matrix, format, search=search) for matrix in weight])
+    weight = _tensor(weight)
     if weight.dim() != 2 or weight.numel() == 0:
-        raise ValueError(f"weight must be a matrix [n, k], got shape {list(weight.shape)}")
+        raise ValueError(
+            f"weight must be a matrix [n, k] or a stack of them, got shape {list(weight.shape)}"
+        )
+    if not weight.is_floating_point() or weight.itemsize == 1:
+        raise ValueError(f"weight must hold floats, got {weight.dtype}")
     if not torch.isfinite(weight).all():
         raise ValueError("weight holds values that are not finite")
     if format.element in _HALF_BYTE and weight.shape[1] % 2:
@@ -140,6 +183,22 @@ def quantize(weight: torch.Tensor, format: Format, *, search: bool = False) -> Q
     if format.scale in _FLOATS and format.element in _INTEGERS and zeros:
         return _integers(x, format, search)
     raise ValueError(f"cannot quantise to {format}")
+
+
+def _tensor(weight: torch.Tensor | np.ndarray) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight.detach()
+    # torch warns of arrays that cannot be written to.
+    return torch.from_numpy(np.require(weight, requirements="W"))
+
+
+def _stack(each: list[Quantized]) -> Quantized:
+    def stack(arrays: list[torch.Tensor | None]) -> torch.Tensor | None:
+        there = [array for array in arrays if array is not None]
+        return torch.stack(there) if there else None
+
+    scale, zero = stack([one.scale for one in each]), stack([one.zero for one in each])
+    return Quantized(each[0].format, torch.stack([one.data for one in each]), scale, zero)
 
 
 # What the search multiplies the scale of the extremes with, and adds to their zero point. Below

@@ -18,7 +18,8 @@ from ktk.bench.inputs import (
 )
 from ktk.bench.runner import Subject, load_subject, make_layer
 from ktk.bench.shapes import Shape
-from ktk.bench.weights import label, prepare
+from ktk.bench.weights import prepare
+from ktk.formats import label
 
 
 @dataclass(frozen=True)

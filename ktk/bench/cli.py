@@ -153,7 +153,8 @@ def _variants(backend: Backend, wanted: list[str] | None) -> list[str | None]:
 
 
 def _formats(backend: Backend, name: str, wanted: list[str] | None) -> list[str | None]:
-    from ktk.bench.weights import choose_format, label
+    from ktk.bench.weights import choose_format
+    from ktk.formats import label
 
     if not wanted:
         return [None]

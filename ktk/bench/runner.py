@@ -15,7 +15,8 @@ from ktk.bench.inputs import Call, random_experts, routed_calls
 from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
 from ktk.bench.machine import last_level_cache_bytes, undisturbed
 from ktk.bench.shapes import Shape
-from ktk.bench.weights import Recipe, choose_format, label, prepare, recipe
+from ktk.bench.weights import Recipe, choose_format, prepare, recipe
+from ktk.formats import label
 from ktk.system import available_memory
 
 

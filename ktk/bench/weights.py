@@ -14,6 +14,7 @@ import torch
 
 from ktk._core import Format
 from ktk.aliases import ALIASES
+from ktk.formats import label
 from ktk.quantize import quantize
 from ktk.testing.ggml import Bytes, is_block, random_blocks
 
@@ -101,20 +102,6 @@ def choose_format(backend: Backend, name: str, text: str | None = None) -> Forma
         raise ValueError(f"{backend.name} has no format {text!r}; it has {known}")
     # The plainest that fits: "g32" means the one without zero points.
     return min(fitting, key=lambda fmt: len(label(fmt).split("-")))
-
-
-def label(fmt: Format) -> str:
-    """Return a short name: ``bf16``, ``u4-bf16-g32``, ``u4-f16-zero-u8-g128``, ``e4m3-f32-row``."""
-    if fmt.scale == "none":
-        return fmt.element
-    words = [fmt.element, fmt.scale]
-    if fmt.zero != "none":
-        words += ["zero", fmt.zero]
-    if fmt.group_n == 1:
-        words.append(f"g{fmt.group_k}" if fmt.group_k else "row")
-    else:
-        words.append(f"{fmt.group_n or 'n'}x{fmt.group_k or 'k'}")
-    return "-".join(words)
 
 
 def _random_blocks(tensor: torch.Tensor, element: str, before: dict[str, Any]) -> Bytes:

@@ -12,7 +12,8 @@ import torch
 from ktk import _core
 from ktk._core import Format
 from ktk.errors import CheckpointError, CheckpointFormatError
-from ktk.packed.layout import PARTS, Layout, extents, same_format
+from ktk.formats import same_format
+from ktk.packed.layout import PARTS, Layout, extents
 from ktk.quantize import Quantized, from_bytes, quantize
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
+from ktk.formats import groups
 
 PARTS = ("gate", "up", "down")
 ALIGNMENT = 64
@@ -118,18 +119,6 @@ def extents(config: ExpertConfig, part: str) -> tuple[int, int]:
     """Rows and columns of gate, up or down."""
     hidden, inner = config.hidden_size, config.intermediate_size
     return (hidden, inner) if part == "down" else (inner, hidden)
-
-
-def groups(fmt: Format, n: int, k: int) -> tuple[int, int]:
-    """Groups of an n x k matrix: the shape of its scales and zero points."""
-    return -(-n // (fmt.group_n or n)), -(-k // (fmt.group_k or k))
-
-
-def same_format(a: Format, b: Format, n: int, k: int) -> bool:
-    """Whether two formats mean the same bytes for an n x k matrix."""
-    if (a.element, a.scale, a.zero) != (b.element, b.scale, b.zero):
-        return False
-    return (a.scale == a.zero == "none") or groups(a, n, k) == groups(b, n, k)
 
 
 def is_blocks(fmt: Format) -> bool:

@@ -15,9 +15,10 @@ from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.matrix import Matrix
 from ktk.errors import CheckpointError, CheckpointFormatError
+from ktk.formats import same_format
 from ktk.packed.folder import file_of, read_index
 from ktk.packed.header import Header, HeaderDamage, HeaderError, checksum, from_metadata
-from ktk.packed.layout import PARTS, extents, is_blocks, same_format
+from ktk.packed.layout import PARTS, extents, is_blocks
 from ktk.packed.write import bytes_of, file_size
 from ktk.quantize import Quantized
 

@@ -21,8 +21,9 @@ from ktk.bench.cli import app
 from ktk.bench.inputs import DISTRIBUTIONS, random_experts, routed_calls
 from ktk.bench.limits import Limits, measure_limits, roofline, variant_units
 from ktk.bench.shapes import SHAPES, find_shape
-from ktk.bench.weights import choose_format, label, recipe
+from ktk.bench.weights import choose_format, recipe
 from ktk.errors import BackendUnsupported
+from ktk.formats import label
 
 KEYS = {
     "backend", "variant", "shape", "tokens", "threads", "seconds", "gb_per_s", "gflop_per_s",

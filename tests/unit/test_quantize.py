@@ -146,7 +146,7 @@ def test_nan_codes_come_back_as_nan() -> None:
 @pytest.mark.parametrize(
     ("weight", "fmt", "message"),
     [
-        (torch.ones(3), Format("bf16"), r"a matrix \[n, k\], got shape \[3\]"),
+        (torch.ones(3), Format("bf16"), r"a matrix \[n, k\] or a stack .*, got shape \[3\]"),
         (torch.full((2, 2), torch.nan), Format("bf16"), "not finite"),
         (torch.ones(2, 3), Format("u4", "f32", "none", 1, 32), "depth 3 does not fill whole bytes"),
         (torch.ones(2, 4), Format("e4m3"), "cannot quantise to e4m3"),

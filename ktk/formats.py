@@ -1,0 +1,99 @@
+"""Names of formats, and what the groups of a format mean for a matrix of a size."""
+
+from __future__ import annotations
+
+import re
+
+from ktk._core import Format
+
+# What str() of a Format gives.
+_SENTENCE = re.compile(
+    r"([\w:]+) with (\w+) scales(?: and (\w+) zero points)? per (\d+|n) x (\d+|k)"
+)
+_GROUP = re.compile(r"(?P<row>row)|g(?P<columns>\d+)|(?P<n>\d+|n)x(?P<k>\d+|k)")
+_USUAL_SCALE = {"e2m1": "ue8m0", "u4": "bf16", "i4": "bf16"}
+
+
+def label(fmt: Format) -> str:
+    """Return a short name: ``bf16``, ``u4-bf16-g32``, ``u4-f16-zero-u8-g128``, ``e4m3-f32-row``."""
+    if fmt.scale == "none":
+        return fmt.element
+    words = [fmt.element, fmt.scale]
+    if fmt.zero != "none":
+        words += ["zero", fmt.zero]
+    if fmt.group_n == 1:
+        words.append(f"g{fmt.group_k}" if fmt.group_k else "row")
+    else:
+        words.append(f"{fmt.group_n or 'n'}x{fmt.group_k or 'k'}")
+    return "-".join(words)
+
+
+def format_named(text: str | Format) -> Format:
+    """Return the format of a name.
+
+    Parameters
+    ----------
+    text : str or Format
+        What `label` or str() gives; words may be divided by blanks, and the scale left out where it
+        is the usual one: f32 of 8-bit elements, bf16 of 4-bit integers, ue8m0 of e2m1.
+
+    Raises
+    ------
+    ValueError
+        No format has this name.
+    """
+    if isinstance(text, Format):
+        return text
+    try:
+        sentence = _SENTENCE.fullmatch(text)
+        if sentence is not None:
+            element, scale, zero, n, k = sentence.groups()
+            return Format(element, scale, zero or "none", _extent(n), _extent(k))
+        element, *words = re.split(r"[-\s]+", text.strip())
+        return _of_words(element, words) if words else Format(element)
+    except ValueError as error:
+        raise ValueError(
+            f"{text!r} is not the name of a format ({error}); names are such as bf16, i8-f32-row, "
+            "u4-bf16-g32, u4-f16-zero-u8-g128, e4m3-f32-128x128, e4m3-ue8m0-g32 and q4_k"
+        ) from None
+
+
+def _of_words(element: str, words: list[str]) -> Format:
+    *words, last = words
+    group = _GROUP.fullmatch(last)
+    if group is None:
+        raise ValueError(f"{last!r} is no group: row, g and columns, or rows x columns")
+    zero = "none"
+    if "zero" in words:
+        at = words.index("zero")
+        if at + 1 == len(words):
+            raise ValueError("zero is followed by an element, as in zero-u8")
+        zero = words[at + 1]
+        del words[at : at + 2]
+    if len(words) > 1:
+        raise ValueError(f"{words[1]!r} is one word too many")
+    scale = words[0] if words else _USUAL_SCALE.get(element, "f32")
+    if group["n"]:
+        return Format(element, scale, zero, _extent(group["n"]), _extent(group["k"]))
+    return Format(element, scale, zero, 1, int(group["columns"] or 0))
+
+
+def _extent(text: str) -> int:
+    return int(text) if text.isdigit() else 0
+
+
+def groups(fmt: Format, n: int, k: int) -> tuple[int, int]:
+    """Groups of an n x k matrix: the shape of its scales and zero points."""
+    return -(-n // (fmt.group_n or n)), -(-k // (fmt.group_k or k))
+
+
+def same_format(a: Format, b: Format, n: int, k: int) -> bool:
+    """Whether two formats mean the same bytes for an n x k matrix."""
+    if (a.element, a.scale, a.zero) != (b.element, b.scale, b.zero):
+        return False
+    return (a.scale == a.zero == "none") or _extents(a, n, k) == _extents(b, n, k)
+
+
+def _extents(fmt: Format, n: int, k: int) -> tuple[int, int]:
+    """Rows and columns that a whole group spans."""
+    return min(fmt.group_n or n, n), min(fmt.group_k or k, k)

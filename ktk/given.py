@@ -1,0 +1,207 @@
+"""What the arrays of a weight matrix hold: told by dtypes and by the shapes of scales, or said."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ktk._core import Format
+from ktk.arrays import Array, is_tensor, readable
+from ktk.formats import format_named, groups, label, same_format
+
+#: Elements of the dtypes of torch; a byte may hold many things, and tells none.
+_WIDE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "i8"}
+_SMALL = {
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "float8_e8m0fnu": "ue8m0",
+    "float4_e2m1fn_x2": "e2m1",
+}
+# What scales and zero points in bytes are.
+_BYTES = ("u8", "ue8m0")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A weight [n, k] in arrays that the core reads; `format` is None where their dtypes tell."""
+
+    data: Array
+    scale: Array | None
+    zero: Array | None
+    format: Format | None
+
+
+def formats_of(given: Any) -> tuple[Format | None, Format | None, Format | None]:
+    """Return the formats of gate, up and down that an argument `given` means."""
+    each = given if isinstance(given, tuple) else (given,) * 3
+    if len(each) != 3 or not all(one is None or isinstance(one, (str, Format)) for one in each):
+        raise TypeError(f"given must be a Format, or a tuple of one for each matrix, got {given!r}")
+    gate, up, down = (None if one is None else format_named(one) for one in each)
+    return gate, up, down
+
+
+def read_matrix(
+    name: str,
+    data: Array,
+    scale: Array | None,
+    zero: Array | None,
+    given: Format | None,
+    backend: str,
+    accepts: Sequence[Format],
+) -> Given:
+    """Make a matrix of arrays ready for the core, without a copy where their rows are contiguous.
+
+    Parameters
+    ----------
+    name : str
+        Of the argument, for messages.
+    data : array [n, items of a row], or Quantized
+        The latter brings its own scale, zero and format.
+    scale, zero : array [groups of n, groups of k] or [n], optional
+    given : Format, optional
+        What the arrays hold, if somebody said it.
+    backend : str
+        Name of the backend, for messages.
+    accepts : sequence of Format
+        What it takes, the preferred ones first: where the dtypes say the elements, that format of
+        these is found whose groups are as many as there are scales.
+
+    Raises
+    ------
+    TypeError
+        ktk does not know the elements.
+    ValueError
+        No format of `accepts` fits, or several do; or `given` contradicts the arrays.
+    """
+    if _is_quantized(data):
+        if scale is not None or zero is not None:
+            raise ValueError(f"{name} is Quantized and has its scales: {name}_scale is too much")
+        if given is not None and given != data.format:
+            raise ValueError(f"{name} is Quantized in {data.format}, but given says {given}")
+        data, scale, zero, given = data.data, data.scale, data.zero, data.format
+    element = element_of(name, data)
+    small = element in _SMALL.values()
+    if given is None:
+        if small or (element and scale is not None):
+            given = _find(name, data, element, scale, zero, backend, accepts, must=small)
+        elif _dtype(data) == "uint8" and not any(fmt.element == "u8" for fmt in accepts):
+            raise ValueError(
+                f"{name} is uint8, which may be 8-bit floats, pairs of 4-bit codes or blocks: say "
+                f"what by given=, as in given={_example(accepts)!r}; {backend} takes "
+                f"{_listed(accepts)}"
+            )
+    elif small and element != given.element:
+        raise ValueError(f"{name} holds {element}, but given says {given}")
+    return Given(
+        prepared(name, data),
+        None if scale is None else prepared(f"{name}_scale", scale),
+        None if zero is None else prepared(f"{name}_zero", zero),
+        given,
+    )
+
+
+def prepared(name: str, array: Array) -> Array:
+    """Return what the core reads: small floats as bytes, and the elements of a row side by side."""
+    if is_tensor(array):
+        if element_of(name, array) in _SMALL.values():
+            array = array.view(sys.modules["torch"].uint8)
+        strided = array.layout == sys.modules["torch"].strided
+        if strided and array.ndim and array.shape[-1] > 1 and array.stride(-1) != 1:
+            array = array.contiguous()
+        return readable(name, array)
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(array, numpy.ndarray) or not array.ndim:
+        return array
+    ordered = array.shape[-1] < 2 or array.strides[-1] == array.itemsize
+    return array if ordered and min(array.strides) >= 0 else numpy.ascontiguousarray(array)
+
+
+def element_of(name: str, array: Array) -> str | None:
+    """Return the element that an array's dtype tells; None for bytes, and for what is no array."""
+    dtype = _dtype(array)
+    if dtype.startswith(("float8", "float4")) and dtype not in _SMALL:
+        raise TypeError(
+            f"{name} has dtype {dtype}; of such small floats ktk reads {', '.join(_SMALL)}"
+        )
+    return _SMALL.get(dtype) or _WIDE.get(dtype)
+
+
+def _find(
+    name: str,
+    data: Array,
+    element: str | None,
+    scale: Array | None,
+    zero: Array | None,
+    backend: str,
+    accepts: Sequence[Format],
+    *,
+    must: bool,
+) -> Format | None:
+    """Return the accepted format that dtypes and shapes fit; None if none does, or an error."""
+    mine = [fmt for fmt in accepts if fmt.element == element]
+    if len(data.shape) != 2:
+        return mine[0] if must and mine else None  # the core says which shape it wants
+    n, k = data.shape[0], data.shape[1] * (2 if element == "e2m1" else 1)
+    fitting: list[Format] = []
+    for fmt in mine:
+        fits = all(
+            _holds(f"{name}_{what}", array, wanted, groups(fmt, n, k))
+            for what, array, wanted in (("scale", scale, fmt.scale), ("zero", zero, fmt.zero))
+        )
+        if fits and not any(same_format(fmt, other, n, k) for other in fitting):
+            fitting.append(fmt)
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise ValueError(
+            f"{name}: scales {_described(scale)} of a matrix {[n, k]} may mean "
+            f"{' or '.join(map(str, fitting))}; say which by given="
+        )
+    if not must:
+        return None
+    if not mine:
+        raise ValueError(
+            f"{backend} does not take {element} for {name}; it takes {_listed(accepts)}. "
+            "Floats can be made by ktk.quantize.Quantized(format, data, scale).dequantize()"
+        )
+    shapes = (f"{fmt}, which is scales {list(groups(fmt, n, k))}" for fmt in mine)
+    raise ValueError(
+        f"{name} is {element} {[n, k]} with scales {_described(scale)}"
+        f"{'' if zero is None else f' and zero points {_described(zero)}'}, but {backend} takes "
+        f"{'; or '.join(shapes)}"
+    )
+
+
+def _holds(name: str, array: Array | None, element: str, counts: tuple[int, int]) -> bool:
+    """Whether an array can be the scales or the zero points of a format."""
+    if array is None or element == "none":
+        return array is None and element == "none"
+    told = element_of(name, array)
+    kinds = _BYTES if told is None and _dtype(array) == "uint8" else (told,)
+    shape = tuple(array.shape)
+    return element in kinds and (shape if len(shape) == 2 else (*shape, 1)) == counts
+
+
+def _is_quantized(array: Any) -> bool:
+    # Nobody has one who did not import its module, which needs torch.
+    kind = getattr(sys.modules.get("ktk.quantize"), "Quantized", None)
+    return kind is not None and isinstance(array, kind)
+
+
+def _dtype(array: Array) -> str:
+    return str(getattr(array, "dtype", "")).removeprefix("torch.")
+
+
+def _described(array: Array | None) -> str:
+    return "missing" if array is None else f"{list(array.shape)} {_dtype(array)}"
+
+
+def _example(accepts: Sequence[Format]) -> str:
+    coded = [fmt for fmt in accepts if fmt.element not in _WIDE.values()]
+    return label((coded or list(accepts))[0])
+
+
+def _listed(accepts: Sequence[Format]) -> str:
+    return "; ".join(dict.fromkeys(map(str, accepts)))
