@@ -1,19 +1,56 @@
-"""The `ktk` command, also as `python -m ktk`."""
+"""The `ktk` command, also as `python -m ktk`.
+
+Its exit status: 0 fine, 1 a fault, 2 a wrong command line, 130 interrupted; 141 where nobody reads
+the output any more, as of a program that SIGPIPE ends.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+
+# Errors of ktk are RuntimeErrors.
+_FORESEEN = (RuntimeError, ValueError, OSError, MemoryError, ImportError)
+_INTERRUPTED, _UNREAD = 130, 141
 
 
 def main() -> None:
-    """Run the command line; an error that ktk foresaw is one sentence and not a traceback."""
-    from ktk.cli import app
-    from ktk.errors import BackendError, CheckpointError
-
+    """Run the command line; an error that ktk foresaw is one line and not a traceback."""
     try:
+        status = _run()
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        status = _INTERRUPTED
+    except BrokenPipeError:
+        status = _UNREAD
+    if status == _UNREAD:
+        # What is left to write has to go somewhere when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(status)
+
+
+def _run() -> int:
+    try:
+        from ktk.cli import app
+
         app(prog_name="ktk")
-    except (BackendError, CheckpointError) as error:
-        sys.exit(f"ktk: {error}")
+    except SystemExit as stop:
+        # typer and rich make it of a broken pipe as well.
+        if isinstance(stop.__context__, BrokenPipeError):
+            return _UNREAD
+        return stop.code if isinstance(stop.code, int) else _fault(stop.code)
+    except BrokenPipeError:
+        raise
+    except _FORESEEN as error:
+        return _fault(error)
+    return 0
+
+
+def _fault(error: BaseException | str | None) -> int:
+    if error is not None:
+        text = " ".join(str(error).split()) or type(error).__name__
+        print(f"ktk: {text}", file=sys.stderr)
+    return int(error is not None)
 
 
 if __name__ == "__main__":

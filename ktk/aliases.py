@@ -78,5 +78,5 @@ ALIASES = {alias.name: alias for alias in _TABLE}
 
 
 def find_alias(name: str, installed: Collection[str]) -> Alias | None:
-    """Return what a name is an alias of; None for the name of an installed backend."""
-    return None if name in installed else ALIASES.get(name)
+    """Return what a name, in any case, is an alias of; None for that of an installed backend."""
+    return None if name in installed else ALIASES.get(name.upper())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+
 __all__ = [
     "BackendConflict",
     "BackendError",
@@ -15,7 +18,23 @@ __all__ = [
 
 
 class BackendError(RuntimeError):
-    """A backend cannot be used; the subclass and the message say why."""
+    """A backend cannot be used; the subclass and the message say why.
+
+    Parameters
+    ----------
+    message : str
+        All that there is to say.
+    brief : str, optional
+        The reason in some ten words, for one line of a table: ``needs a BLIS library``. By default
+        the first clause of the message.
+    advice : str, optional
+        The one next step that helps; empty where there is none.
+    """
+
+    def __init__(self, message: str = "", *, brief: str = "", advice: str = "") -> None:
+        super().__init__(message)
+        self.brief = brief or textwrap.shorten(_first_clause(message), 80, placeholder=" ...")
+        self.advice = advice
 
 
 class BackendNotFound(BackendError):
@@ -44,3 +63,7 @@ class CheckpointError(RuntimeError):
 
 class CheckpointFormatError(CheckpointError):
     """The checkpoint is fine, but the backend does not take weights in its format."""
+
+
+def _first_clause(text: str) -> str:
+    return re.split(r"[.:;,](?:\s|$)", text, maxsplit=1)[0]

@@ -67,13 +67,13 @@ class BackendInfo:
 class _Failure:
     """Why a backend did not load, kept so that asking again gives the same answer."""
 
-    kind: type[BackendError]
-    message: str
-    cause: BaseException | None
+    error: BackendError
 
     def raise_again(self) -> NoReturn:
         # A new exception each time: re-raising one object would grow its traceback for ever.
-        raise self.kind(self.message) from self.cause
+        error = self.error
+        again = type(error)(str(error), brief=error.brief, advice=error.advice)
+        raise again from error.__cause__
 
 
 _lock = threading.RLock()
@@ -98,7 +98,7 @@ def load_backend(name: str, *, distribution: str | None = None) -> Backend:
     Parameters
     ----------
     name
-        One of `backends()`, or an alias of one (`ktk.aliases`).
+        One of `backends()`, or an alias of one (`ktk.aliases`), in capitals or small letters.
     distribution
         The package to take it from; needed only where several provide the name.
 
@@ -111,17 +111,26 @@ def load_backend(name: str, *, distribution: str | None = None) -> Backend:
     ------
     BackendNotFound, BackendConflict, BackendImportError, BackendIncompatible, BackendUnsupported
         All are `BackendError`. A failure is remembered and raised again with the same message.
+    TypeError
+        The name is no str.
     """
     info = find_backend(name, distribution=distribution)
     backend = open_backend(info)
-    if not any(variant.runnable for variant in backend.variants):
-        needs = "; ".join(
-            f"{variant.name} needs {', '.join(variant.missing_isa)}" for variant in backend.variants
-        )
-        raise BackendUnsupported(
-            f"backend {info} cannot run here, because this CPU lacks instruction sets: {needs}"
-        )
+    check_runnable(backend)
     return backend
+
+
+def check_runnable(backend: Backend) -> None:
+    """Raise BackendUnsupported where this CPU can run none of the variants."""
+    variants = backend.variants
+    if any(variant.runnable for variant in variants):
+        return
+    needs = "; ".join(f"{one.name} needs {', '.join(one.missing_isa)}" for one in variants)
+    raise BackendUnsupported(
+        f"backend {backend.info} cannot run here, because this CPU lacks instruction sets: {needs}",
+        # The last variant asks for least.
+        brief=f"needs {', '.join(variants[-1].missing_isa)}, which this CPU lacks",
+    )
 
 
 def find_backend(name: str, *, distribution: str | None = None) -> BackendInfo:
@@ -141,7 +150,8 @@ def find_backend(name: str, *, distribution: str | None = None) -> BackendInfo:
         raise BackendConflict(
             f"backend {name!r} is provided by {_and([_origin(info) for info in infos])}; "
             f"choose with load_backend({name!r}, distribution={infos[0].distribution!r}), or "
-            "uninstall one"
+            "uninstall one",
+            brief="is provided by several packages",
         )
     return infos[0]
 
@@ -189,12 +199,19 @@ def _resolve(name: str, providers: Mapping[str, list[BackendInfo]]) -> str:
     """Return the registered name that is meant; one that is registered wins over an alias."""
     from ktk.aliases import find_alias
 
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a backend is loaded by its name, a str such as 'BF16', got {type(name).__name__}"
+        )
     if name in providers:
         return name
+    in_other_case = [known for known in providers if known.casefold() == name.casefold()]
+    if len(in_other_case) == 1:
+        return in_other_case[0]
     alias = find_alias(name, providers)
     target = _target(alias, _usable(providers)) if alias else None
     if target is None:
-        raise BackendNotFound(_not_found(name, list(providers)))
+        raise BackendNotFound(_not_found(name, list(providers)), brief="is not installed")
     return target
 
 
@@ -206,7 +223,7 @@ def open_backend(info: BackendInfo) -> Backend:
             try:
                 _opened[key] = _open(info)
             except BackendError as error:
-                _opened[key] = _Failure(type(error), str(error), error.__cause__)
+                _opened[key] = _Failure(error.with_traceback(None))
         opened = _opened[key]
     if isinstance(opened, _Failure):
         opened.raise_again()
@@ -231,15 +248,21 @@ def _open(info: BackendInfo) -> Backend:
         capsule = plugin.__ktk_backend__()
         library = plugin.__ktk_library__() if hasattr(plugin, "__ktk_library__") else None
     except BackendUnsupported as error:
-        raise BackendUnsupported(f"backend {info} cannot run here: {error}") from error
+        message = f"backend {info} cannot run here: {error}"
+        raise BackendUnsupported(message, brief=error.brief, advice=error.advice) from error
     except (Exception, SystemExit) as error:
-        raise BackendImportError(_failed(info, error)) from error
+        raise _failed(info, error) from error
     try:
         core = _core.Backend(capsule)
     except _core.AbiError as error:
-        raise BackendIncompatible(f"backend {info} {error}; {_remedy(info, error)}") from error
+        remedy = _remedy(info, error)
+        raise BackendIncompatible(
+            f"backend {info} {error}; {remedy}",
+            brief="is built for another version of ktk's interface for backends",
+            advice=remedy,
+        ) from error
     except Exception as error:
-        raise BackendImportError(_failed(info, error)) from error
+        raise _failed(info, error) from error
     return Backend(core, info, library)
 
 
@@ -295,11 +318,14 @@ def _not_built(info: BackendInfo) -> BackendError:
     if needs := ELSEWHERE.get(_module(info.value)):
         return BackendUnsupported(
             f"backend {info.name!r} needs an {needs} processor; this ktk {info.version} is built "
-            f"for {ARCHITECTURE}"
+            f"for {ARCHITECTURE}",
+            brief=f"needs an {needs} processor",
         )
     return BackendNotFound(
         f"backend {info.name!r} is not part of this build of ktk {info.version}; rebuild ktk from "
-        "source"
+        "source",
+        brief="is not part of this build of ktk",
+        advice="rebuild ktk from source",
     )
 
 
@@ -307,21 +333,36 @@ def _not_found(name: str, names: list[str]) -> str:
     from ktk.aliases import ALIASES
 
     known = aliases()
-    what = ""
-    if name in ALIASES:
-        what = f", which is an alias of {' or '.join(ALIASES[name].backends)}"
-    by_folded = {candidate.casefold(): candidate for candidate in (*known, *names)}
-    close = difflib.get_close_matches(name.casefold(), by_folded, n=1)
-    hint = ""
-    if close and not what:
-        found = by_folded[close[0]]
-        also = f" (an alias of {known[found]})" if found in known else ""
-        hint = f". Did you mean {found!r}{also}?"
+    what = hint = ""
+    if alias := ALIASES.get(name.upper()):
+        what = f", which is an alias of {' or '.join(alias.backends)}"
+    elif close := _slips(name, [*known, *names]):
+        also = {one: f" (an alias of {known[one]})" for one in close if one in known}
+        hint = f". Did you mean {' or '.join(repr(one) + also.get(one, '') for one in close)}?"
     return f"no backend {name!r}{what}; installed: {', '.join(names) or 'none'}{hint}"
 
 
-def _failed(info: BackendInfo, error: BaseException) -> str:
-    return f"backend {info} ({info.value}) failed to load: {type(error).__name__}: {error}"
+def _slips(name: str, known: Collection[str]) -> list[str]:
+    """Return the names that differ by a slip of the finger.
+
+    NVFP4 is no slip of MXFP4, nor AMXINT6 one of AMXINT4: a format's name is as short as that. So
+    digits have to be the same, if there are any, and of five letters four.
+    """
+    digits = re.findall(r"\d+", name)
+    by_folded = {
+        one.casefold(): one for one in known if not digits or re.findall(r"\d+", one) == digits
+    }
+    close = difflib.get_close_matches(name.casefold(), by_folded, n=2, cutoff=0.8)
+    return [by_folded[one] for one in close]
+
+
+def _failed(info: BackendInfo, error: BaseException) -> BackendImportError:
+    kind = type(error).__name__
+    return BackendImportError(
+        f"backend {info} ({info.value}) failed to load: {kind}: {error}",
+        brief=f"fails to load ({kind})",
+        advice=f"reinstall {info.distribution}, or uninstall it if it is not needed",
+    )
 
 
 def _remedy(info: BackendInfo, error: Exception) -> str:

@@ -146,6 +146,17 @@ Found find() {
   const LibrarySearch search = find_library(request);
   if (!search.library) {
     found.failure = search.failure(request) + kAdvice;
+    const char* named = getenv(request.variable);
+    if (named && *named) {
+      const std::string variable = request.variable;
+      found.brief = variable + " names no library that can be used";
+      found.advice = "unset " + variable + ", or name another library";
+    } else {
+      found.brief = "needs a BLIS library, and finds none";
+      found.advice =
+          "apt-get install libblis4-openmp, where it is wanted; AMXINT8 takes the same weights and "
+          "needs no library";
+    }
     return found;
   }
   found.library = search.library;

@@ -12,10 +12,11 @@ namespace ktk::blis {
 struct Found {
   Calls calls{};
   bool lpgemm = false, sgemm = false;
-  std::string layout;   // of lpgemm's packed weights
-  LibraryFacts facts;   // for Python
-  std::string warning;  // worth telling the user; may be empty
-  std::string failure;  // why nothing was found, and what to install; empty if something was
+  std::string layout;         // of lpgemm's packed weights
+  LibraryFacts facts;         // for Python
+  std::string warning;        // worth telling the user; may be empty
+  std::string failure;        // why nothing was found, and what to install; empty if something was
+  std::string brief, advice;  // the same for one line: why, and what to do
   std::shared_ptr<const VendorLibrary> library;
 };
 

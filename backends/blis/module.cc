@@ -63,7 +63,7 @@ const Table& table() {
 nanobind::capsule backend() {
   static const ktk_backend made = table().backend();
   const Found& found = table().found();
-  if (!found.failure.empty()) raise_unsupported(found.failure);
+  if (!found.failure.empty()) raise_unsupported(found.failure, found.brief, found.advice);
   if (!found.warning.empty()) warn(found.warning);
   return nanobind::capsule(&made, KTK_CAPSULE_NAME);
 }

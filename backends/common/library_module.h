@@ -10,10 +10,15 @@
 namespace ktk {
 
 // Ends __ktk_backend__() where this machine lacks what the backend needs. ktk then says which
-// backend cannot run here, and `reason`; in listings it is absent, and not broken.
-[[noreturn]] inline void raise_unsupported(const std::string& reason) {
+// backend cannot run here, and `reason`; in listings it is absent, and not broken, with `brief`,
+// the reason in some ten words, and `advice`, the one step that helps.
+[[noreturn]] inline void raise_unsupported(const std::string& reason, const std::string& brief,
+                                           const std::string& advice) {
+  using namespace nanobind::literals;
   const nanobind::object kind = nanobind::module_::import_("ktk.errors").attr("BackendUnsupported");
-  PyErr_SetString(kind.ptr(), reason.c_str());
+  const nanobind::object error =
+      kind(reason.c_str(), "brief"_a = brief.c_str(), "advice"_a = advice.c_str());
+  PyErr_SetObject(kind.ptr(), error.ptr());
   throw nanobind::python_error();
 }
 

@@ -77,7 +77,10 @@ def bench(
         bool, typer.Option("--accuracy", help="Also compare the outputs with float64.")
     ] = False,
 ) -> None:
-    """Time MoE layers and the machine's own limits in alternation: how close do they come?"""
+    """Time layers against the limits of this machine.
+
+    Layers and limits take turns, so that both see the same machine.
+    """
     from ktk.bench.runner import Settings, run
 
     screen = Console(stderr=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ktk._core import Format
-from ktk.aliases import ALIASES
+from ktk.aliases import find_alias
 from ktk.formats import label
 from ktk.quantize import quantize
 from ktk.testing.ggml import Bytes, is_block, random_blocks
@@ -92,8 +92,8 @@ def choose_format(backend: Backend, name: str, text: str | None = None) -> Forma
         Words of a format's label, in any order, joined by hyphens: ``g32``, ``zero-g32``.
     """
     if text is None:
-        alias = ALIASES.get(name)
-        meant = alias.format if alias and name != backend.name else None
+        alias = find_alias(name, (backend.name,))
+        meant = alias.format if alias else None
         return meant if meant in backend.formats else backend.formats[0]
     words = set(text.lower().split("-"))
     fitting = [fmt for fmt in backend.formats if words <= set(label(fmt).split("-"))]

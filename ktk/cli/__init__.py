@@ -7,18 +7,23 @@ from typing import Annotated
 
 import typer
 
+from ktk.bench.cli import bench
+
 app = typer.Typer(
     name="ktk",
-    help="CPU kernels for the routed experts of Mixture-of-Experts models.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    # Plain text: no tables to break at 40 columns, and nothing to import for it.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        version()
+        from importlib.metadata import version
+
+        typer.echo(f"ktk {version('ktk')}")
         raise typer.Exit
 
 
@@ -27,28 +32,40 @@ def ktk(
     show_version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+            "--version",
+            "-V",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:
-    """CPU kernels for the routed experts of Mixture-of-Experts models."""
+    """CPU kernels for the routed experts of Mixture-of-Experts models.
+
+    Exit status: 0 fine, 1 a fault, 2 a wrong command line, 130 interrupted.
+    """
 
 
 @app.command()
-def version() -> None:
-    """Print the version."""
-    from importlib.metadata import version
+def version(
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Print versions, the CPU and what backends run.
 
-    typer.echo(f"ktk {version('ktk')}")
+    Of ktk, Python and torch, and for each backend the variant that would run here.
+    """
+    from ktk.cli.version import show
+
+    show(as_json=json)
 
 
 @app.command()
 def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
-    """Look at CPU, memory, limits, drivers and backends: what is in the way, and what helps.
+    """Say what is in the way here, and what helps.
 
-    The exit status is 1 if there is a problem.
+    Looks at CPU, memory, limits, drivers and backends. The exit status is 1 if there is a problem.
     """
     from ktk.cli.health import show
 
@@ -56,7 +73,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(short_help="Show what a checkpoint holds.")
 def inspect(
     path: Annotated[
         Path, typer.Argument(help="Folder of safetensors or packed files, or a GGUF file.")
@@ -75,12 +92,15 @@ def inspect(
 
 @app.command()
 def backends(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Say everything about this one.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Show the installed backends, what would run on this CPU, and why the rest would not."""
+    """Show what backends run here, and why others not."""
     from ktk.cli.report import show_backends
 
-    show_backends(as_json=json)
+    show_backends(name, as_json=json)
 
 
 @app.command()
@@ -88,23 +108,30 @@ def demo(
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Folder or GGUF file of a model of your own; a small one is made without it."
+            metavar="PATH",
+            help="Folder or GGUF file of a model of your own; a small one is made without it.",
         ),
     ] = None,
     layer: Annotated[
-        int | None, typer.Option(help="Layer of it; default: the first one that has experts.")
+        int | None,
+        typer.Option(metavar="N", help="Layer of it; default: the first one that has experts."),
     ] = None,
     backend: Annotated[
-        list[str] | None, typer.Option(help="Only this backend; may be given several times.")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Only this backend; may be given several times."),
     ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run the experts of a checkpoint through every backend: how accurate, how fast."""
+    """Run a layer through every backend.
+
+    Of a checkpoint, or of a small one that is made for it: how accurate, how fast.
+    """
     from ktk.demo import run_demo
 
-    run_demo(checkpoint=checkpoint, layer=layer, names=backend or None)
+    run_demo(checkpoint=checkpoint, layer=layer, names=backend or None, as_json=json)
 
 
-@app.command()
+@app.command(short_help="Write a model as a backend stores it.")
 def convert(
     source: Annotated[
         Path, typer.Argument(metavar="INPUT", help="Folder or GGUF file of a model.")
@@ -153,12 +180,4 @@ def convert(
     )
 
 
-@app.command(
-    add_help_option=False,
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-)
-def bench(context: typer.Context) -> None:
-    """Measure layers of named shapes against the limits of this machine; see ktk bench --help."""
-    from ktk.bench.cli import app as bench_app
-
-    bench_app(args=context.args, prog_name="ktk bench")
+app.command()(bench)

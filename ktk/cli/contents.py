@@ -132,7 +132,7 @@ def _use(checkpoint: OpenCheckpoint, layer: Any, name: str, experts: int) -> Use
         given = checkpoint.formats_for(layer, backend)
         stored = [backend.core.stored_as(one.format, one.n, one.k) for one in given.values()]
     except BackendError as error:
-        return Use(reason=str(error))
+        return Use(reason=error.brief)
     except CheckpointFormatError:
         here = dict.fromkeys(str(one.format) for one in checkpoint.formats(layer).values())
         return Use(reason=f"does not take {', '.join(here)}")

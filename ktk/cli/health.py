@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import typer
 from rich.console import Console
@@ -15,6 +15,8 @@ from rich.markup import escape
 from ktk import _core, system
 from ktk.cli.report import report
 from ktk.cli.text import size_text
+from ktk.cli.version import package_version
+from ktk.errors import BackendUnsupported
 from ktk.registry import providers
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -75,6 +77,13 @@ def cpu() -> Iterator[Finding]:
         )
         return
     yield Finding("CPU", OK, text)
+    if forced := os.environ.get("KTK_ISA_FORCE"):
+        yield Finding(
+            "KTK_ISA_FORCE",
+            NOTE,
+            f"makes ktk use {forced}, whether this CPU has it or not",
+            "unset it, except under an emulator: code that a CPU lacks ends the process",
+        )
     try:
         allowed = _core.allowed_isa()
     except ValueError as error:
@@ -179,7 +188,10 @@ def gpu() -> Iterator[Finding]:
 
 def packages() -> Iterator[Finding]:
     """Name the versions of what ktk works with."""
-    found = ", ".join(map(_package, ("ktk", *_PACKAGES)))
+    found = ", ".join(
+        f"{name} {number}" if (number := package_version(name)) else f"no {name}"
+        for name in ("ktk", *_PACKAGES)
+    )
     yield Finding("packages", OK, f"Python {platform.python_version()}, {found}")
 
 
@@ -188,14 +200,12 @@ def backends() -> Iterator[Finding]:
     runs = False
     for info in providers():
         entry = report(info)
-        if entry.error and not info.built:
-            yield Finding("backend", NOTE, f"{info.name} is missing", entry.error)
+        if entry.error and (not info.built or entry.error_kind == BackendUnsupported.__name__):
+            # What a machine lacks, and a build leaves out, is no fault.
+            text = f"{info.name} is not used here: {entry.brief}"
+            yield Finding("backend", NOTE, text, entry.advice or "")
         elif entry.error:
-            advice = f"reinstall {info.distribution}, or uninstall it if it is not needed"
-            yield Finding("backend", PROBLEM, entry.error, advice)
-        elif entry.runs is None:
-            reasons = "; ".join(f"{one.name}: {one.reason}" for one in entry.variants)
-            yield Finding("backend", NOTE, f"{info.name} cannot run on this CPU ({reasons})")
+            yield Finding("backend", PROBLEM, entry.error, entry.advice or "see ktk backends")
         else:
             runs = True
             yield Finding("backend", OK, f"{info.name} runs its variant {entry.runs}")
@@ -221,13 +231,6 @@ CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     packages,
     backends,
 )
-
-
-def _package(name: str) -> str:
-    try:
-        return f"{name} {version(name)}"
-    except PackageNotFoundError:
-        return f"no {name}"
 
 
 def _count(number: int, noun: str) -> str:

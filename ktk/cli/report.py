@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ktk import _core
 from ktk.aliases import ALIASES
 from ktk.errors import BackendError
-from ktk.registry import BackendInfo, aliases, open_backend, providers
+from ktk.registry import (
+    BackendInfo,
+    aliases,
+    check_runnable,
+    find_backend,
+    open_backend,
+    providers,
+)
 
 
 @dataclass(frozen=True)
@@ -29,9 +39,11 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class BackendReport:
-    """One provider of a backend; `error` is why it does not load, `runs` what would run here.
+    """One provider of a backend; `runs` is the variant that would run here.
 
-    `library` is `Backend.library`.
+    `error` is all there is to say about why none would, `brief` the same in some ten words, and
+    `advice` what helps; all None for one that runs. `library` is `Backend.library`, and `stored`
+    what it keeps weights as.
     """
 
     name: str
@@ -42,7 +54,10 @@ class BackendReport:
     runs: str | None
     error: str | None
     error_kind: str | None
+    brief: str | None
+    advice: str | None
     library: dict[str, str] | None
+    stored: list[str]
     variants: list[VariantReport]
 
 
@@ -50,10 +65,14 @@ def report(info: BackendInfo) -> BackendReport:
     """Load one provider and say what it can do here. A broken one is reported, not raised."""
     error: BackendError | None = None
     library: dict[str, str] | None = None
+    stored: list[str] = []
     variants: list[VariantReport] = []
     try:
-        library = open_backend(info).library
+        backend = open_backend(info)
+        library = backend.library
+        stored = [str(fmt) for fmt in backend.formats]
         variants = _variants(info)
+        check_runnable(backend)
     except BackendError as caught:
         error = caught
     return BackendReport(
@@ -65,25 +84,33 @@ def report(info: BackendInfo) -> BackendReport:
         runs=next((variant.name for variant in variants if variant.default), None),
         error=str(error) if error else None,
         error_kind=type(error).__name__ if error else None,
+        brief=error.brief if error else None,
+        advice=error.advice or None if error else None,
         library=library,
+        stored=stored,
         variants=variants,
     )
 
 
-def show_backends(*, as_json: bool) -> None:
-    """Print all providers, as JSON or as a table."""
-    reports = [report(info) for info in providers()]
+def show_backends(name: str | None = None, *, as_json: bool) -> None:
+    """Print all providers in a line each, or all there is to say about the backend of a name."""
+    infos = providers() if name is None else [find_backend(name)]
+    reports = [report(info) for info in infos]
     if as_json:
         typer.echo(json.dumps(_document(reports), indent=2))
         return
-    console = Console()
+    console = Console(highlight=False)
+    if name is not None:
+        for line in _details(reports[0]):
+            console.print(line, soft_wrap=True)
+        return
     console.print(_table(reports))
-    for name, backend in aliases().items():
-        console.print(f"{name} means {backend}: {ALIASES[name].meaning}", highlight=False)
-    console.print(f"CPU: {_core.cpu_model()} ({', '.join(_core.detected_isa())})", highlight=False)
+    for alias, backend in aliases().items():
+        console.print(f"{alias} means {backend}: {ALIASES[alias].meaning}")
+    console.print(f"CPU: {_core.cpu_model()} ({', '.join(_core.detected_isa())})")
     if set(_core.allowed_isa()) != set(_core.detected_isa()):
-        allowed = ", ".join(_core.allowed_isa())
-        console.print(f"KTK_ISA makes ktk use: {allowed}", highlight=False)
+        console.print(f"KTK_ISA makes ktk use: {', '.join(_core.allowed_isa())}")
+    console.print("ktk backends NAME says all about one of them.", style="dim")
 
 
 def _variants(info: BackendInfo) -> list[VariantReport]:
@@ -121,34 +148,50 @@ def _document(reports: list[BackendReport]) -> dict[str, Any]:
 
 
 def _table(reports: list[BackendReport]) -> Table:
-    table = Table(title="ktk backends")
-    for heading in ("backend", "distribution", "variant", "on this CPU"):
-        table.add_column(heading, overflow="fold")
+    # Two columns without lines: readable in a terminal of 40 columns.
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("backend", no_wrap=True)
+    table.add_column("on this CPU", overflow="fold")
     for entry in reports:
-        origin = f"{entry.distribution} {entry.version}"
-        if entry.error:
-            why = f"[red]{entry.error_kind}[/]: {_text(entry.error)}"
-            table.add_row(entry.name, origin, "", why)
-        for row, variant in enumerate(entry.variants):
-            first = row == 0
-            table.add_row(
-                entry.name if first else "", origin if first else "", variant.name, _state(variant)
-            )
-        for word, text in (entry.library or {}).items():
-            table.add_row("", "", word, _text(text))
-        if entry.rivals:
-            others = ", ".join(entry.rivals)
-            table.add_row("", "", "", f"[yellow]also provided by {others}: pass distribution=[/]")
-        table.add_section()
+        table.add_row(entry.name, "\n".join(_summary(entry)))
     return table
+
+
+def _summary(entry: BackendReport) -> Iterator[str]:
+    """Say in one line what runs, or why nothing does; more only about what is not of ktk."""
+    if entry.distribution != "ktk":
+        yield f"of {escape(entry.distribution)} {escape(entry.version)}"
+    if entry.runs is None:
+        yield f"[yellow]{escape(entry.brief or '')}[/]"
+    else:
+        others = [one.name for one in entry.variants if one.runnable and not one.default]
+        missing = [one.name for one in entry.variants if not one.runnable]
+        line = f"[green]{entry.runs}[/]"
+        line += f"; or {', '.join(others)}" if others else ""
+        yield line + (f"[dim]; not {', '.join(missing)}[/]" if missing else "")
+    if entry.rivals:
+        yield f"[yellow]also provided by {', '.join(entry.rivals)}: pass distribution=[/]"
+
+
+def _details(entry: BackendReport) -> Iterator[str]:
+    """Say everything about one backend."""
+    yield f"[bold]{entry.name}[/] of {escape(entry.distribution)} {escape(entry.version)}"
+    if entry.error:
+        yield f"[yellow]{entry.error_kind}[/]: {escape(entry.error)}"
+    if entry.advice:
+        yield f"-> {escape(entry.advice)}"
+    for variant in entry.variants:
+        yield f"variant {variant.name}: {_state(variant)}"
+    for word, text in (entry.library or {}).items():
+        yield f"{escape(word)}: {escape(text)}"
+    for stored in entry.stored:
+        yield f"stores {escape(stored)}"
+    names = [name for name, backend in aliases().items() if backend == entry.name]
+    if names:
+        yield f"other names: {', '.join(names)}"
 
 
 def _state(variant: VariantReport) -> str:
     if variant.default:
         return "[green]runs[/]"
     return "can run" if variant.runnable else f"[dim]{variant.reason}[/]"
-
-
-def _text(message: str) -> str:
-    """Keep rich from reading brackets of a message as its markup."""
-    return message.replace("[", r"\[")

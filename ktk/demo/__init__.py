@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,11 @@ _CHECKED_EXPERTS = 32
 
 
 def run_demo(
-    *, checkpoint: Path | None, layer: int | None, names: Sequence[str] | None
+    *,
+    checkpoint: Path | None,
+    layer: int | None,
+    names: Sequence[str] | None,
+    as_json: bool = False,
 ) -> list[Measured]:
     """Measure and print; returns what was measured.
 
@@ -36,27 +41,49 @@ def run_demo(
         None takes the first one that has experts.
     names
         Backends; None takes all that load.
+    as_json
+        Print JSON instead of a table.
     """
     from rich.console import Console
 
     import ktk
     from ktk.checkpoint import describe
     from ktk.demo.machine import Machine
-    from ktk.demo.report import print_report
+    from ktk.demo.report import print_json, print_report
 
-    console = Console()
+    console = Console(stderr=as_json)
+    notes = Notes()
+    backends = _backends(names, notes)
     with _folder(checkpoint, console) as folder:
         description = describe(folder)
         number = description.layers[0] if layer is None else layer
         console.print(f"{description}; layer {number}", highlight=False)
-        backends, notes = _backends(names)
         pool = ktk.default_pool()
         machine = Machine(pool)
         with console.status("computing the layer in float64"):
             task = _task(folder, number)
         rows = _measure_all(console, task, backends, machine, pool, notes)
-    print_report(console, rows, notes, machine.limits(), _next_step(checkpoint, number, rows))
+    if as_json:
+        print_json(str(description), number, rows, notes.not_run, machine.limits())
+    else:
+        next_step = _next_step(checkpoint, number, rows)
+        print_report(console, rows, notes.lines(), machine.limits(), next_step)
     return rows
+
+
+@dataclass
+class Notes:
+    """Why backends, or variants of them, did not run: each reason once."""
+
+    not_run: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, what: str, reason: str) -> None:
+        """Note a backend, or a variant of one."""
+        self.not_run.setdefault(reason, []).append(what)
+
+    def lines(self) -> list[str]:
+        """Return a line for each reason."""
+        return [f"{', '.join(names)}: {reason}" for reason, names in self.not_run.items()]
 
 
 @contextmanager
@@ -72,26 +99,23 @@ def _folder(checkpoint: Path | None, console: Console) -> Iterator[Path]:
         yield Path(name)
 
 
-def _backends(names: Sequence[str] | None) -> tuple[list[Backend], list[str]]:
+def _backends(names: Sequence[str] | None, notes: Notes) -> list[Backend]:
     """Load backends. One that was asked for must load; of the others the reason is noted."""
     import ktk
 
     if names is not None:
-        return [ktk.load_backend(name) for name in names], []
-    loaded: list[Backend] = []
-    notes: list[str] = []
-    for name in ktk.backends():
-        _load_or_note(name, loaded, notes)
-    return loaded, notes
+        return [ktk.load_backend(name) for name in names]
+    return [backend for name in ktk.backends() if (backend := _load_or_note(name, notes))]
 
 
-def _load_or_note(name: str, loaded: list[Backend], notes: list[str]) -> None:
+def _load_or_note(name: str, notes: Notes) -> Backend | None:
     import ktk
 
     try:
-        loaded.append(ktk.load_backend(name))
+        return ktk.load_backend(name)
     except BackendError as error:
-        notes.append(str(error))
+        notes.add(name, error.brief)
+        return None
 
 
 def _task(folder: Path, layer: int) -> Task:
@@ -122,7 +146,7 @@ def _measure_all(
     backends: Sequence[Backend],
     machine: Machine,
     pool: Any,
-    notes: list[str],
+    notes: Notes,
 ) -> list[Measured]:
     from ktk.bench.limits import variant_units
     from ktk.demo.measure import measure
@@ -130,17 +154,20 @@ def _measure_all(
     rows = []
     for backend in backends:
         for variant in backend.variants:
-            what = f"{backend.name} {variant.name}"
             if not variant.runnable:
-                notes.append(f"{what}: this CPU lacks {', '.join(variant.missing_isa)}")
+                reason = f"this CPU lacks {', '.join(variant.missing_isa)}"
+                notes.add(f"{backend.name} {variant.name}", reason)
                 continue
-            with console.status(f"running {what}"):
+            with console.status(f"running {backend.name} {variant.name}"):
                 machine.look(variant_units(variant, library=backend.library is not None))
                 try:
                     rows.append(measure(task, backend, variant, pool))
-                except (BackendError, CheckpointFormatError, ValueError) as error:
-                    # For instance a backend that takes none of what the checkpoint holds.
-                    notes.append(f"{what}: {error}")
+                except CheckpointFormatError as error:
+                    # Formats are the backend's: none of its variants takes what is there.
+                    notes.add(backend.name, str(error))
+                    break
+                except (BackendError, ValueError) as error:
+                    notes.add(f"{backend.name} {variant.name}", str(error))
     return rows
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -31,6 +34,27 @@ def print_report(
         legend += " Above 100%: weights came from a cache."
     console.print(legend, highlight=False, style="dim")
     console.print(f"[bold]Next:[/] {escape(next_step)}", highlight=False, soft_wrap=True)
+
+
+def print_json(
+    checkpoint: str, layer: int, rows: list[Measured], not_run: dict[str, list[str]], limits: Limits
+) -> None:
+    """Print all of that as JSON; times in seconds, rates per second."""
+    document = {
+        "checkpoint": checkpoint,
+        "layer": layer,
+        "limits": asdict(limits),
+        "measured": [
+            asdict(row)
+            | {
+                which: asdict(timing) | {"fraction": timing.fraction(limits)}
+                for which, timing in (("decode", row.decode), ("prefill", row.prefill))
+            }
+            for row in rows
+        ],
+        "not_run": [{"what": what, "reason": reason} for reason, what in not_run.items()],
+    }
+    print(json.dumps(document, indent=2))
 
 
 def _table(rows: list[Measured], limits: Limits) -> Table:

@@ -203,6 +203,24 @@ def test_a_library_that_is_missing_is_reported(tmp_path: Path) -> None:
     assert named.stderr.startswith("ERROR: backend BLIS of ktk")
 
 
+def doctor(**environment: str) -> tuple[int, list[dict[str, str]]]:
+    done = python("from ktk.cli import app; app(['doctor', '--json'])", check=False, **environment)
+    findings = json.loads(done.stdout)["findings"]
+    return done.returncode, [one for one in findings if "BLIS" in one["text"]]
+
+
+def test_doctor_is_content_with_a_library_and_without(tmp_path: Path) -> None:
+    status, [finding] = doctor(KTK_BLIS_LIBRARY="", LD_LIBRARY_PATH=hide(tmp_path, {}))
+    assert (status, finding["state"]) == (0, "note")
+    assert finding["text"] == "BLIS is not used here: needs a BLIS library, and finds none"
+    assert finding["advice"].startswith("apt-get install libblis4-openmp")
+    status, [finding] = doctor(KTK_BLIS_LIBRARY="/nowhere/libblis.so")
+    assert (status, finding["state"]) == (0, "note")
+    assert "KTK_BLIS_LIBRARY names no library that can be used" in finding["text"]
+    status, [finding] = doctor(KTK_BLIS_LIBRARY=str(standin()))
+    assert (status, finding["state"]) == (0, "ok")
+
+
 def test_layouts_tell_reorderings_apart() -> None:
     plain, dlp, other = (load(standin(*v))["layouts"] for v in ((), ("DLP",), ("SALT=1",)))
     assert plain["lpgemm_int8"].startswith("lpgemm-n128k512-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from importlib.metadata import version
@@ -27,7 +28,121 @@ def invoke(*arguments: str) -> str:
 
 
 def test_version() -> None:
-    assert invoke("--version").strip() == invoke("version").strip() == f"ktk {version('ktk')}"
+    assert invoke("--version") == invoke("-V") == f"ktk {version('ktk')}\n"
+    text = invoke("version")
+    assert text.startswith(invoke("--version"))
+    facts = json.loads(invoke("version", "--json"))
+    assert facts["python"] == platform.python_version()
+    assert facts["torch"] == version("torch")
+    assert facts["backends"].keys() == registry.backends().keys()
+    variants = registry.load_backend("BF16").variants
+    assert facts["backends"]["BF16"] == next(one.name for one in variants if one.runnable)
+    for name, variant in facts["backends"].items():
+        assert any(
+            line.startswith(f"{variant or 'not here'}: ") and name in line
+            for line in text.splitlines()
+        )
+    for fact in ("python", "platform", "torch", "cpu"):
+        assert facts[fact] in text
+
+
+COMMANDS = ("backends", "bench", "convert", "demo", "doctor", "inspect", "version")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_help_of_every_command(command: str, columns: str) -> None:
+    short, long = (
+        runner.invoke(app, [command, option], env={"COLUMNS": columns}).output
+        for option in ("-h", "--help")
+    )
+    assert short == long
+    assert "<bool>" not in short, "a flag takes no value"
+    if command != "convert":
+        assert "--json" in short
+
+
+def test_each_command_is_explained_in_one_line_that_fits() -> None:
+    listed = invoke("-h").partition("Commands:")[2].splitlines()[1:]
+    assert sorted(line.split()[0] for line in listed) == sorted(COMMANDS)
+    assert not [line for line in listed if "..." in line]
+
+
+def test_nothing_to_do_is_a_wrong_command_line() -> None:
+    done = run_ktk()
+    assert done.returncode == 2
+    assert "Commands:" in done.stdout + done.stderr
+
+
+def test_a_slip_is_named() -> None:
+    done = run_ktk("inspct")
+    assert done.returncode == 2
+    assert "Did you mean 'inspect'?" in done.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_can_complete(shell: str) -> None:
+    script = run_ktk("--show-completion", shell)
+    assert script.returncode == 0, script.stderr
+    assert "_KTK_COMPLETE" in script.stdout
+    asked = {"_KTK_COMPLETE": "complete_bash", "COMP_WORDS": "ktk bench --fo", "COMP_CWORD": "2"}
+    assert run_ktk(**asked).stdout.split() == ["--format"]
+
+
+def test_a_wrong_variable_is_one_line() -> None:
+    for command in ("backends", "version", "demo"):
+        done = run_ktk(command, KTK_ISA="bogus")
+        assert done.returncode == 1
+        [line] = done.stderr.splitlines()
+        assert line.startswith("ktk: KTK_ISA is 'bogus'; expected one of ")
+
+
+def test_ctrl_c_ends_with_130() -> None:
+    program = (
+        "import os, signal, sys\n"
+        "from ktk.cli import report\n"
+        "report.providers = lambda: signal.raise_signal(signal.SIGINT)\n"
+        "sys.argv = ['ktk', 'backends']\n"
+        "from ktk.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("arguments", [["backends"], ["backends", "--json"], ["version"]])
+def test_a_reader_that_went_away_ends_the_command_quietly(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ktk", *arguments]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_everything_about_one_backend() -> None:
+    document = json.loads(invoke("backends", "bf16", "--json"))
+    [entry] = document["backends"]
+    assert entry["name"] == "BF16"
+    text = invoke("backends", "bf16")
+    for variant in entry["variants"]:
+        assert f"variant {variant['name']}: " in text
+    assert "stores bf16" in text
+    assert "other names: AMXBF16" in text
+    done = run_ktk("backends", "NVFP4")
+    assert (done.returncode, done.stderr.startswith("ktk: no backend 'NVFP4'; ")) == (1, True)
+    assert "Did you mean" not in done.stderr
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_backend_is_a_line_of_whole_words(columns: int) -> None:
+    done = run_ktk("backends", COLUMNS=str(columns))
+    lines = done.stdout.splitlines()
+    for name in registry.backends():
+        assert [line.split()[:1] for line in lines].count([name]) == 1
+    words = set(" ".join(lines).replace(",", " ").replace(";", " ").split())
+    for entry in json.loads(invoke("backends", "--json"))["backends"]:
+        expected = [one["name"] for one in entry["variants"]] or entry["brief"].split()
+        assert {word.strip(",") for word in expected} <= words
 
 
 def test_help_lists_the_commands() -> None:
@@ -102,9 +217,11 @@ def broken_and_rival(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
     def open_backend(info: BackendInfo) -> Any:
-        raise BackendImportError(f"backend {info} failed [libfoo.so missing]")
+        message = f"backend {info} failed [libfoo.so missing]"
+        raise BackendImportError(message, brief="fails to load")
 
     monkeypatch.setattr(report, "providers", lambda: infos)
+    monkeypatch.setattr(report, "find_backend", lambda name: infos[0])
     monkeypatch.setattr(report, "open_backend", open_backend)
 
 
@@ -114,7 +231,10 @@ def test_a_broken_plugin_is_a_row_and_not_a_crash() -> None:
     assert [entry["error_kind"] for entry in entries] == ["BackendImportError"] * 2
     assert entries[0]["error"] == "backend BROKEN of acme 1.2 failed [libfoo.so missing]"
     assert entries[1]["rivals"] == ["zeta"]
-    text = invoke("backends")
+    assert entries[0]["brief"] == "fails to load"
+    assert "fails to load" in invoke("backends")
+    assert "also provided by zeta" in invoke("backends")
+    text = invoke("backends", "BROKEN")
     assert "BackendImportError" in text
     assert "[libfoo.so" in text, "brackets of a message are not markup"
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import ktk
+import ktk.demo.measure
 from ktk.checkpoint.config import read_config
 from ktk.checkpoint.experts import Checkpoint
 from ktk.demo import model, run_demo
 from ktk.demo.reference import reference
 from ktk.demo.routing import batches
+from ktk.errors import CheckpointFormatError
 
 PROMISED = {"BF16": 0.0025, "AMXINT8": 0.0280}
 
@@ -58,6 +61,27 @@ def test_the_reference_is_the_definition(small: Path) -> None:
             gate = part["gate"] @ x
             total += weight * (part["down"] @ (gate / (1 + (-gate).exp()) * (part["up"] @ x)))
     torch.testing.assert_close(got[1], total, rtol=1e-12, atol=1e-12)
+
+
+def test_a_reason_is_given_once(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a backend that takes nothing of it, and of instructions that several lack."""
+    with mock.patch.object(ktk.demo.measure, "measure", side_effect=CheckpointFormatError("no")):
+        assert run_demo(checkpoint=small, layer=0, names=["BF16", "AMXINT8", "AMXINT4"]) == []
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not run: ")]
+    reasons = [line.rpartition(": ")[2] for line in lines]
+    assert len(set(reasons)) == len(reasons)
+    assert "not run: BF16, AMXINT8, AMXINT4: no" in lines
+
+
+def test_figures_come_as_json(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = run_demo(checkpoint=small, layer=0, names=["BF16"], as_json=True)
+    document = json.loads(capsys.readouterr().out)
+    assert [one["variant"] for one in document["measured"]] == [row.variant for row in rows]
+    for one, row in zip(document["measured"], rows, strict=True):
+        assert one["error"] == row.error
+        assert one["decode"]["seconds"] == row.decode.seconds
+    assert document["layer"] == 0
+    assert all(one["reason"].startswith("this CPU lacks ") for one in document["not_run"])
 
 
 def test_every_variant_that_can_run_is_shown(

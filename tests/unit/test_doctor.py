@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from ktk import _core, system
 from ktk.cli import app, health, report
-from ktk.errors import BackendImportError
+from ktk.errors import BackendError, BackendImportError, BackendUnsupported
 from ktk.registry import BackendInfo
 
 
@@ -170,6 +170,31 @@ def test_a_machine_that_runs_ktk_is_well() -> None:
         assert finding["advice"] in text
 
 
+def fail(error: BackendError) -> Any:
+    def open_backend(info: BackendInfo) -> Any:
+        raise error
+
+    return open_backend
+
+
+def test_a_library_that_is_absent_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine has: one where nothing is wrong but the library is well."""
+    real = report.open_backend
+    absent = BackendUnsupported("a long text", brief="needs libfoo", advice="install libfoo")
+
+    def open_backend(info: BackendInfo) -> Any:
+        return fail(absent)(info) if info.name == "BLIS" else real(info)
+
+    monkeypatch.setattr(report, "open_backend", open_backend)
+    monkeypatch.setattr(health, "CHECKS", (health.backends,))
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    [finding] = [one for one in json.loads(result.output)["findings"] if "BLIS" in one["text"]]
+    assert finding["state"] == "note"
+    assert finding["text"] == "BLIS is not used here: needs libfoo"
+    assert finding["advice"] == "install libfoo"
+
+
 def findings(check: Any) -> list[tuple[str, str]]:
     found = list(check())
     assert all(one.advice for one in found if one.state == "problem"), "a problem without advice"
@@ -187,6 +212,13 @@ def test_ktk_isa_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("KTK_ISA", "note") in findings(health.cpu)
     monkeypatch.setenv("KTK_ISA", "mmx")
     assert ("KTK_ISA", "problem") in findings(health.cpu)
+
+
+def test_forced_instructions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KTK_ISA_FORCE", raising=False)
+    assert ("KTK_ISA_FORCE", "note") not in findings(health.cpu)
+    monkeypatch.setenv("KTK_ISA_FORCE", "amx")
+    assert ("KTK_ISA_FORCE", "note") in findings(health.cpu)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +270,9 @@ def test_broken_missing_and_doubled_backends(monkeypatch: pytest.MonkeyPatch) ->
         BackendInfo("TWICE", "acme", "1.2", "acme.twice", rivals=("zeta",)),
     ]
 
-    def open_backend(info: BackendInfo) -> Any:
-        raise BackendImportError(f"backend {info} failed [libfoo.so missing]")
-
+    error = BackendImportError("backend of acme failed [libfoo.so missing]")
     monkeypatch.setattr(health, "providers", lambda: infos)
-    monkeypatch.setattr(report, "open_backend", open_backend)
+    monkeypatch.setattr(report, "open_backend", fail(error))
     states = [one.state for one in health.backends()]
     assert states == ["problem", "note", "problem", "problem", "problem"]
     assert findings(health.backends)[-1] == ("backend", "problem")

@@ -54,7 +54,7 @@ def unusable(name: str) -> str:
     try:
         ktk.load_backend(name)
     except BackendUnsupported as error:
-        return str(error)
+        return error.brief
     return ""
 
 

@@ -142,7 +142,37 @@ def test_the_provider_may_be_an_object_of_a_module(plugins: Plugins, core: None)
     assert registry.load_backend("FAKE")
 
 
-@pytest.mark.parametrize("asked", ["amxint8", "AMXINT", "AmxInt8", "AXMINT8"])
+@pytest.mark.parametrize("asked", ["amxint8", "AmxInt8"])
+def test_a_name_may_be_in_any_case(plugins: Plugins, core: None, asked: str) -> None:
+    plugins.add("AMXINT8", __ktk_backend__=table())
+    assert registry.load_backend(asked) is registry.load_backend("AMXINT8")
+    assert registry.load_backend("moe_int8") is registry.load_backend("AMXINT8")
+
+
+def test_a_name_in_another_case_must_mean_one_backend(plugins: Plugins, core: None) -> None:
+    for name in ("Fake", "FAKE"):
+        plugins.add(name, __ktk_backend__=table())
+        assert registry.load_backend(name).info.name == name
+    with pytest.raises(BackendNotFound, match="no backend 'fake'; installed: FAKE, Fake"):
+        registry.load_backend("fake")
+
+
+@pytest.mark.parametrize("asked", [None, 8, b"BF16"])
+def test_a_name_is_a_str(asked: Any) -> None:
+    with pytest.raises(TypeError, match=f"by its name, a str .* got {type(asked).__name__}$"):
+        registry.load_backend(asked)
+
+
+@pytest.mark.parametrize("asked", ["NVFP4", "SYCL_GPTQ_INT4", "AMXINT6", "FP4", "INT9"])
+def test_another_format_is_no_slip_of_the_finger(asked: str) -> None:
+    with pytest.raises(BackendNotFound) as caught:
+        registry.load_backend(asked)
+    assert str(caught.value).startswith(f"no backend {asked!r}; installed: ")
+    assert "Did you mean" not in str(caught.value)
+    assert caught.value.brief == "is not installed"
+
+
+@pytest.mark.parametrize("asked", ["AMXINT", "AMXIT8", "AXMINT8"])
 def test_a_wrong_name_gets_the_close_one(plugins: Plugins, asked: str) -> None:
     plugins.announce("AMXINT8", "one")
     plugins.announce("BF16", "two")
@@ -240,9 +270,9 @@ def test_missing_instruction_sets_are_named(plugins: Plugins, core: None) -> Non
     assert len(opened.variants) == 2, "the table can still be looked at"
 
 
-def unsupported(reason: str) -> Any:
+def unsupported(reason: str, **short: str) -> Any:
     def hook() -> None:
-        raise BackendUnsupported(reason)
+        raise BackendUnsupported(reason, **short)
 
     return hook
 
@@ -252,6 +282,26 @@ def test_a_backend_may_say_that_this_machine_lacks_something(plugins: Plugins) -
     expected = "^backend FAKE of acme 1.2 cannot run here: there is no libfake.so$"
     with pytest.raises(BackendUnsupported, match=expected):
         registry.load_backend("FAKE")
+
+
+def test_a_reason_has_a_short_form(plugins: Plugins) -> None:
+    long = "there is no libfake.so, in any of the folders /a, /b; install it or another one"
+    plugins.add("TOLD", __ktk_backend__=unsupported(long, brief="needs libfake", advice="get it"))
+    plugins.add("TERSE", __ktk_backend__=unsupported(long))
+    plugins.add("BROKEN", __ktk_backend__=lambda: 1 / 0)
+    short = {
+        "TOLD": ("needs libfake", "get it"),
+        "TERSE": ("there is no libfake.so", ""),
+        "BROKEN": (
+            "fails to load (ZeroDivisionError)",
+            "reinstall acme, or uninstall it if it is not needed",
+        ),
+    }
+    for name, expected in short.items():
+        for _ in range(2):  # remembered, too
+            with pytest.raises(BackendError) as caught:
+                registry.load_backend(name)
+            assert (caught.value.brief, caught.value.advice) == expected
 
 
 def test_a_backend_on_a_library_says_which(plugins: Plugins, core: None) -> None:
