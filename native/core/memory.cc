@@ -8,8 +8,11 @@
 #include <climits>
 #include <cstdint>
 #include <new>
+#include <string>
 #include <utility>
 #include <vector>
+
+#include "core/size.h"
 
 namespace ktk {
 namespace {
@@ -31,9 +34,20 @@ void bind(void* data, size_t bytes, int node) {
   static_cast<void>(syscall(SYS_mbind, data, bytes, kMpolBind, nodes.data(), max_node, 0u));
 }
 
+// std::bad_alloc with a sentence.
+class OutOfMemory : public std::bad_alloc {
+ public:
+  explicit OutOfMemory(size_t bytes)
+      : message_("the system refuses " + std::to_string(bytes) + " bytes of memory") {}
+  const char* what() const noexcept override { return message_.c_str(); }
+
+ private:
+  std::string message_;
+};
+
 char* map(size_t bytes) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) throw std::bad_alloc();
+  if (data == MAP_FAILED) throw OutOfMemory(bytes);
   return static_cast<char*>(data);
 }
 
@@ -42,16 +56,11 @@ size_t page_size() {
   return size;
 }
 
-size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
-
 // A mapping that starts on a huge page: maps more and gives both ends back.
 char* map_huge(size_t bytes) {
   const size_t kept = round_up(bytes, page_size());
-  const size_t mapped = kept + kHugePage;
-  if (mapped < bytes) throw std::bad_alloc();
-  char* whole = map(mapped);
-  const size_t head =
-      round_up(reinterpret_cast<uintptr_t>(whole), kHugePage) - reinterpret_cast<uintptr_t>(whole);
+  char* whole = map(sum(kept, kHugePage));
+  const size_t head = -reinterpret_cast<uintptr_t>(whole) % kHugePage;  // to the next boundary
   if (head != 0) munmap(whole, head);
   if (head != kHugePage) munmap(whole + head + kept, kHugePage - head);
   madvise(whole + head, kept, MADV_HUGEPAGE);  // a wish: kernels may be built or set up without

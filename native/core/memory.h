@@ -14,7 +14,8 @@ namespace ktk {
 class Memory {
  public:
   Memory() = default;
-  // Throws std::bad_alloc. node < 0: no binding. 0 bytes: an empty mapping.
+  // Throws std::bad_alloc with the bytes in its message, std::length_error (see size.h). node < 0:
+  // no binding. 0 bytes: an empty mapping.
   explicit Memory(size_t bytes, int node = -1);
   ~Memory();
   Memory(Memory&& other) noexcept;

@@ -39,11 +39,10 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
       config_(config),
       engine_(std::move(engine)),
       wanted_(wanted) {
-  constexpr size_t kMost = size_t{1} << 24;
-  check_positive("num_experts", config.num_experts, kMost);
+  check_positive("num_experts", config.num_experts, kMostExtent);
   check_positive("num_experts_per_tok", config.top_k, config.num_experts);
-  check_positive("hidden_size", config.hidden, kMost);
-  check_positive("intermediate_size", config.intermediate, kMost);
+  check_positive("hidden_size", config.hidden, kMostExtent);
+  check_positive("intermediate_size", config.intermediate, kMostExtent);
   if (shards < 0) throw std::invalid_argument("shards must not be negative");
   nodes_ = shard_nodes(engine_->pool, shards);
   left_out_.resize(config.num_experts);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "core/size.h"
+
 namespace ktk {
 namespace {
 
@@ -18,8 +20,8 @@ constexpr size_t kPrivateTokens = 4;
 constexpr size_t kChunkTokens = 4096;
 constexpr size_t kChunkBytes = size_t{192} << 20;
 constexpr size_t kLeastTokens = 256;
-
-size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
+// Rows of a chunk, one per token and expert that it names: Route counts them in 32 bits.
+constexpr size_t kMostRows = size_t{1} << 31;
 
 // Floats between the rows of a panel: whole cache lines, and an odd number of them, because rows a
 // power of two apart would share a few sets of the L1 cache.
@@ -30,9 +32,11 @@ class Carver {
  public:
   size_t add(size_t bytes) {
     const size_t at = size_;
-    size_ += round_up(bytes, KTK_ALIGNMENT);
+    size_ = sum(size_, round_up(bytes, KTK_ALIGNMENT));
     return at;
   }
+  // `rows` of `stride` bytes.
+  size_t add(size_t rows, size_t stride) { return add(product(rows, stride)); }
   size_t size() const { return size_; }
 
  private:
@@ -45,18 +49,21 @@ Plan::Plan(const Config& config, const Variant& variant, const std::vector<Shard
     : config_(config), variant_(variant), shards_(shards) {
   const Parts<ktk_matrix>& matrix = shards[0].matrix;
   num_acts = variant.share_acts(matrix.gate, matrix.up) ? 1 : 2;
-  x_strides[0] = variant.act_size(&matrix.gate);
-  x_strides[1] = variant.act_size(&matrix.up);
-  for (const Shard& shard : shards) h_strides.push_back(variant.act_size(&shard.matrix.down));
+  x_strides[0] = variant.act_bytes(matrix.gate);
+  x_strides[1] = variant.act_bytes(matrix.up);
+  for (const Shard& shard : shards) h_strides.push_back(variant.act_bytes(shard.matrix.down));
 }
 
 size_t Plan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step); }
 
 size_t Plan::max_tokens() const {
   size_t bytes = std::accumulate(x_strides, x_strides + num_acts, size_t{0});
-  for (const size_t stride : h_strides) bytes += config_.top_k * stride;
-  if (shards_.size() > 1) bytes += shards_.size() * config_.hidden * sizeof(float);
-  return std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
+  for (const size_t stride : h_strides) bytes = sum(bytes, product(config_.top_k, stride));
+  if (shards_.size() > 1) {
+    bytes = sum(bytes, product(shards_.size(), config_.hidden, sizeof(float)));
+  }
+  const size_t tokens_that_fit = std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
+  return std::min(tokens_that_fit, std::max<size_t>(kMostRows / config_.top_k, 1));
 }
 
 void Plan::make(const Route& route, size_t count, int workers) {
@@ -67,7 +74,7 @@ void Plan::make(const Route& route, size_t count, int workers) {
   const size_t block_rows = std::min(most, kMaxRows);
 
   // Gate and up are cut where the down projection's activations can be cut, too.
-  const size_t step = std::lcm<size_t>(variant_.tile.n_step, variant_.tile.k_step);
+  const size_t step = common_multiple(variant_.tile.n_step, variant_.tile.k_step);
   panel_columns = std::max(kPanelFloats / pad(block_rows) / step * step, step);
   gate_up.resize(shards_.size());
   for (size_t s = 0; s < shards_.size(); ++s) {
@@ -87,11 +94,11 @@ void Plan::place_shared(size_t rows) {
   // Micro-kernels may read whole steps of rows, from any row on.
   const size_t padding = variant_.tile.m_step;
   for (size_t i = 0; i < num_acts; ++i) {
-    x[i] = shared.add(private_x ? 0 : (tokens + padding) * x_strides[i]);
+    x[i] = shared.add(private_x ? 0 : tokens + padding, x_strides[i]);
   }
-  for (const size_t stride : h_strides) h.push_back(shared.add((rows + padding) * stride));
+  for (const size_t stride : h_strides) h.push_back(shared.add(rows + padding, stride));
   for (size_t s = 0; shards_.size() > 1 && s < shards_.size(); ++s) {
-    partial.push_back(shared.add(tokens * config_.hidden * sizeof(float)));
+    partial.push_back(shared.add(tokens, product(config_.hidden, sizeof(float))));
   }
   shared_bytes = shared.size();
 }
@@ -103,15 +110,15 @@ void Plan::place_own(size_t block_rows) {
   panel_stride = odd_stride(panel_columns);
   const size_t rows = pad(block_rows);
   Carver carver;
-  own.row = carver.add(config_.hidden * sizeof(float));
+  own.row = carver.add(config_.hidden, sizeof(float));
   for (size_t i = 0; i < num_acts; ++i) {
-    own.x[i] = carver.add(private_x ? (tokens + variant_.tile.m_step) * x_strides[i] : 0);
-    own.gather[i] = carver.add(rows * x_strides[i]);
+    own.x[i] = carver.add(private_x ? tokens + variant_.tile.m_step : 0, x_strides[i]);
+    own.gather[i] = carver.add(rows, x_strides[i]);
   }
-  own.gate = carver.add(rows * panel_stride * sizeof(float));
-  own.up = carver.add(rows * panel_stride * sizeof(float));
-  own.product = carver.add(rows * down_stride * sizeof(float));
-  own.sums = carver.add(tokens * down_stride * sizeof(float));
+  own.gate = carver.add(rows, product(panel_stride, sizeof(float)));
+  own.up = carver.add(rows, product(panel_stride, sizeof(float)));
+  own.product = carver.add(rows, product(down_stride, sizeof(float)));
+  own.sums = carver.add(tokens, product(down_stride, sizeof(float)));
   own.scratch = carver.add(kernel_scratch(block_rows));
   own.bytes = carver.size();
 }
@@ -119,12 +126,11 @@ void Plan::place_own(size_t block_rows) {
 size_t Plan::kernel_scratch(size_t rows) const {
   size_t bytes = 0;
   for (const ktk_ukernel& kernel : variant_.kernels) {
-    if (!kernel.scratch_size) continue;
     for (const Shard& shard : shards_) {
       const Parts<ktk_matrix>& matrix = shard.matrix;
-      bytes = std::max({bytes, kernel.scratch_size(&matrix.gate, rows),
-                        kernel.scratch_size(&matrix.up, rows),
-                        kernel.scratch_size(&matrix.down, rows)});
+      bytes = std::max({bytes, variant_.scratch_bytes(kernel, matrix.gate, rows),
+                        variant_.scratch_bytes(kernel, matrix.up, rows),
+                        variant_.scratch_bytes(kernel, matrix.down, rows)});
     }
   }
   return bytes;

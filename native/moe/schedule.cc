@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/size.h"
+
 namespace ktk {
 namespace {
 
@@ -17,8 +19,6 @@ constexpr size_t kRowsPerRead = 100;
 
 // Narrowest piece: below, the streams of weights get too short for the prefetchers.
 constexpr size_t kMinColumns = 64;
-
-size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
 }  // namespace
 

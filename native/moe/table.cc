@@ -1,79 +1,73 @@
 #include "moe/table.h"
 
 #include <algorithm>
-#include <cstddef>
-#include <cstring>
 #include <set>
 
 #include "core/cpu.h"
+#include "core/size.h"
+#include "moe/table_check.h"
 
 namespace ktk {
 namespace {
 
-// Copies what the writer knew of a struct; fields appended later stay zero.
-template <typename T>
-T copy_struct(const T* source) {
-  T copy{};
-  std::memcpy(&copy, source, std::min(source->struct_size, sizeof(T)));
-  copy.struct_size = sizeof(T);
-  return copy;
-}
-
-// What a struct of ABI 1.0 ends with; fields behind it are optional.
-constexpr size_t kUkernelSize = offsetof(ktk_ukernel, run) + sizeof(ktk_ukernel::run);
-constexpr size_t kVariantSize = offsetof(ktk_variant, weight_offset) + sizeof(void*);
-constexpr size_t kBackendSize = offsetof(ktk_backend, num_variants) + sizeof(size_t);
-
-[[noreturn]] void reject(const std::string& where, const std::string& what) {
-  throw std::invalid_argument(where + ": " + what);
-}
-
-void check_steps(const std::string& where, const ktk_tile& tile) {
-  if (tile.m_step == 0 || tile.n_step == 0 || tile.k_step == 0) {
-    reject(where, "tile steps must be positive");
-  }
-  if (tile.m_step > 64 || tile.n_step > 4096 || tile.k_step > 65536) {
-    reject(where, "tile steps are out of range (m 64, n 4096, k 65536)");
-  }
-}
-
 std::vector<ktk_ukernel> copy_kernels(const std::string& where, const ktk_variant& variant) {
-  if (!variant.ukernels || variant.num_ukernels == 0) reject(where, "has no micro-kernel");
+  check_list(where, "ukernels", variant.ukernels, variant.num_ukernels);
   const size_t step = variant.ukernels->struct_size;  // of the writer, who may know more fields
-  if (step < kUkernelSize) reject(where, "a micro-kernel's struct_size is too small");
   std::vector<ktk_ukernel> kernels;
   const char* at = reinterpret_cast<const char*>(variant.ukernels);
   for (size_t i = 0; i < variant.num_ukernels; ++i, at += step) {
-    const ktk_ukernel kernel = copy_struct(reinterpret_cast<const ktk_ukernel*>(at));
-    if (!kernel.name || !kernel.run) reject(where, "a micro-kernel lacks name or run");
-    if (!kernels.empty() && kernel.m_max <= kernels.back().m_max) {
-      reject(where, "micro-kernels must come by ascending m_max");
+    const std::string which = where + ", ukernels[" + std::to_string(i) + "]";
+    const ktk_ukernel kernel = copy_struct(which, reinterpret_cast<const ktk_ukernel*>(at));
+    check_name(which, "name", kernel.name);
+    check_given(which, "run", kernel.run);
+    if (kernel.m_max <= (kernels.empty() ? 0 : kernels.back().m_max)) {
+      reject(which, "m_max is " + std::to_string(kernel.m_max) +
+                        "; micro-kernels come by ascending m_max, from 1 on");
     }
     kernels.push_back(kernel);
   }
-  if (kernels.back().m_max != SIZE_MAX) reject(where, "the last micro-kernel must take any m");
+  if (kernels.back().m_max != SIZE_MAX) {
+    reject(where, "the last micro-kernel's m_max is " + std::to_string(kernels.back().m_max) +
+                      "; expected SIZE_MAX, because one of them has to take any m");
+  }
   return kernels;
 }
 
-std::unique_ptr<Variant> copy_variant(const std::string& backend, const ktk_variant* source) {
-  if (!source) reject(backend, "a variant is NULL");
-  if (source->struct_size < kVariantSize) reject(backend, "a variant's struct_size is too small");
+std::unique_ptr<Variant> copy_variant(const std::string& backend, size_t index,
+                                      const ktk_variant* source) {
+  std::string where = backend + ", variants[" + std::to_string(index) + "]";
+  if (!source) reject(where, "is NULL");
   auto variant = std::make_unique<Variant>();
-  static_cast<ktk_variant&>(*variant) = copy_struct(source);
-  if (!variant->name || !*variant->name) reject(backend, "a variant has no name");
-  const std::string where = backend + ", variant " + variant->name;
-  if (!variant->layout) reject(where, "names no layout");
-  check_steps(where, variant->tile);
-  if (!variant->weight_size || !variant->pack_weight || !variant->unpack_weight) {
-    reject(where, "lacks a function of the weight codec");
+  static_cast<ktk_variant&>(*variant) = copy_struct(where, source);
+  check_name(where, "name", variant->name);
+  where = backend + ", variant " + variant->name;
+  check_name(where, "layout", variant->layout);
+  check_tile(where, variant->tile);
+  check_format(where, "act", variant->act);
+  check_given(where, "weight_size", variant->weight_size);
+  check_given(where, "pack_weight", variant->pack_weight);
+  check_given(where, "unpack_weight", variant->unpack_weight);
+  check_given(where, "act_size", variant->act_size);
+  check_given(where, "pack_act", variant->pack_act);
+  check_given(where, "unpack_act", variant->unpack_act);
+  if (!variant->enter != !variant->leave) {
+    reject(where, variant->enter ? "has enter, but leave is NULL" : "has leave, but enter is NULL");
   }
-  if (!variant->act_size || !variant->pack_act || !variant->unpack_act) {
-    reject(where, "lacks a function of the activation codec");
-  }
-  if (!variant->enter != !variant->leave) reject(where, "has only one of enter and leave");
   variant->kernels = copy_kernels(where, *variant);
   variant->ukernels = variant->kernels.data();
+  variant->where = where;
   return variant;
+}
+
+// What a size function returned for a matrix, held to abi.h: whole `steps`, at least one of them.
+size_t check_bytes(const Variant& variant, const char* function, const ktk_matrix& matrix,
+                   size_t bytes, size_t step) {
+  if (bytes >= step && bytes <= kMostBytes && bytes % step == 0) return bytes;
+  const std::string says = variant.where + ": " + function + " says " + std::to_string(bytes) +
+                           " bytes for a weight [" + std::to_string(matrix.n) + ", " +
+                           std::to_string(matrix.k) + "] in " + describe(matrix.format);
+  if (bytes > kMostBytes) refuse_size(says + ", which");
+  throw std::runtime_error(says + "; expected a positive multiple of " + std::to_string(step));
 }
 
 uint32_t normal_group(uint32_t group, size_t extent) { return group == extent ? 0 : group; }
@@ -86,6 +80,20 @@ std::string join(const std::vector<std::string>& parts) {
 
 }  // namespace
 
+size_t Variant::weight_bytes(const ktk_matrix& matrix) const {
+  return check_bytes(*this, "weight_size", matrix, weight_size(&matrix), KTK_ALIGNMENT);
+}
+
+size_t Variant::act_bytes(const ktk_matrix& matrix) const {
+  return check_bytes(*this, "act_size", matrix, act_size(&matrix), KTK_ALIGNMENT);
+}
+
+size_t Variant::scratch_bytes(const ktk_ukernel& kernel, const ktk_matrix& matrix, size_t m) const {
+  if (!kernel.scratch_size) return 0;
+  const size_t bytes = kernel.scratch_size(&matrix, m);
+  return bytes == 0 ? 0 : check_bytes(*this, "scratch_size", matrix, bytes, 1);
+}
+
 const ktk_ukernel& Variant::kernel_for(size_t m) const {
   for (const ktk_ukernel& kernel : kernels) {
     if (m <= kernel.m_max) return kernel;
@@ -95,7 +103,10 @@ const ktk_ukernel& Variant::kernel_for(size_t m) const {
 
 ktk_format Variant::act_of(const ktk_matrix& matrix) const {
   ktk_format format = act;
-  if (act_format) act_format(&matrix, &format);
+  if (act_format) {
+    act_format(&matrix, &format);
+    check_format(where, "act_format", format);
+  }
   return format;
 }
 
@@ -110,27 +121,35 @@ std::shared_ptr<BackendTable> BackendTable::copy(const ktk_backend* source) {
                    std::to_string(source->abi_minor) + ", this ktk speaks " +
                    std::to_string(KTK_ABI_MAJOR) + "." + std::to_string(KTK_ABI_MINOR));
   }
-  if (source->struct_size < kBackendSize) reject("backend", "struct_size is too small");
-  const ktk_backend table = copy_struct(source);
-  if (!table.name || !*table.name) reject("backend", "has no name");
+  const ktk_backend table = copy_struct("backend", source);
+  check_name("backend", "name", table.name);
   auto result = std::make_shared<BackendTable>();
-  result->name = table.name;
+  const std::string& name = result->name = table.name;
   result->abi_major = table.abi_major;
   result->abi_minor = table.abi_minor;
-  if (!table.formats || table.num_formats == 0) reject(result->name, "stores no format");
-  result->formats.assign(table.formats, table.formats + table.num_formats);
-  if (!table.accepts || table.num_accepts == 0) reject(result->name, "accepts no format");
-  result->accepts.assign(table.accepts, table.accepts + table.num_accepts);
-  for (const ktk_accept& accept : result->accepts) {
-    if (accept.stored >= table.num_formats) reject(result->name, "accepts into an unknown format");
+  check_list(name, "formats", table.formats, table.num_formats);
+  for (size_t i = 0; i < table.num_formats; ++i) {
+    check_format(name, "formats[" + std::to_string(i) + "]", table.formats[i]);
   }
-  if (!table.variants || table.num_variants == 0) reject(result->name, "has no variant");
+  result->formats.assign(table.formats, table.formats + table.num_formats);
+  check_list(name, "accepts", table.accepts, table.num_accepts);
+  for (size_t i = 0; i < table.num_accepts; ++i) {
+    const std::string field = "accepts[" + std::to_string(i) + "]";
+    check_format(name, field + ".given", table.accepts[i].given);
+    if (table.accepts[i].stored >= table.num_formats) {
+      reject(name, field + ".stored is " + std::to_string(table.accepts[i].stored) +
+                       ", but there are " + std::to_string(table.num_formats) + " formats");
+    }
+  }
+  result->accepts.assign(table.accepts, table.accepts + table.num_accepts);
+  check_list(name, "variants", table.variants, table.num_variants);
   std::set<std::string> names;
   for (size_t i = 0; i < table.num_variants; ++i) {
-    result->variants.push_back(copy_variant(result->name, table.variants[i]));
-    const char* name = result->variants.back()->name;
-    if (!names.insert(name).second)
-      reject(result->name, std::string("two variants are called ") + name);
+    result->variants.push_back(copy_variant(name, i, table.variants[i]));
+    const char* variant = result->variants.back()->name;
+    if (!names.insert(variant).second) {
+      reject(name, std::string("two variants are called ") + variant);
+    }
   }
   return result;
 }
@@ -151,6 +170,18 @@ const Variant& BackendTable::select(const std::string& wanted, bool forced) cons
     throw std::invalid_argument(name + " has no variant '" + wanted + "'; it has " + join(names));
   }
   throw std::runtime_error(name + " cannot run on this CPU: " + reasons);
+}
+
+ktk_matrix BackendTable::matrix(const ktk_format& stored, size_t n, size_t k) const {
+  if (n == 0 || k == 0 || n > kMostExtent || k > kMostExtent) {
+    throw std::invalid_argument("a weight must have between 1 and " + std::to_string(kMostExtent) +
+                                " rows and columns, got [" + std::to_string(n) + ", " +
+                                std::to_string(k) + "]");
+  }
+  for (const ktk_format& format : formats) {
+    if (same_format(format, stored, n, k)) return {n, k, format};
+  }
+  throw std::invalid_argument(name + " does not store weights as " + describe(stored));
 }
 
 const ktk_format& BackendTable::stored(const ktk_format& given, const ktk_format* wanted, size_t n,

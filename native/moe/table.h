@@ -11,6 +11,9 @@
 
 namespace ktk {
 
+// No matrix has more rows or columns.
+inline constexpr size_t kMostExtent = size_t{1} << 24;
+
 // The table was written for another ABI.
 class AbiError : public std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -18,6 +21,14 @@ class AbiError : public std::runtime_error {
 
 struct Variant : ktk_variant {
   std::vector<ktk_ukernel> kernels;  // what `ukernels` points at
+  std::string where;                 // "AMXINT8, variant avx2", for messages
+
+  // Bytes of a packed matrix, of a packed row of activations, and of a micro-kernel's scratch for
+  // m rows, as the backend says. Throw std::runtime_error where that is nonsense,
+  // std::length_error where it is more than a process can address.
+  size_t weight_bytes(const ktk_matrix& matrix) const;
+  size_t act_bytes(const ktk_matrix& matrix) const;
+  size_t scratch_bytes(const ktk_ukernel& kernel, const ktk_matrix& matrix, size_t m) const;
 
   // The micro-kernel for m rows.
   const ktk_ukernel& kernel_for(size_t m) const;
@@ -41,13 +52,17 @@ struct BackendTable : std::enable_shared_from_this<BackendTable> {
   std::vector<std::unique_ptr<Variant>> variants;
 
   // Throws AbiError for another MAJOR, std::invalid_argument for a table that breaks a rule of
-  // abi.h; the message names backend, variant and field.
+  // abi.h; the message names backend, variant, field and value.
   static std::shared_ptr<BackendTable> copy(const ktk_backend* table);
 
   // The variant called `name`; or, for an empty name, the first one that allowed_isa() covers.
   // A named variant must be covered too, or be `forced`. Throws std::invalid_argument when there
   // is no such variant, std::runtime_error with the missing instruction sets when it cannot run.
   const Variant& select(const std::string& name, bool forced = false) const;
+
+  // A matrix of n x k that is stored as one of `formats`. Throws std::invalid_argument where it is
+  // not, or where an extent is not between 1 and kMostExtent.
+  ktk_matrix matrix(const ktk_format& stored, size_t n, size_t k) const;
 
   // What a matrix of n x k that comes as `given` is stored as: the backend's choice, or `wanted`,
   // when that is not NULL. Throws std::invalid_argument with what is accepted.

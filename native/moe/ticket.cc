@@ -4,6 +4,8 @@
 #include <cstring>
 #include <exception>
 
+#include "core/size.h"
+
 namespace ktk {
 
 struct Ticket::State {
@@ -30,7 +32,7 @@ struct Ticket::State {
     ids = copy_rows(choice.ids, choice.tokens, choice.top_k * id, choice.ids_stride * id);
     choice.ids = ids.data();
     choice.ids_stride = choice.top_k;
-    weights.resize(choice.tokens * choice.top_k);
+    weights.resize(product(choice.tokens, choice.top_k));
     for (size_t t = 0; t < choice.tokens; ++t) {
       std::memcpy(&weights[t * choice.top_k], choice.weights + t * choice.weights_stride,
                   choice.top_k * sizeof(float));
@@ -42,7 +44,7 @@ struct Ticket::State {
   }
 
   static std::vector<char> copy_rows(const void* data, size_t rows, size_t bytes, size_t stride) {
-    std::vector<char> copy(rows * bytes);
+    std::vector<char> copy(product(rows, bytes));
     for (size_t r = 0; r < rows; ++r) {
       std::memcpy(&copy[r * bytes], static_cast<const char*>(data) + r * stride, bytes);
     }

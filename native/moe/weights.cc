@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <numeric>
 
+#include "core/size.h"
 #include "core/worker_pool.h"
 #include "moe/pipeline.h"
 
@@ -12,8 +12,6 @@ namespace ktk {
 namespace {
 
 constexpr size_t kPage = 4096;
-
-size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
 
 // Rows [row, ...) and columns [col, ...) of a source; both are multiples of its group and its
 // block.
@@ -37,19 +35,19 @@ ktk_source view(const ktk_source& source, size_t row, size_t col) {
 // What the depth of a matrix can be cut at: whole groups and whole blocks.
 size_t depth_step(const ktk_format& format) {
   const size_t block = std::max<size_t>(block_of(format.element).columns, 1);
-  return format.group_k ? std::lcm<size_t>(block, format.group_k) : block;
+  return format.group_k ? common_multiple(block, format.group_k) : block;
 }
 
 // What the intermediate size may be cut at: whole packed columns of gate and up, whole depth steps
 // of down, and whole groups and blocks, of what is stored and of what is given.
 size_t cut_step(const ktk_tile& tile, const Parts<ktk_format>& stored, const ExpertSource& given) {
-  size_t step = std::lcm<size_t>(tile.n_step, tile.k_step);
+  size_t step = common_multiple(tile.n_step, tile.k_step);
   for (const uint32_t group : {stored.gate.group_n, stored.up.group_n, given.gate.format.group_n,
                                given.up.format.group_n}) {
-    if (group) step = std::lcm<size_t>(step, group);
+    if (group) step = common_multiple(step, group);
   }
   for (const ktk_format& format : {stored.down, given.down.format}) {
-    step = std::lcm(step, depth_step(format));
+    step = common_multiple(step, depth_step(format));
   }
   return step;
 }
@@ -86,19 +84,18 @@ Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_f
     shard.matrix = {{shard.width(), config.hidden, formats.gate},
                     {shard.width(), config.hidden, formats.up},
                     {config.hidden, shard.width(), formats.down}};
-    const auto size = [&](const ktk_matrix& matrix) {
-      return round_up(variant.weight_size(&matrix), KTK_ALIGNMENT);
-    };
-    shard.bytes = {size(shard.matrix.gate), size(shard.matrix.up), size(shard.matrix.down)};
-    shard.expert_bytes = round_up(shard.bytes.gate + shard.bytes.up + shard.bytes.down, kPage);
-    shard.memory = Memory(config.num_experts * shard.expert_bytes, nodes[s]);
+    shard.bytes = {variant.weight_bytes(shard.matrix.gate), variant.weight_bytes(shard.matrix.up),
+                   variant.weight_bytes(shard.matrix.down)};
+    shard.expert_bytes =
+        round_up(sum(sum(shard.bytes.gate, shard.bytes.up), shard.bytes.down), kPage);
+    shard.memory = Memory(product(config.num_experts, shard.expert_bytes), nodes[s]);
     shards_.push_back(std::move(shard));
   }
 }
 
 void Weights::set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n) {
   if (!bias && all.empty()) return;
-  if (all.empty()) all.resize(config_.num_experts * n);
+  if (all.empty()) all.resize(product(config_.num_experts, n));
   float* at = all.data() + expert * n;
   if (bias) {
     std::copy_n(bias, n, at);

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <new>
 
+#include "core/size.h"
 #include "moe/table.h"
 
 namespace ktk {
@@ -39,8 +40,9 @@ std::string dtype_name(const nb::dlpack::dtype& dtype) {
 template <typename T>
 nb::ndarray<nb::numpy, T, nb::ndim<2>> allocate(size_t rows, size_t columns) {
   const std::align_val_t align{KTK_ALIGNMENT};
-  T* data = static_cast<T*>(::operator new(std::max<size_t>(rows * columns * sizeof(T), 1), align));
-  std::memset(data, 0, rows * columns * sizeof(T));
+  const size_t bytes = product(rows, columns, sizeof(T));
+  T* data = static_cast<T*>(::operator new(std::max<size_t>(bytes, 1), align));
+  std::memset(data, 0, bytes);
   nb::capsule owner(
       data, [](void* p) noexcept { ::operator delete(p, std::align_val_t{KTK_ALIGNMENT}); });
   return {data, {rows, columns}, owner};

@@ -5,7 +5,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -117,7 +116,7 @@ void bind_variant(nb::module_& m) {
       .def(
           "act_of",
           [](const VariantInfo& v, const ktk_format& stored, size_t n, size_t k) {
-            return v.variant->act_of({n, k, stored});
+            return v.variant->act_of(v.table->matrix(stored, n, k));
           },
           "stored"_a, "n"_a, "k"_a,
           "What an activation is encoded as that meets an n x k weight of this format.")
@@ -173,12 +172,8 @@ void bind_backend(nb::module_& m) {
           "packed_size",
           [](const BackendTable& b, const ktk_format& stored, size_t n, size_t k,
              const std::string& variant) {
-            const auto same = [&](const ktk_format& f) { return key(f) == key(stored); };
-            if (std::none_of(b.formats.begin(), b.formats.end(), same)) {
-              throw nb::value_error((b.name + " stores no weights as " + describe(stored)).c_str());
-            }
-            const ktk_matrix matrix{n, k, stored};
-            return b.select(variant).weight_size(&matrix);
+            const ktk_matrix matrix = b.matrix(stored, n, k);
+            return b.select(variant).weight_bytes(matrix);
           },
           "stored"_a, "n"_a, "k"_a, "variant"_a = "",
           "Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.")

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "core/memory.h"
+#include "core/size.h"
 #include "moe/table.h"
 #include "python/bind.h"
 #include "python/source.h"
@@ -17,9 +18,6 @@
 namespace ktk {
 
 namespace {
-
-size_t round_up(size_t value, size_t step) { return (value + step - 1) / step * step; }
-size_t groups(size_t extent, uint32_t group) { return group ? (extent + group - 1) / group : 1; }
 
 using F32Input = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using ByteInput = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -34,13 +32,14 @@ class PackedMatrix {
                const std::optional<ktk_format>& stored, bool force)
       : table_(std::move(table)), variant_(table_->select(variant, force)) {
     const ktk_source source = source_from("weight", data, scale, zero, given, -1, -1);
-    matrix_.n = data.shape(0);
+    const size_t n = data.shape(0);
     const Block block = block_of(source.format.element);
-    matrix_.k = data.shape(1) * data.itemsize() / block.bytes * block.columns;
-    if (matrix_.n == 0 || matrix_.k == 0) throw nb::value_error("weight is empty");
-    matrix_.format =
-        table_->stored(source.format, stored ? &*stored : nullptr, matrix_.n, matrix_.k);
-    bytes_ = variant_.weight_size(&matrix_);
+    const size_t k = product(data.shape(1), data.itemsize()) / block.bytes * block.columns;
+    if (n == 0 || k == 0) throw nb::value_error("weight is empty");
+    matrix_ =
+        table_->matrix(table_->stored(source.format, stored ? &*stored : nullptr, n, k), n, k);
+    bytes_ = variant_.weight_bytes(matrix_);
+    act_size_ = variant_.act_bytes(matrix_);
     packed_ = Memory(bytes_);
     const nb::gil_scoped_release release;
     variant_.pack_weight(&matrix_, &source, 0, matrix_.n, packed_.data());
@@ -80,7 +79,7 @@ class PackedMatrix {
       throw nb::value_error((table_->name + " cannot export weights").c_str());
     }
     const ktk_format& f = matrix_.format;
-    const size_t groups_n = groups(n(), f.group_n), groups_k = groups(k(), f.group_k);
+    const size_t groups_n = groups_of(n(), f.group_n), groups_k = groups_of(k(), f.group_k);
     auto data = new_bytes(n(), block_of(f.element).bytes_of(k()));
     auto scale = new_bytes(groups_n, groups_k * element_bits(f.scale) / 8);
     auto zero = new_bytes(groups_n, groups_k * element_bits(f.zero) / 8);
@@ -94,7 +93,7 @@ class PackedMatrix {
   }
 
   ktk_format act() const { return variant_.act_of(matrix_); }
-  size_t act_size() const { return variant_.act_size(&matrix_); }
+  size_t act_size() const { return act_size_; }
   size_t padded(size_t m) const { return round_up(m, variant_.tile.m_step); }
 
   nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> pack_act(const F32Input& x) const {
@@ -178,13 +177,26 @@ class PackedMatrix {
     }
   }
 
+  const ktk_ukernel& chosen(size_t ukernel, size_t m) const {
+    if (ukernel >= variant_.kernels.size()) {
+      throw nb::index_error((variant_.where + " has " + std::to_string(variant_.kernels.size()) +
+                             " micro-kernels, none has the number " + std::to_string(ukernel))
+                                .c_str());
+    }
+    const ktk_ukernel& kernel = variant_.kernels[ukernel];
+    if (m > kernel.m_max) {
+      throw nb::value_error((variant_.where + ": micro-kernel " + kernel.name + " takes at most " +
+                             std::to_string(kernel.m_max) + " rows, got " + std::to_string(m))
+                                .c_str());
+    }
+    return kernel;
+  }
+
   void run(const uint8_t* act, size_t m, size_t n_begin, size_t n_end, float* dst, size_t stride,
            std::optional<size_t> ukernel) const {
     if (m == 0) return;
-    if (ukernel && *ukernel >= variant_.kernels.size())
-      throw nb::value_error("no such micro-kernel");
-    const ktk_ukernel& kernel = ukernel ? variant_.kernels[*ukernel] : variant_.kernel_for(m);
-    const Memory scratch(kernel.scratch_size ? kernel.scratch_size(&matrix_, m) : 0);
+    const ktk_ukernel& kernel = ukernel ? chosen(*ukernel, m) : variant_.kernel_for(m);
+    const Memory scratch(variant_.scratch_bytes(kernel, matrix_, m));
     ktk_matmul mm{};
     mm.struct_size = sizeof mm;
     mm.matrix = &matrix_;
@@ -206,7 +218,7 @@ class PackedMatrix {
   std::shared_ptr<BackendTable> table_;
   const Variant& variant_;
   ktk_matrix matrix_{};
-  size_t bytes_ = 0;
+  size_t bytes_ = 0, act_size_ = 0;
   Memory packed_;
 };
 

@@ -1,5 +1,7 @@
 #include "python/call.h"
 
+#include "core/size.h"
+
 namespace ktk {
 
 void check_call(const Layer& layer, const AnyArray& hidden, const AnyArray& ids,
@@ -38,7 +40,7 @@ void check_call(const Layer& layer, const AnyArray& hidden, const AnyArray& ids,
     c.weights = static_cast<const float*>(weights.data());
     c.weights_stride = row_stride(weights);
   } else {
-    call.weights.resize(c.tokens * c.top_k);
+    call.weights.resize(product(c.tokens, c.top_k));
     const char* row = static_cast<const char*>(weights.data());
     for (size_t t = 0; t < c.tokens; ++t, row += row_stride(weights) * weights.itemsize()) {
       ops().to_f32(row, type, c.top_k, &call.weights[t * c.top_k]);

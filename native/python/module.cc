@@ -1,8 +1,31 @@
 // ktk._core: everything that is written once, for every backend.
+#include <cxxabi.h>
+
+#include <exception>
+
 #include "ktk/abi.h"
 #include "python/bind.h"
 
 namespace nb = nanobind;
+
+namespace {
+
+// Backends are built by others, and one may throw what Python has no exception for.
+void translate_unknown(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception&) {
+    throw;  // nanobind knows these
+  } catch (const abi::__forced_unwind&) {
+    throw;
+  } catch (...) {
+    PyErr_SetString(PyExc_RuntimeError,
+                    "a backend threw a C++ exception that is no std::exception; functions of a "
+                    "backend's table must not throw (abi.h)");
+  }
+}
+
+}  // namespace
 
 NB_MODULE(_core, m) {
 #ifdef NDEBUG
@@ -11,6 +34,7 @@ NB_MODULE(_core, m) {
 #endif
   m.doc() = "The core of ktk: CPU detection, worker pool, memory and the MoE pipeline.";
   m.attr("ABI") = nb::make_tuple(KTK_ABI_MAJOR, KTK_ABI_MINOR);
+  nb::register_exception_translator(translate_unknown);
   ktk::bind_system(m);
   ktk::bind_backend(m);
   ktk::bind_packed(m);

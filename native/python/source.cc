@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/size.h"
 #include "moe/table.h"
 
 namespace ktk {
@@ -17,8 +18,8 @@ struct Groups {
 // Extent of a group when `count` of them cover `extent`; 0 for a single one.
 uint32_t group_extent(const std::string& name, size_t extent, size_t count) {
   if (count == 1) return 0;
-  const size_t group = count ? (extent + count - 1) / count : 0;
-  if (group == 0 || (extent + group - 1) / group != count) {
+  const size_t group = count ? groups_of(extent, count) : 0;
+  if (group == 0 || groups_of(extent, group) != count) {
     throw nb::value_error(
         (name + ": " + std::to_string(count) + " groups do not divide " + std::to_string(extent))
             .c_str());
@@ -47,10 +48,7 @@ Groups groups_from(const std::string& name, const AnyArray& array, size_t n, siz
   if (given) {
     groups.group_n = given->group_n;
     groups.group_k = given->group_k;
-    const auto count = [](size_t extent, uint32_t group) {
-      return group ? (extent + group - 1) / group : 1;
-    };
-    if (array.shape(0) != count(n, groups.group_n) || columns != count(k, groups.group_k)) {
+    if (array.shape(0) != groups_of(n, groups.group_n) || columns != groups_of(k, groups.group_k)) {
       throw nb::value_error((name + " has shape " + describe_array(array) +
                              ", which does not fit " + describe(*given))
                                 .c_str());
@@ -99,14 +97,14 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
   const size_t row_items =
       block.bytes_of(static_cast<size_t>(std::max<int64_t>(k, 0))) / data.itemsize();
   check_array(name, data, {n, k < 0 ? k : static_cast<int64_t>(row_items)});
-  const size_t row_bytes = data.shape(1) * data.itemsize();
+  const size_t row_bytes = product(data.shape(1), data.itemsize());
   if (row_bytes % block.bytes) {
     throw nb::value_error((std::string(name) + " is " + describe_array(data) +
                            ", whose rows are not made of " + describe_block(format.element, block))
                               .c_str());
   }
   source.data = data.data();
-  source.data_stride = row_stride(data) * data.itemsize();
+  source.data_stride = product(row_stride(data), data.itemsize());
   const size_t rows = data.shape(0), depth = row_bytes / block.bytes * block.columns;
   const auto check_given = [&](ktk_element element, bool has, const char* what) {
     if ((element != KTK_NONE) == has) return;

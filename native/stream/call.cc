@@ -6,11 +6,13 @@
 #include <exception>
 #include <utility>
 
+#include "core/size.h"
+
 namespace ktk {
 namespace {
 
 void copy_rows(const void* data, size_t rows, size_t bytes, size_t stride, std::vector<char>& to) {
-  to.resize(rows * bytes);
+  to.resize(product(rows, bytes));
   for (size_t r = 0; r < rows; ++r) {
     std::memcpy(to.data() + r * bytes, static_cast<const char*>(data) + r * stride, bytes);
   }
@@ -21,6 +23,17 @@ void copy_mask(std::span<const uint8_t> mask, std::vector<uint8_t>& to) {
   to.resize(mask.size());
   for (size_t e = 0; e < mask.size(); ++e) {
     to[e] = std::atomic_ref(const_cast<uint8_t&>(mask[e])).load(std::memory_order_relaxed);
+  }
+}
+
+// What is being handled, in words; backends may throw anything.
+std::string describe_current() {
+  try {
+    throw;
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "a backend threw a C++ exception that is no std::exception";
   }
 }
 
@@ -49,7 +62,7 @@ void AsyncCall::read_inputs() {
   copy_rows(from.ids, from.tokens, from.top_k * id, from.ids_stride * id, ids_);
   to.ids = ids_.data();
   to.ids_stride = from.top_k;
-  weights_.resize(from.tokens * from.top_k);
+  weights_.resize(product(from.tokens, from.top_k));
   for (size_t t = 0; t < from.tokens; ++t) {
     std::memcpy(&weights_[t * from.top_k], from.weights + t * from.weights_stride,
                 from.top_k * sizeof(float));
@@ -81,8 +94,8 @@ void AsyncCall::start() {
 void AsyncCall::run() {
   try {
     compute_now();
-  } catch (const std::exception& error) {
-    keep_error(error.what());
+  } catch (...) {
+    keep_error(describe_current().c_str());
     clear_output();
   }
   {
@@ -93,8 +106,8 @@ void AsyncCall::run() {
   if (options_.give) {
     try {
       compute_later();
-    } catch (const std::exception& error) {
-      keep_error(error.what());
+    } catch (...) {
+      keep_error(describe_current().c_str());
       std::fill_n(options_.give->sums, options_.give->size(), 0.0f);
     }
   }
@@ -119,7 +132,7 @@ void AsyncCall::compute_now() {
     return;
   }
   const size_t width = layer_->config().hidden, tokens = request.choice.tokens;
-  std::vector<float> sums(tokens * width);
+  std::vector<float> sums(product(tokens, width));
   const Rows out = request.out;
   request.out = {sums.data(), KTK_F32, width};
   layer_->forward(request);
@@ -192,8 +205,8 @@ void AsyncCall::launch(uintptr_t stream, void (*body)(AsyncCall&)) {
         Node* at = static_cast<Node*>(argument);
         try {
           at->body(*at->call);
-        } catch (const std::exception& error) {
-          at->call->keep_error(error.what());
+        } catch (...) {
+          at->call->keep_error(describe_current().c_str());
         }
         if (at->once) delete at;
       },

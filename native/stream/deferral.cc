@@ -4,6 +4,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "core/size.h"
+
 namespace ktk {
 namespace {
 
@@ -33,7 +35,7 @@ class Protected {
 }  // namespace
 
 Halves split_deferred(const Choice& choice, const Deferral& deferral, size_t num_experts) {
-  const size_t k = choice.top_k, entries = choice.tokens * k;
+  const size_t k = choice.top_k, entries = product(choice.tokens, k);
   Halves halves{std::vector<int64_t>(entries, -1), std::vector<int64_t>(entries, -1)};
   Protected protect(k, deferral.most);
   const auto weights = [&](size_t token) { return choice.weights + token * choice.weights_stride; };

@@ -3,16 +3,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 
+#include "core/size.h"
 #include "moe/elements.h"
 
 namespace ktk {
 namespace {
-
-size_t groups_in(size_t extent, uint32_t group) { return group ? (extent + group - 1) / group : 1; }
 
 // Copies scales as they are, or makes bf16 of their exponents: 2^(e - 127) is the bits of a bf16,
 // but for 2^-127, which is subnormal, and NaN.
@@ -57,7 +55,7 @@ class Writer {
         const ktk_matrix& matrix = matrix_of(shard, part);
         // Packing steps and groups are not cut; a few hundred KiB stay in cache.
         const size_t group = std::max<uint32_t>(matrix.format.group_n, 1);
-        const size_t step = std::lcm<size_t>(layer_.variant().tile.n_step, group);
+        const size_t step = common_multiple(layer_.variant().tile.n_step, group);
         for (size_t n = 0; n < matrix.n; n += step) {
           jobs.push_back({&shard, part, n, std::min(n + step, matrix.n)});
         }
@@ -95,12 +93,12 @@ class Writer {
     const ktk_format& f = matrix.format;
     Stored rows;
     rows.data_bytes = block_of(f.element).bytes_of(matrix.k);
-    rows.scale_bytes = groups_in(matrix.k, f.group_k) * element_bits(f.scale) / 8;
-    const size_t zero_bytes = groups_in(matrix.k, f.group_k) * element_bits(f.zero) / 8;
-    const size_t count = end - begin, groups = groups_in(count, f.group_n);
-    rows.data.resize(count * rows.data_bytes);
-    rows.scale.resize(groups * rows.scale_bytes);
-    rows.zero.resize(groups * zero_bytes);
+    rows.scale_bytes = groups_of(matrix.k, f.group_k) * element_bits(f.scale) / 8;
+    const size_t zero_bytes = groups_of(matrix.k, f.group_k) * element_bits(f.zero) / 8;
+    const size_t count = end - begin, groups = groups_of(count, f.group_n);
+    rows.data.resize(product(count, rows.data_bytes));
+    rows.scale.resize(product(groups, rows.scale_bytes));
+    rows.zero.resize(product(groups, zero_bytes));
     // The target's row 0 is row 0 of the matrix, which lies before what is kept here.
     const auto first = [](std::vector<char>& all, size_t row, size_t bytes) -> void* {
       return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(all.data()) - row * bytes);
@@ -121,7 +119,7 @@ class Writer {
                 size_t begin, size_t end) const {
     const ktk_format& f = matrix.format;
     const size_t group = std::max<uint32_t>(f.group_n, 1);
-    const size_t scales = groups_in(matrix.k, f.group_k);
+    const size_t scales = groups_of(matrix.k, f.group_k);
     const size_t scale_bytes = scales * scale_size(f);
     for (size_t n = begin; n < end;) {
       const size_t at = shard.begin + n, rank = at / per_rank_;
@@ -131,7 +129,7 @@ class Writer {
                   rows.data.data() + (n - begin) * rows.data_bytes, (stop - n) * rows.data_bytes);
       if (f.scale != KTK_NONE) {
         put_scales(rows.scale.data() + (n - begin) / group * rows.scale_bytes,
-                   groups_in(stop - n, f.group_n) * scales, f.scale, wide_,
+                   groups_of(stop - n, f.group_n) * scales, f.scale, wide_,
                    static_cast<char*>(ranks_[rank].w13_scale) + row / group * scale_bytes);
       }
       n = stop;
@@ -160,7 +158,7 @@ class Writer {
     if (f.scale == KTK_NONE || f.group_k || shard.begin) return;
     const size_t group = std::max<uint32_t>(f.group_n, 1);
     for (const RankTarget& rank : ranks_) {
-      put_scales(rows.scale.data(), groups_in(end - begin, f.group_n), f.scale, wide_,
+      put_scales(rows.scale.data(), groups_of(end - begin, f.group_n), f.scale, wide_,
                  static_cast<char*>(rank.w2_scale) + begin / group * scale_size(f));
     }
   }
@@ -173,7 +171,7 @@ class Writer {
     char* to =
         static_cast<char*>(ranks_[rank].w2_scale) + at % per_rank_ / f.group_k * scale_size(f);
     const char* from = rows.scale.data() + k / f.group_k * element_bits(f.scale) / 8;
-    for (size_t g = 0; g < groups_in(end - begin, f.group_n); ++g) {
+    for (size_t g = 0; g < groups_of(end - begin, f.group_n); ++g) {
       put_scales(from + g * rows.scale_bytes, (stop - k) / f.group_k, f.scale, wide_,
                  to + (begin / group + g) * row_bytes);
     }
