@@ -21,10 +21,8 @@ from ktk.quantize import from_bytes
 from ktk.testing import bounds, formats, strategies
 from ktk.testing.subject import Subject
 
-ALIGNMENT = 64
 #: A NaN that no computation makes, so that a write into a guarded place shows.
 POISON = np.uint32(0x7FA5A5A5)
-
 
 #: Examples of a single pair of formats, however many a backend has.
 FEWEST = 4
@@ -400,15 +398,3 @@ def test_variants_agree(subject: Subject, data: st.DataObject) -> None:
     bound = subject.reach(mine, problem) + other.reach(theirs, problem)
     result, expected = mine.matmul(problem.act), theirs.matmul(problem.act)
     bounds.check(result, expected, bound, f"{subject.variant.name} against {other.variant.name}")
-
-
-@given(data=st.data())
-def test_sizes_keep_the_alignment(subject: Subject, data: st.DataObject) -> None:
-    """Packed weights and rows of activations are whole cache lines, and start on one."""
-    problem = data.draw(strategies.problems(subject.backend, subject.variant))
-    matrix = subject.pack(problem.source)
-    assert matrix.nbytes % ALIGNMENT == 0
-    assert matrix.buffer.nbytes == matrix.nbytes
-    act = matrix.pack_act(problem.act)
-    assert act.shape[0] == _round_up(len(problem.act), subject.variant.m_step)
-    assert act.shape[1] % ALIGNMENT == 0

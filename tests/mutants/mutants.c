@@ -123,7 +123,6 @@ static void export_weight_short(const ktk_matrix* matrix, const void* packed, si
 /* --- activation codec ------------------------------------------------------------------------ */
 
 static size_t act_size(const ktk_matrix* matrix) { return round_up(2 * matrix->k, KTK_ALIGNMENT); }
-static size_t act_size_unaligned(const ktk_matrix* matrix) { return act_size(matrix) + 2; }
 
 static void pack_rows_of_act(size_t m, size_t k_begin, size_t k_end, const float* x,
                              size_t x_stride, void* act, size_t act_stride,
@@ -259,7 +258,6 @@ ALONE(exports_one_column_less, .export_weight = export_weight_short)
 ALONE(packs_acts_at_zero, .pack_act = pack_act_from_zero)
 ALONE(loses_nan_weights, .pack_weight = pack_weight_finite)
 ALONE(loses_nan, .pack_act = pack_act_finite)
-ALONE(unaligned_acts, .act_size = act_size_unaligned)
 ALONE(depends_on_batch, UKERNELS(run_reversed_batch, run_reversed_batch))
 ALONE(kernels_disagree, UKERNELS(run_reversed, run))
 ALONE(ignores_n_begin, UKERNELS(run_from_zero, run_from_zero))
