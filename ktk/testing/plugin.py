@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, Verbosity, settings
 
 import ktk
 from ktk import registry
 from ktk.errors import BackendError, BackendUnsupported
-from ktk.testing import strategies
+from ktk.testing import isolation, strategies
 from ktk.testing.subject import Subject
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -51,6 +51,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ktk-no-shrink", action="store_true", help="report the first failing example as it is"
     )
+    group.addoption(
+        "--ktk-no-isolation",
+        action="store_true",
+        help="run all properties in one process, for debuggers: a crash then ends the kit",
+    )
+    group.addoption(
+        "--ktk-time-limit",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="what one example may take before its property counts as endless (default: 60)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
         chosen["max_examples"] = examples
     if config.getoption("--ktk-no-shrink"):
         chosen["phases"] = [Phase.explicit, Phase.generate]
+    if _isolates(config):  # which hears of each example
+        chosen["verbosity"] = Verbosity.verbose
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
     settings.register_profile("ktk", deadline=None, suppress_health_check=slow, **chosen)
     settings.load_profile("ktk")
@@ -123,6 +137,35 @@ def with_conversions(config: pytest.Config, only_kept: bool) -> Iterator[Any]:
         if not pairs:
             none = pytest.mark.skip(reason="no format is stored as it is given")
             yield pytest.param(subject, None, id=one.id, marks=[*one.marks, none])
+
+
+def _isolates(config: pytest.Config) -> bool:
+    """Whether properties run in processes of their own: not for who wants to look inside."""
+    return not (config.getoption("--ktk-no-isolation") or config.getoption("usepdb"))
+
+
+def _is_of_the_kit(item: pytest.Item) -> bool:
+    return isinstance(item, pytest.Function) and item.module.__name__ in MODULES
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Run a property in a process of its own."""
+    if not _isolates(item.config) or not _is_of_the_kit(item) or item.get_closest_marker("skip"):
+        return None
+    hook, limit = item.ihook, item.config.getoption("--ktk-time-limit")
+    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in isolation.run(item, limit):
+        hook.pytest_runtest_logreport(report=report)
+    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
+    """Keep the example in mind that a property tries."""
+    with isolation.noting(pyfuncitem):
+        yield
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -32,7 +32,7 @@ class Summary:
         printer.text(repr(self))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Source(Summary):
     """A weight matrix as a checkpoint may give it, and the numbers it means.
 
@@ -41,10 +41,14 @@ class Source(Summary):
 
     format: Any
     stored: Any
-    data: Any = dataclasses.field(repr=False)
-    scale: Any = dataclasses.field(repr=False)
-    zero: Any = dataclasses.field(repr=False)
-    values: Array = dataclasses.field(repr=False)
+    data: Any
+    scale: Any
+    zero: Any
+    values: Array
+
+    def __repr__(self) -> str:
+        n, k = self.values.shape
+        return f"Source(n={n}, k={k}, format={self.format}, stored={self.stored})"
 
     @property
     def reach(self) -> Array:

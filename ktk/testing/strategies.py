@@ -129,12 +129,15 @@ def conversions(
     return [pair for pair in pairs if formats.is_known(pair.given) and wanted(pair)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Problem(formats.Summary):
     """Activations (m, k) and a weight matrix (n, k)."""
 
-    act: F32 = dataclasses.field(repr=False)
+    act: F32
     source: formats.Source
+
+    def __repr__(self) -> str:
+        return f"Problem(m={len(self.act)}, weight={self.source})"
 
 
 @st.composite

@@ -36,6 +36,8 @@ def test_backend_conforms(
     name: str, variant: str, module: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     options = f"--ktk-variant {variant} --ktk-profile ci --ktk-examples {MODULES[module]}"
+    # One process for this variant alone, so that a crash ends nothing else.
+    options += " --ktk-no-isolation"
     kit = f"-p ktk.testing.plugin --pyargs ktk.testing.{module} --ktk-backend {name} {options}"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *kit.split(), "-q", "-p", "no:cacheprovider"],

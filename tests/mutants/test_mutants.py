@@ -1,13 +1,15 @@
-"""The kit bites: each mutant breaks one property, and the kit reports that one and no other."""
+"""The kit bites: each mutant breaks a property, and the kit reports that one and no other."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ import ktk
 from ktk.testing import conformance
 
 HERE = Path(__file__).parent
+PROPERTIES = {
+    name for name, _ in inspect.getmembers(conformance, callable) if name.startswith("test_")
+}
 EXPECTED = {
     "sound": None,
     "least_squares": None,
@@ -42,68 +47,107 @@ EXPECTED = {
     "loses_nan_weights": "test_nan_weights_stay_in_their_columns",
     "rounds_ties_away": "test_variants_agree",
 }
+#: What does not return, or uses other memory than its table says: properties, and words of reports.
+LIARS = {
+    "throws_in_pack": (
+        {"test_packing_a_range_writes_only_its_rows"},
+        "a backend threw a C++ exception",
+    ),
+    "throws_in_run": (
+        {"test_columns_may_be_cut_anywhere", "test_nothing_outside_the_range_is_touched"},
+        "a backend threw a C++ exception",
+    ),
+    "never_returns": (
+        {"test_unpacking_a_range_is_a_part_of_unpacking_all"},
+        "An example took longer than 3 s",
+    ),
+    "crashes": ({"test_exported_weights_are_the_same_when_packed_again"}, "SIGSEGV: "),
+    "aborts": ({"test_exported_weights_are_the_same_when_packed_again"}, "SIGABRT: "),
+}
 CFLAGS = (
     "-std=gnu11 -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-override-init"
-    " -Wno-missing-field-initializers -fPIC -shared"
+    " -Wno-missing-field-initializers -fPIC -fexceptions"
 )
 
 
-@pytest.fixture(scope="module")
-def broken_properties(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Run the kit once on all of them: mutant -> properties that failed."""
-    folder = tmp_path_factory.mktemp("mutants")
-    library, report = folder / "libmutants.so", folder / "report.xml"
-    include = ["-isystem", ktk.get_include()]
-    sources = sorted(HERE.glob("*.c"))
-    compile_command = ["cc", *CFLAGS.split(), *include, *sources, "-o", library, "-lm"]
-    subprocess.run(compile_command, check=True)
+@dataclasses.dataclass
+class Outcome:
+    """What the kit said about a mutant: all properties, and the texts of those that failed."""
 
-    names = [f"mutants:{name}" for name in EXPECTED]
-    options = [
-        "--ktk-no-shrink",
-        "--ktk-profile=ci",
-        "--ktk-examples=60",
-        "-q",
-        "-pno:cacheprovider",
-    ]
-    chosen = [part for name in names for part in ("--ktk-backend", name)]
-    kit = [
-        "-p",
-        "ktk.testing.plugin",
-        "--pyargs",
-        "ktk.testing.conformance",
-        "-p",
-        "no:cacheprovider",
-    ]
+    properties: set[str] = dataclasses.field(default_factory=set)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile all mutants."""
+    folder = tmp_path_factory.mktemp("mutants")
+    made = folder / "libmutants.so"
+    include = ["-isystem", ktk.get_include()]
+    subprocess.run(
+        ["cc", *CFLAGS.split(), *include, "-c", *sorted(HERE.glob("*.c"))], cwd=folder, check=True
+    )
+    objects = sorted(folder.glob("*.o"))
+    command = ["c++", "-fPIC", "-shared", HERE / "throws.cc", *objects, "-o", made, "-lm"]
+    subprocess.run(command, check=True)
+    return made
+
+
+def run_kit(library: Path, mutants: Collection[str], *options: str) -> dict[str, Outcome]:
+    """Run the kit once on several mutants."""
+    report = library.parent / "report.xml"
+    chosen = [part for name in mutants for part in ("--ktk-backend", f"mutants:{name}")]
+    kit = "-p ktk.testing.plugin -p no:cacheprovider --pyargs ktk.testing.conformance -q"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *kit, *chosen, *options, f"--junitxml={report}"],
+        [sys.executable, "-m", "pytest", *kit.split(), *chosen, *options, f"--junitxml={report}"],
         env=os.environ | {"KTK_MUTANTS": str(library), "PYTHONPATH": str(HERE)},
-        cwd=folder,
+        cwd=library.parent,
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
     assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-2000:]
-    failed = defaultdict(set)
+    outcomes: dict[str, Outcome] = defaultdict(Outcome)
     for case in ET.parse(report).getroot().iter("testcase"):
         assert case.find("error") is None, ET.tostring(case)
-        if case.find("failure") is not None:
-            name, _, parameter = case.get("name", "").partition("[")
-            failed[parameter.partition("-")[0]].add(name)
-    return failed
+        name, _, parameter = case.get("name", "").partition("[")
+        outcome = outcomes[parameter.partition("-")[0]]
+        outcome.properties.add(name)
+        if (failure := case.find("failure")) is not None:
+            outcome.failed[name] = f"{failure.get('message')}\n{failure.text}"
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def mutants(library: Path) -> dict[str, Outcome]:
+    options = ("--ktk-no-shrink", "--ktk-profile=ci", "--ktk-examples=60", "--ktk-no-isolation")
+    return run_kit(library, EXPECTED, *options)
+
+
+@pytest.fixture(scope="module")
+def liars(library: Path) -> dict[str, Outcome]:
+    options = ("--ktk-no-shrink", "--ktk-profile=ci", "--ktk-examples=20", "--ktk-time-limit=3")
+    return run_kit(library, LIARS, *options)
 
 
 @pytest.mark.parametrize("mutant", EXPECTED)
-def test_the_kit_finds_exactly_the_fault(
-    mutant: str, broken_properties: dict[str, set[str]]
-) -> None:
+def test_the_kit_finds_exactly_the_fault(mutant: str, mutants: dict[str, Outcome]) -> None:
     expected = EXPECTED[mutant]
-    assert broken_properties.get(mutant, set()) == ({expected} if expected else set())
+    assert set(mutants[mutant].failed) == ({expected} if expected else set())
+
+
+@pytest.mark.parametrize("mutant", LIARS)
+def test_a_liar_ends_one_property_and_not_the_kit(mutant: str, liars: dict[str, Outcome]) -> None:
+    properties, words = LIARS[mutant]
+    outcome = liars[mutant]
+    assert set(outcome.failed) == properties
+    for text in outcome.failed.values():
+        assert words in text
+        assert "Draw 1: " in text  # the example
+    assert outcome.properties == PROPERTIES
 
 
 def test_every_property_has_a_mutant() -> None:
-    properties = {
-        name for name, _ in inspect.getmembers(conformance, callable) if name.startswith("test_")
-    }
-    assert properties == {name for name in EXPECTED.values() if name}
+    found = {name for name in EXPECTED.values() if name}
+    assert found.union(*(properties for properties, _ in LIARS.values())) == PROPERTIES

@@ -1,0 +1,2 @@
+// What a mutant in C cannot do by itself.
+extern "C" void throw_42() { throw 42; }
