@@ -1,4 +1,4 @@
-"""Conformance kit for authors of backends; needs the extra ``ktk[testing]``.
+"""Conformance kit for authors of backends; needs the extra ``ktk[kit]``.
 
     python -m ktk.testing MY_BACKEND
 

@@ -1,0 +1,33 @@
+"""``python -m ktk.testing`` where something is missing."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+@pytest.mark.parametrize("missing", ["pytest", "hypothesis"])
+def test_without_its_libraries_the_kit_names_the_extra(missing: str) -> None:
+    code = f"""
+import runpy, sys
+sys.modules[{missing!r}] = None
+sys.argv = ["ktk.testing", "BF16"]
+runpy.run_module("ktk.testing", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith(f'the conformance kit needs {missing}: pip install "ktk[kit]"')
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_extra_has_what_the_kit_imports() -> None:
+    (extra,) = re.findall(r"^kit = (\[.*\])$", PYPROJECT.read_text(), re.MULTILINE)
+    assert {part.split()[0] for part in ast.literal_eval(extra)} == {"hypothesis", "pytest"}
