@@ -1,8 +1,15 @@
-"""What the constructor's arguments mean here."""
+"""What the constructor's arguments, and the environment, mean here."""
 
 from __future__ import annotations
 
+import logging
+import operator
+import os
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 # Arguments of kt-kernel's fine-tuning mode, with the values that mean nothing is asked for.
 _SFT_DEFAULTS: dict[str, Any] = {
@@ -16,19 +23,21 @@ _SFT_DEFAULTS: dict[str, Any] = {
 }
 
 
-def refuse_sft(mode: str, method: str, arguments: dict[str, Any]) -> None:
-    """Refuse fine-tuning, and arguments that nobody knows."""
-    unknown = arguments.keys() - _SFT_DEFAULTS.keys()
-    if unknown:
-        raise TypeError(f"KTMoEWrapper got an unexpected keyword argument {min(unknown)!r}")
+@cache
+def warn_once(message: str) -> None:
+    """Warn once in a process: a model has many layers alike."""
+    logger.warning(message)
+
+
+def refuse_sft(mode: str, method: str, **arguments: Any) -> None:
+    """Refuse fine-tuning; arguments that only it has must have their defaults."""
     if mode not in ("inference", "sft"):
         raise ValueError(f'mode must be "inference", got {mode!r}')
-    asked = [f"{name}={value!r}" for name, value in arguments.items()]
     changed = [
         f"{name}={value!r}" for name, value in arguments.items() if value != _SFT_DEFAULTS[name]
     ]
-    if mode == "sft" or "_SFT" in method.upper():
-        words = ", ".join([f"mode={mode!r}", f"method={method!r}", *asked])
+    if mode == "sft" or "_SFT" in str(method).upper():
+        words = ", ".join([f"mode={mode!r}", f"method={method!r}", *changed])
         raise NotImplementedError(
             f"ktk computes inference only, it has no fine-tuning mode; got {words}"
         )
@@ -36,6 +45,37 @@ def refuse_sft(mode: str, method: str, arguments: dict[str, Any]) -> None:
         raise ValueError(
             f"{', '.join(changed)}: an argument of the fine-tuning mode, which ktk does not have"
         )
+
+
+def integer(value: Any) -> Any:
+    """Return an integer of any library as Python's; what is none is refused where it is used."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def warn_of_variables() -> None:
+    """Say that what kt-kernel reads from the environment is not read."""
+    names = [
+        name
+        for name in sorted(os.environ)
+        if name == "KT_KERNEL_CPU_VARIANT" or (name.startswith("KT_") and name.endswith("_BACKEND"))
+    ]
+    if names:
+        warn_once(
+            f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} set, but ktk does not read "
+            "kt-kernel's variables: KTK_ISA=avx2, for example, caps the instruction sets"
+        )
+
+
+def warn_of_path(path: str | Path | None) -> None:
+    """Say that there is nothing where the weights should be.
+
+    That is no error yet: a layer may be filled from tensors, and its path be a name only.
+    """
+    if path and not Path(path).exists():
+        warn_once(f"weight_path {path} does not exist: load_weights will fail")
 
 
 def activation(swiglu_limit: float, swiglu_alpha: float) -> dict[str, Any]:
@@ -46,7 +86,7 @@ def activation(swiglu_limit: float, swiglu_alpha: float) -> dict[str, Any]:
     both are clamped on both sides, and the function is gate * sigmoid(alpha * gate) * (up + 1)
     (MiniMax-M3).
     """
-    if swiglu_limit < 0 or swiglu_alpha < 0:
+    if not (swiglu_limit >= 0 and swiglu_alpha >= 0):
         raise ValueError(
             f"swiglu_limit and swiglu_alpha must not be negative, got {swiglu_limit} and "
             f"{swiglu_alpha}"

@@ -11,7 +11,7 @@ import torch
 
 from ktk import _core
 from ktk.config import MoEConfig
-from ktk.ktmoe.arguments import activation, refuse_sft
+from ktk.ktmoe.arguments import activation, integer, refuse_sft, warn_of_path, warn_of_variables
 from ktk.ktmoe.deferral import check_policy
 from ktk.ktmoe.loading import Loaded, as_list, check_method, load_from_path, load_from_tensors
 from ktk.ktmoe.masks import check_mask, initial_mask
@@ -37,6 +37,13 @@ class CPUInfer:
         _core.drain(self.pool)
         self._state.check()
 
+    def __getattr__(self, name: str) -> Any:
+        # An AttributeError, so that who asks whether a function is there is told the truth.
+        raise AttributeError(
+            f"CPUInfer has no {name!r} here: the tasks of kt_kernel_ext are addresses; use "
+            "submit_forward and sync_forward of the layer"
+        )
+
 
 class Layer:
     """Sizes, workers, mask and weights of a layer; :class:`KTMoEWrapper` says what they mean."""
@@ -59,26 +66,46 @@ class Layer:
         numa_nodes: Sequence[int] | None = None,
         mode: str = "inference",
         num_gpu_experts: int | None = None,
-        *,
+        lora_rank: int = 16,
+        lora_alpha: float = 32.0,
+        lora_dropout: float = 0.0,
+        max_cache_depth: int = 1,
+        group_size: int = 128,
+        zero_point: bool = True,
+        full_weight_grad: bool = False,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
+        *,
         model: ModelState | None = None,
         deferral_policy: str = "per-token",
         keep_gpu_experts: bool = True,
-        **sft: Any,
     ) -> None:
-        refuse_sft(mode, method, sft)
-        self.config = MoEConfig(
-            num_experts=num_experts,
-            num_experts_per_tok=num_experts_per_tok,
-            hidden_size=hidden_size,
-            intermediate_size=moe_intermediate_size,
+        refuse_sft(
+            mode,
+            method,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            max_cache_depth=max_cache_depth,
+            group_size=group_size,
+            zero_point=zero_point,
+            full_weight_grad=full_weight_grad,
         )
-        self.layer_idx = layer_idx
-        self.num_experts = num_experts
-        self.num_experts_per_tok = num_experts_per_tok
-        self.hidden_size = hidden_size
-        self.moe_intermediate_size = moe_intermediate_size
+        warn_of_variables()
+        warn_of_path(weight_path)
+        self.config = MoEConfig(
+            num_experts=integer(num_experts),
+            num_experts_per_tok=integer(num_experts_per_tok),
+            hidden_size=integer(hidden_size),
+            intermediate_size=integer(moe_intermediate_size),
+        )
+        self.layer_idx = integer(layer_idx)
+        if not isinstance(self.layer_idx, int) or self.layer_idx < 0:
+            raise ValueError(f"layer_idx must be the number of a layer, got {layer_idx!r}")
+        self.num_experts = self.config.num_experts
+        self.num_experts_per_tok = self.config.num_experts_per_tok
+        self.hidden_size = self.config.hidden_size
+        self.moe_intermediate_size = self.config.intermediate_size
         self.chunked_prefill_size = chunked_prefill_size
         self.method = method
         self.weight_path = weight_path
@@ -89,18 +116,28 @@ class Layer:
                 "max_deferred_experts_per_token must not be negative, "
                 f"got {max_deferred_experts_per_token}"
             )
-        self._mask = initial_mask(num_experts, gpu_experts_mask, num_gpu_experts)
+        self._mask = initial_mask(self.num_experts, gpu_experts_mask, num_gpu_experts)
         self._keep_gpu_experts = keep_gpu_experts
         self._activation = activation(swiglu_limit, swiglu_alpha)
         self.backend = load_backend(method)
         pool = shared_pool(cpuinfer_threads, threadpool_count, numa_nodes)
-        key = (str(weight_path), hidden_size, num_experts_per_tok, id(pool))
-        self.model = model or ModelState.of_layer(key, layer_idx)
-        self.model.add_layer(layer_idx, self)
+        key = (str(weight_path), self.hidden_size, self.num_experts_per_tok, id(pool))
+        self.model = model or ModelState.of_layer(key, self.layer_idx)
+        self.model.add_layer(self.layer_idx, self)
         self.cpu_infer = CPUInfer(pool, self.model)
         self.moe: MoE | None = None
         self._given: Formats | None = None  # what the weights were before they were loaded
         self._left_out: torch.Tensor | None = None  # bool [num_experts], if any is
+
+    # What Python says of wrong arguments names the class that users know.
+    __init__.__qualname__ = "KTMoEWrapper.__init__"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} of layer {self.layer_idx} cannot be pickled or copied: its "
+            "weights are packed for the workers of this process. Make one where it is needed, and "
+            "load it there"
+        )
 
     @property
     def gpu_experts_mask(self) -> torch.Tensor:
@@ -116,6 +153,14 @@ class Layer:
     def num_gpu_experts(self) -> int:
         """How many experts the mask gives to the GPU."""
         return int(self._mask.sum())
+
+    @num_gpu_experts.setter
+    def num_gpu_experts(self, number: int) -> None:
+        if number != self.num_gpu_experts:
+            raise AttributeError(
+                f"num_gpu_experts is what gpu_experts_mask says, {self.num_gpu_experts}; change "
+                "the mask to move experts"
+            )
 
     # --- loading --------------------------------------------------------------------------------
 

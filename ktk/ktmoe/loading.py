@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +12,13 @@ import torch
 from ktk import Format
 from ktk.backend import Backend
 from ktk.config import MoEConfig
+from ktk.ktmoe.arguments import warn_once
 from ktk.ktmoe.writers import FORMATS, Formats, described, method_of, stored_in
 from ktk.moe import MoE
 
 if TYPE_CHECKING:
     from ktk.checkpoint.config import ExpertConfig
 
-logger = logging.getLogger(__name__)
 #: A loaded layer, and what its weights were before; None where nobody knows.
 Loaded = tuple[MoE, Formats | None]
 _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -107,7 +105,7 @@ def load_from_tensors(
 
 def check_method(method: str, moe: MoE) -> None:
     """Say that a file holds what another method stands for; calls are right all the same."""
-    stored = stored_in(moe)
+    stored, method = stored_in(moe), method.upper()
     if stored is None or method not in FORMATS:
         return
     found = method_of(stored)
@@ -117,12 +115,6 @@ def check_method(method: str, moe: MoE) -> None:
             + (f": method {found}" if found else "")
             + ". They are computed as they are; writing them for GPUs will be refused"
         )
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Warn once in a process: a model has many layers alike."""
-    logger.warning(message)
 
 
 def _check_sizes(path: str | Path, config: MoEConfig, own: ExpertConfig, *, mapped: bool) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 
-def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
+def generate_gpu_experts_masks(
+    activation_freq: torch.Tensor | Sequence[Sequence[float]], num_gpu_experts: int
+) -> torch.Tensor:
     """Choose the most used experts of a model for the GPU.
 
     Parameters
     ----------
-    activation_freq : tensor [layers, experts]
-        How often each expert was chosen; any unit.
+    activation_freq : array or lists [layers, experts]
+        How often each expert was chosen; any unit. NaN is less than any number.
     num_gpu_experts : int
         Experts of all layers together that the GPU holds; clamped to [0, layers * experts].
 
@@ -21,15 +26,14 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
         True: on the GPU. Layers may get different numbers. Of equally used ones, those of earlier
         layers and lower numbers come first.
     """
-    if activation_freq.ndim != 2:
-        raise ValueError(
-            f"activation_freq must be [layers, experts], got {list(activation_freq.shape)}"
-        )
-    flat = activation_freq.detach().to("cpu", torch.float64).flatten()
+    frequency = torch.as_tensor(activation_freq).detach().to("cpu", torch.float64)
+    if frequency.ndim != 2:
+        raise ValueError(f"activation_freq must be [layers, experts], got {list(frequency.shape)}")
+    flat = frequency.flatten().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
     count = min(max(int(num_gpu_experts), 0), flat.numel())
     mask = torch.zeros(flat.numel(), dtype=torch.bool)
     mask[torch.argsort(flat, descending=True, stable=True)[:count]] = True
-    return mask.reshape(activation_freq.shape)
+    return mask.reshape(frequency.shape)
 
 
 def initial_mask(

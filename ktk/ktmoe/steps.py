@@ -14,14 +14,14 @@ GPU                a handle                likewise, between asynchronous copies
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ktk import _core
 from ktk.arrays import refuse_gradient
-from ktk.ktmoe.streams import on_gpu, on_stream
+from ktk.ktmoe.streams import handle_of, on_gpu, on_stream
 
 if TYPE_CHECKING:
     from ktk.ktmoe.model import Carried, ModelState
@@ -31,6 +31,11 @@ _in_flight: list[_core.AsyncCall] = []
 _in_flight_lock = threading.Lock()
 
 
+# What the workers read as it is; the rest is converted, as kt-kernel does.
+_HIDDEN = (torch.bfloat16, torch.float16, torch.float32)
+_IDS = (torch.int32, torch.int64)
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What a layer is called with, checked: [tokens, hidden_size], and twice [tokens, k]."""
@@ -38,11 +43,19 @@ class Inputs:
     hidden: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    copied: bool = False  # not the caller's memory
+    stream: int
+    dtype: torch.dtype  # of the result: of the hidden states before they were converted
+    copied: bool  # not the caller's memory
 
     @classmethod
     def of(
-        cls, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, width: int, top_k: int
+        cls,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        width: int,
+        top_k: int,
+        cuda_stream: int | None,
     ) -> Inputs:
         """Check shapes and devices; leading dimensions are tokens. Columns may be strided."""
         for name, tensor, columns in (
@@ -53,25 +66,38 @@ class Inputs:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
             refuse_gradient(name, tensor)
-            if tensor.ndim < 2 or tensor.shape[-1] != columns:
+            if tensor.ndim < 1 or tensor.shape[-1] != columns:
                 raise ValueError(f"{name} must be [..., {columns}], got {list(tensor.shape)}")
             if tensor.device != hidden.device:
                 raise ValueError(f"{name} is on {tensor.device}, hidden_states on {hidden.device}")
-        if ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"topk_ids must be int32 or int64, got {ids.dtype}")
-        given = (hidden, ids, weights)
-        rows = [_readable(t.detach().reshape(-1, t.shape[-1])) for t in given]
-        copied = any(r.data_ptr() != t.data_ptr() for r, t in zip(rows, given, strict=True))
-        flat = cls(rows[0], rows[1], rows[2], copied)
+            integers = not (tensor.is_floating_point() or tensor.is_complex())
+            if integers != (tensor is ids) or tensor.is_complex() or tensor.dtype == torch.bool:
+                kind = "integers" if tensor is ids else "floats"
+                raise TypeError(f"{name} must be {kind}, got {tensor.dtype}")
+        stream = handle_of(cuda_stream, hidden.device)
+        with on_stream(stream, hidden.device):
+            flat = cls(
+                _rows(hidden, _HIDDEN, torch.float32),
+                _rows(ids, _IDS, torch.int64),
+                _rows(weights, _HIDDEN, torch.float32),
+                stream,
+                hidden.dtype,
+                copied=False,
+            )
         tokens = flat.hidden.shape[0]
         for name, tensor in (("topk_ids", flat.ids), ("topk_weights", flat.weights)):
             if tensor.shape[0] != tokens:
                 raise ValueError(f"{name} has {tensor.shape[0]} tokens, hidden_states has {tokens}")
-        return flat
+        pairs = ((flat.hidden, hidden), (flat.ids, ids), (flat.weights, weights))
+        return replace(flat, copied=any(row.data_ptr() != t.data_ptr() for row, t in pairs))
 
 
-def _readable(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows whose elements are neighbours, as the workers read them."""
+def _rows(
+    tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], otherwise: torch.dtype
+) -> torch.Tensor:
+    """Return rows whose elements are neighbours and of a dtype that the workers read."""
+    rows = tensor.detach().reshape(-1, tensor.shape[-1])
+    rows = rows if tensor.dtype in dtypes else rows.to(otherwise)
     return rows if on_gpu(rows) or rows.stride(-1) == 1 else rows.contiguous()
 
 
@@ -82,6 +108,13 @@ class Step:
     call: _core.AsyncCall
     out: torch.Tensor  # in CPU memory
     stream: int
+    device: torch.device  # of the inputs, and of the result
+    dtype: torch.dtype  # of the result
+
+    @property
+    def on_pool(self) -> bool:
+        """Whether no stream is involved."""
+        return not self.stream and self.device.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -140,20 +173,25 @@ def submit_on_pool(
     out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
     call = what.call(state, inputs, out, give, take)
     call.start()
-    return Step(call, out, 0)
+    return Step(call, out, inputs.stream, inputs.hidden.device, inputs.dtype)
 
 
 def submit_on_stream(
     what: Submission,
     state: ModelState,
     inputs: Inputs,
-    stream: int,
     captured: bool,
     give: Carried | None,
     take: Carried | None,
 ) -> Step:
     """Let a stream start a call."""
+    stream = inputs.stream
     if not on_gpu(inputs.hidden):
+        if inputs.dtype not in _HIDDEN:
+            raise TypeError(
+                f"hidden_states is {inputs.dtype}: on a stream, tensors in CPU memory must be "
+                "bfloat16, float16 or float32, because the stream cannot convert the result"
+            )
         if captured and inputs.copied:
             raise ValueError(
                 "a graph reads its inputs again at every replay, but a tensor that was given has "
@@ -171,7 +209,7 @@ def submit_on_stream(
         )
         with on_stream(stream, hidden.device):
             buffers.copy_in(inputs.hidden, inputs.ids, inputs.weights)
-        staged = Inputs(buffers.hidden, buffers.ids, buffers.weights)
+        staged = replace(inputs, hidden=buffers.hidden, ids=buffers.ids, weights=buffers.weights)
         out = buffers.out
         call = what.call(state, staged, out, give, take, stable=True, live=captured)
     call.start_on(stream)
@@ -180,14 +218,15 @@ def submit_on_stream(
     else:
         with _in_flight_lock:
             _in_flight[:] = [*(earlier for earlier in _in_flight if not earlier.done), call]
-    return Step(call, out, stream)
+    return Step(call, out, inputs.stream, inputs.hidden.device, inputs.dtype)
 
 
-def result_on_stream(step: Step, hidden: torch.Tensor) -> torch.Tensor:
+def result_on_stream(step: Step) -> torch.Tensor:
     """Let the stream wait for a call, and return where its result will be then."""
     step.call.wait_on(step.stream)
-    if not on_gpu(hidden):
+    if step.device.type == "cpu":
         return step.out
-    with on_stream(step.stream, hidden.device):
-        out = torch.empty(step.out.shape, dtype=step.out.dtype, device=hidden.device)
-        return out.copy_(step.out, non_blocking=True)
+    with on_stream(step.stream, step.device):
+        out = torch.empty(step.out.shape, dtype=step.out.dtype, device=step.device)
+        # Converted there: a copy that converts reads CPU memory at once, not in the stream's order.
+        return out.copy_(step.out, non_blocking=True).to(step.dtype)

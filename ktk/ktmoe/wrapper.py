@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -100,10 +100,10 @@ class KTMoEWrapper(Layer):
         Parameters
         ----------
         hidden_states : tensor [..., hidden_size]
-            bf16, f16 or f32, on the CPU or a GPU.
-        topk_ids : int32 or int64 tensor [..., num_experts_per_tok]
+            On the CPU or a GPU. bf16, f16 and f32 are computed as they are, other floats as f32.
+        topk_ids : tensor of integers [..., num_experts_per_tok]
             Ids < 0, >= num_experts or in the mask contribute nothing.
-        topk_weights : float tensor [..., num_experts_per_tok]
+        topk_weights : tensor of floats [..., num_experts_per_tok]
         cuda_stream : int, optional
             Handle of the stream that the call belongs to. With CPU tensors, 0 or None runs it on
             the pool at once; with GPU tensors, None is the current stream.
@@ -120,17 +120,17 @@ class KTMoEWrapper(Layer):
             topk_weights,
             self.config.hidden_size,
             self.config.num_experts_per_tok,
+            cuda_stream,
         )
         what = self._submission()
-        stream = handle_of(cuda_stream, inputs.hidden.device)
-        on_pool = not stream and not on_gpu(inputs.hidden)
-        captured = not on_pool and _core.stream_is_capturing(stream)
+        on_pool = not inputs.stream and not on_gpu(inputs.hidden)
+        captured = not on_pool and _core.stream_is_capturing(inputs.stream)
         take = self.model.take(self.layer_idx, inputs.hidden, captured)
         give = self.model.room(self.layer_idx, inputs.hidden, captured) if what.deferred else None
         if on_pool:
             step = submit_on_pool(what, self.model, inputs, give, take)
         else:
-            step = submit_on_stream(what, self.model, inputs, stream, captured, give, take)
+            step = submit_on_stream(what, self.model, inputs, captured, give, take)
             if not captured and inputs.hidden.shape[0] in _capture_sizes and on_gpu(inputs.hidden):
                 # The capture that follows finds its buffers, and need not make any.
                 self.model.staging.captured(inputs.hidden, inputs.ids)
@@ -163,23 +163,29 @@ class KTMoEWrapper(Layer):
         RuntimeError
             What went wrong in the call; on a stream, in any earlier one.
         """
-        step, self._step = self._step, None
+        step = self._step
         if step is None:
             raise RuntimeError(
                 f"sync_forward of layer {self.layer_idx} was called without a submit_forward"
             )
-        if step.stream or on_gpu(hidden_states):
-            stream = handle_of(cuda_stream, hidden_states.device)
-            if stream != step.stream:
-                raise ValueError(
-                    f"layer {self.layer_idx} was submitted on stream {step.stream:#x}, but "
-                    f"sync_forward names {stream:#x}"
-                )
+        if hidden_states.device != step.device:
+            raise ValueError(
+                f"layer {self.layer_idx} was submitted with tensors on {step.device}, but "
+                f"sync_forward names one on {hidden_states.device}"
+            )
+        stream = handle_of(cuda_stream, step.device)
+        if stream != step.stream and not step.on_pool:
+            raise ValueError(
+                f"layer {self.layer_idx} was submitted on stream {step.stream:#x}, but "
+                f"sync_forward names {stream:#x}"
+            )
+        self._step = None
+        if not step.on_pool:
             self.model.check()
-            return result_on_stream(step, hidden_states)
+            return result_on_stream(step)
         step.call.wait()
         self.model.check()
-        return step.out
+        return step.out.to(step.dtype)
 
     def forward(
         self,
@@ -276,15 +282,16 @@ class KTMoEWrapper(Layer):
     # --- graphs ---------------------------------------------------------------------------------
 
     @staticmethod
-    def set_capture_batch_sizes(capture_bs: Sequence[int]) -> None:
+    def set_capture_batch_sizes(capture_bs: Iterable[int]) -> None:
         """Say which numbers of tokens will be captured into graphs.
 
         Buffers for these are made by the first call of such a size that is not captured, the
         warm-up, so that a capture has none to make.
         """
-        if any(int(size) < 1 for size in capture_bs):
-            raise ValueError(f"capture batch sizes must be positive, got {list(capture_bs)}")
-        _capture_sizes[:] = [int(size) for size in capture_bs]
+        sizes = [int(size) for size in capture_bs]
+        if any(size < 1 for size in sizes):
+            raise ValueError(f"capture batch sizes must be positive, got {sizes}")
+        _capture_sizes[:] = sizes
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:

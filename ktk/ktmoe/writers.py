@@ -71,6 +71,7 @@ def check_method(method: str, stored: Formats, given: Formats | None) -> None:
     stored, given : three formats
         What the layer holds, and what it was loaded from; None: nobody knows.
     """
+    method = method.upper()
     if method not in FORMATS:
         why = f"has no writer; {', '.join(FORMATS)} have one"
     elif (found := method_of(stored)) != method:
@@ -128,6 +129,6 @@ def submit_write(
         if not all(addresses) and (scaled or "scale" not in name):
             raise ValueError(f"{name} has an address of 0, but {stored[0]} needs memory there")
     # Engines stage the scales of MXFP4 as bf16, those of MXFP8 as exponents.
-    wide = method == "MXFP4"
+    wide = stored[0].element == "e2m1"
     ranks = list(zip(*pointers.values(), strict=True))
     return _core.submit_write(moe._core, expert_id, ranks, wide)

@@ -247,7 +247,7 @@ def test_calls_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             layer.forward(*wrong)
-    with pytest.raises(TypeError, match=r"topk_ids must be int32 or int64, got torch.float32"):
+    with pytest.raises(TypeError, match=r"topk_ids must be integers, got torch.float32"):
         layer.forward(x, ids.float(), w)
     with pytest.raises(TypeError, match="cuda_stream must be a stream's handle"):
         layer.forward(x, ids, w, "stream")

@@ -11,6 +11,7 @@ from ktmoe_buffers import Guarded, wanted
 
 import ktk
 from ktk import KTMoEWrapper
+from ktk.ktmoe.arguments import warn_once
 from ktk.packed.convert import convert
 
 #: The kind of file that each method names; for "RAWINT4" any groups that the backend has.
@@ -83,6 +84,15 @@ def test_a_method_writes_its_own_format_or_nothing(
             assert buffers.untouched()
 
 
+def test_a_method_has_its_writer_in_any_case(folders: dict[str, Path]) -> None:
+    layer = made("mxfp8", folders["mxfp8"])
+    layer.load_weights()
+    buffers = Guarded(sizes_of("mxfp8", 1))
+    layer.submit_write_weight_scale_to_buffer(1, 0, *buffers.pointers)
+    layer.sync_write_weight_scale_to_buffer()
+    assert not buffers.untouched()
+
+
 @pytest.mark.parametrize("method", OWN)
 def test_a_folder_of_ktk_does_not_say_what_its_checkpoint_held(
     method: str, folders: dict[str, Path], tmp_path: Path
@@ -112,11 +122,8 @@ def test_a_file_of_another_method_is_named_and_computed(
     right: str,
     folders: dict[str, Path],
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from ktk.ktmoe import loading
-
-    monkeypatch.setattr(loading, "warn_once", loading.warn_once.__wrapped__)
+    warn_once.cache_clear()
     layer = made(method, folders[kind])
     layer.load_weights()
     [said] = [record.message for record in caplog.records if record.name.startswith("ktk.ktmoe")]
