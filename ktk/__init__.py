@@ -8,6 +8,7 @@ y = moe(hidden, topk_ids, topk_weights)
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from pkgutil import extend_path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ from ktk.registry import BackendInfo, backends, load_backend
 
 if TYPE_CHECKING:
     from ktk.ktmoe import KTMoEWrapper, generate_gpu_experts_masks
+
+    __version__: str
 
 __all__ = [
     "Backend",
@@ -76,9 +79,13 @@ _LAZY = {"KTMoEWrapper": "ktk.ktmoe", "generate_gpu_experts_masks": "ktk.ktmoe"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name == "__version__":
+        value = version(__name__)
+    elif name in _LAZY:
+        value = getattr(import_module(_LAZY[name]), name)
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
     return value
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import ktk
 from ktk import registry
 from ktk.cli import app, report
 from ktk.errors import BackendImportError
@@ -29,6 +30,7 @@ def invoke(*arguments: str) -> str:
 
 def test_version() -> None:
     assert invoke("--version") == invoke("-V") == f"ktk {version('ktk')}\n"
+    assert ktk.__version__ == version("ktk")
     text = invoke("version")
     assert text.startswith(invoke("--version"))
     facts = json.loads(invoke("version", "--json"))
