@@ -78,7 +78,7 @@ class Model(Mapping[int, MoE]):
 
         chosen = load_backend(backend) if isinstance(backend, str) else backend
         with open_checkpoint(path) as checkpoint:
-            numbers = _numbers(checkpoint, path) if layers is None else map(operator.index, layers)
+            numbers = layers_of(checkpoint, path) if layers is None else map(operator.index, layers)
             plans = []
             for number in dict.fromkeys(numbers):
                 with naming_layer(number):
@@ -128,7 +128,7 @@ class Model(Mapping[int, MoE]):
         return f"<ktk.Model {names}: {len(self)} layers, {self.nbytes / 2**20:.0f} MiB>"
 
 
-def _numbers(checkpoint: Any, path: str | Path) -> list[int]:
+def layers_of(checkpoint: Any, path: str | Path) -> list[int]:
     """Return the layers that have experts and that the model runs for each token."""
     from ktk.errors import CheckpointError
 

@@ -16,7 +16,8 @@ from ktk.bench.inputs import (
     random_experts,
     routed_calls,
 )
-from ktk.bench.runner import Subject, load_subject, make_layer
+from ktk.bench.records import Subject
+from ktk.bench.runner import load_subject, make_layer
 from ktk.bench.shapes import Shape
 from ktk.bench.weights import prepare
 from ktk.formats import label

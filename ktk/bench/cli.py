@@ -10,116 +10,170 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from ktk.bench.shapes import SHAPES, Shape, find_shape
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
-    from ktk.bench.runner import Result, Subject
-
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+    from ktk.bench.records import Result, Subject
 
 
-@app.command()
 def bench(
     backend: Annotated[
         list[str] | None,
-        typer.Option("--backend", "-b", help="Backend; may be given several times. Default: all."),
+        typer.Option(
+            "--backend",
+            "-b",
+            metavar="NAME",
+            help="Backend; may be given several times. Default: all, or for a checkpoint the one "
+            "that its format decides on.",
+        ),
     ] = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Layer: {', '.join(SHAPES)}; may be given several times. Default: the first."
+            metavar="NAME",
+            help=f"Layer: {', '.join(SHAPES)}; may be given several times. Default: the first.",
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Time the layers of this model instead: a folder or a GGUF file.",
+        ),
+    ] = None,
+    layer: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Layer of the checkpoint; may be given several times. Default: from the first on "
+            "as many as it takes to read memory, not a cache.",
         ),
     ] = None,
     tokens: Annotated[
-        str, typer.Option(help="Tokens per call, separated by commas.")
+        str, typer.Option(metavar="T,T", help="Tokens per call, separated by commas.")
     ] = "1,8,128,512,2048",
-    threads: Annotated[int, typer.Option(min=0, help="Workers; 0: all physical cores.")] = 0,
+    threads: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Workers; 0: all physical cores.")
+    ] = 0,
     variant: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="Variant (instruction set) of the backends; may be given several times, 'all' for "
-            "every one that runs here. Default: what each backend chooses."
+            "every one that runs here. Default: what each backend chooses.",
         ),
     ] = None,
     format: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="What the backends store, such as g32, row or g128-zero; may be given several "
-            "times, 'all' for every one. Default: what each backend stores by default."
+            "times, 'all' for every one. Default: what each backend stores by default.",
         ),
     ] = None,
     experts: Annotated[
-        int | None, typer.Option(min=1, help="Experts of the layer, to fit memory.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Experts of the layer, to fit memory."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns of everything, alternating.")] = 3,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Length of one turn.")] = 0.5,
+    rounds: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Turns of everything, alternating.")
+    ] = 3,
+    seconds: Annotated[
+        float, typer.Option(metavar="S", min=0.001, help="Length of one turn.")
+    ] = 0.5,
     rotate: Annotated[
         float | None,
         typer.Option(
-            min=0.0, help="GB of weights to rotate; default: 4 x the last-level cache, 1 or more."
+            metavar="GB",
+            min=0.0,
+            help="GB of weights to rotate; default: 4 x the last-level cache, 1 or more.",
         ),
     ] = None,
     noise: Annotated[
         float,
         typer.Option(
+            metavar="SHARE",
             min=0.0,
             max=1.0,
-            help="Share of the CPUs that others may use before a turn is repeated; 1: never.",
+            help="Share of the CPUs that others may use before a turn is repeated, and no fraction "
+            "of a limit is printed; 1: never.",
         ),
     ] = 0.05,
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines, no table.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the roofline into this PNG file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the roofline into this PNG file.")
+    ] = None,
     accuracy: Annotated[
         bool, typer.Option("--accuracy", help="Also compare the outputs with float64.")
     ] = False,
 ) -> None:
     """Time layers against the limits of this machine.
 
-    Layers and limits take turns, so that both see the same machine.
+    Layers and limits take turns, so that both see the same machine. With --checkpoint they are
+    those of your own model, and the table has the tokens per second that its experts take, without
+    attention and the rest.
     """
-    from ktk.bench.runner import Settings, run
+    counts = _token_counts(tokens)
+    options = {"--shape": shape, "--experts": experts, "--format": format, "--accuracy": accuracy}
+    _refuse_together(checkpoint, layer, options)
+    shapes = [] if checkpoint else [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
+    if plot:
+        from ktk.bench.plot import require_matplotlib
 
+        require_matplotlib()
+    from rich.console import Console
+
+    from ktk.bench.records import Settings
+    from ktk.bench.runner import run
+
+    settings = Settings(
+        threads=threads,
+        rounds=rounds,
+        seconds=seconds,
+        rotated_bytes=None if rotate is None else int(rotate * 1e9),
+        noise=noise,
+    )
+    model = None
+    if checkpoint:
+        from ktk.bench.model import open_model
+
+        model = open_model(checkpoint, layer)
+        backend = backend or [model.default_backend]
+        shapes = [model.shape]
+    subjects = _subjects(backend, variant, format)
     screen = Console(stderr=True)
     results: list[Result] = []
-    try:
-        if plot:
-            from ktk.bench.plot import require_matplotlib
+    for chosen in shapes:
+        with screen.status("") as status:
+            found = run(subjects, chosen, counts, settings, progress=status.update, model=model)
+        results += found
+        _show_results(found, as_json=json)
+        if accuracy:
+            _show_accuracy(subjects, chosen, threads, as_json=json)
+    if plot:
+        from ktk.bench.plot import draw_roofline
 
-            require_matplotlib()
-        counts = _token_counts(tokens)
-        shapes = [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
-        subjects = _subjects(backend, variant, format)
-        settings = Settings(
-            threads=threads,
-            rounds=rounds,
-            seconds=seconds,
-            rotated_bytes=None if rotate is None else int(rotate * 1e9),
-            noise=noise,
-        )
-        for chosen in shapes:
-            with screen.status("") as status:
-                found = run(subjects, chosen, counts, settings, progress=status.update)
-            results += found
-            _show_results(found, as_json=json)
-            if accuracy:
-                _show_accuracy(subjects, chosen, threads, as_json=json)
-        if plot:
-            from ktk.bench.plot import draw_roofline
+        draw_roofline(results, plot)
 
-            draw_roofline(results, plot)
-    except (ValueError, RuntimeError, MemoryError, ImportError) as error:
-        screen.print(f"[red]ktk bench:[/] {escape(str(error))}", highlight=False)
-        raise typer.Exit(1) from None
+
+def _refuse_together(
+    checkpoint: Path | None, layer: list[int] | None, options: dict[str, Any]
+) -> None:
+    """Refuse options of random layers for a checkpoint, and the other way round."""
+    if checkpoint is None and layer:
+        raise typer.BadParameter("needs --checkpoint", param_hint="--layer")
+    given = [name for name, value in options.items() if value] if checkpoint else []
+    if given:
+        raise typer.BadParameter("the model decides; leave it out", param_hint=", ".join(given))
 
 
 def _subjects(
     backends: list[str] | None, variants: list[str] | None, formats: list[str] | None
 ) -> list[Subject]:
-    from ktk.bench.runner import Subject
+    from ktk.bench.records import Subject
 
     subjects = [
         Subject(name, variant, fmt)
@@ -172,24 +226,32 @@ def _token_counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--tokens wants numbers separated by commas, got {text!r}") from None
+        raise typer.BadParameter(
+            f"wants numbers separated by commas, got {text!r}", param_hint="--tokens"
+        ) from None
     if min(counts) < 1:
-        raise ValueError(f"--tokens wants at least one token, got {text!r}")
+        raise typer.BadParameter(f"wants at least one token, got {text!r}", param_hint="--tokens")
     return counts
 
 
 def _shape(name: str, experts: int | None) -> Shape:
-    shape = find_shape(name)
-    return shape.with_experts(experts) if experts else shape
+    try:
+        shape = find_shape(name)
+        return shape.with_experts(experts) if experts else shape
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 def _show_results(results: list[Result], *, as_json: bool) -> None:
     if as_json:
         _print_lines([result.as_dict() for result in results])
         return
+    from rich.console import Console
+
     from ktk.bench.report import results_table
 
-    Console().print(results_table(results))
+    console = Console()
+    console.print(results_table(results, width=console.width))
 
 
 def _show_accuracy(subjects: list[Subject], shape: Shape, threads: int, *, as_json: bool) -> None:
@@ -199,6 +261,8 @@ def _show_accuracy(subjects: list[Subject], shape: Shape, threads: int, *, as_js
     if as_json:
         _print_lines([error.as_dict() for error in errors])
         return
+    from rich.console import Console
+
     from ktk.bench.report import accuracy_table
 
     Console().print(accuracy_table(errors))

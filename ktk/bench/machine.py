@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from ktk import _core
+
 T = TypeVar("T")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -30,6 +32,25 @@ def last_level_cache_bytes(root: Path = Path("/")) -> int:
                 instances[level, shared] = int(size[1]) * _UNITS[size[2]]
     last = max((level for level, _ in instances), default=0)
     return sum(size for (level, _), size in instances.items() if level == last)
+
+
+def check_threads(threads: int) -> None:
+    """Refuse more threads than this process gets CPUs: times would be those of the scheduler.
+
+    Raises
+    ------
+    ValueError
+        With the number of CPUs, and what sets it.
+    """
+    cpus = len(os.sched_getaffinity(0))
+    quota = _core.topology()["quota"]
+    usable = min(cpus, quota or cpus)
+    if threads > usable:
+        whose = "the cgroup's quota pays for" if usable < cpus else "this process may use"
+        raise ValueError(
+            f"{threads} threads are more than the {usable} CPUs that {whose}; give --threads "
+            f"{usable} or fewer"
+        )
 
 
 class CpuWatch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ktk.bench.runner import Result
+from ktk.bench.records import Result
 
 
 def require_matplotlib() -> None:
@@ -17,8 +17,13 @@ def require_matplotlib() -> None:
 
 
 def draw_roofline(results: Sequence[Result], path: Path) -> None:
-    """Write a PNG: rate over operations per byte of weights, under the roofs of the units."""
+    """Write a PNG: rate over operations per byte of weights, under the roofs of the units.
+
+    Results whose fraction means nothing are left out, and the title says how many.
+    """
     require_matplotlib()
+    sound = [result for result in results if result.fraction is not None]
+    left_out = len(results) - len(sound)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -28,11 +33,14 @@ def draw_roofline(results: Sequence[Result], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     series: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
+    for result in sound:
         series.setdefault((result.backend, result.variant), []).append(result)
     intensities = [_intensity(result) for result in results]
     read = max(result.read_gb_per_s for result in results)
-    roofs = {r.peak_unit: r.peak_gflop_per_s for r in results if r.peak_unit}
+    roofs: dict[str, float] = {}
+    for r in results:
+        if r.peak_unit:
+            roofs[r.peak_unit] = max(r.peak_gflop_per_s, roofs.get(r.peak_unit, 0.0))
     corners = [peak / read for peak in roofs.values()]
     left, right = min(intensities) / 2, 3 * max([*intensities, *corners])
     axes.set_xlim(left, right)
@@ -62,14 +70,14 @@ def draw_roofline(results: Sequence[Result], path: Path) -> None:
         points.sort(key=_intensity)
         line = axes.plot(
             [_intensity(p) for p in points],
-            [p.gflop_per_s for p in points],
+            [_height(p) for p in points],
             marker="o",
             label=f"{backend} {variant}",
         )[0]
         for p in points:
             axes.annotate(
                 f"{p.tokens}",
-                (_intensity(p), p.gflop_per_s),
+                (_intensity(p), _height(p)),
                 textcoords="offset points",
                 xytext=(0, -12),
                 ha="center",
@@ -78,10 +86,19 @@ def draw_roofline(results: Sequence[Result], path: Path) -> None:
             )
     axes.set_xlabel("operations per byte of packed weights read")
     axes.set_ylabel("GFLOP/s")
-    axes.set_title(f"{results[0].shape}, {results[0].threads} threads (numbers: tokens)")
-    axes.legend(loc="lower right")
+    title = f"{results[0].shape}, {results[0].threads} threads (numbers: tokens)"
+    if left_out:
+        title += f"\nleft out, because the machine was not steady or not read: {left_out}"
+    axes.set_title(title)
+    if series:
+        axes.legend(loc="lower right")
     axes.grid(visible=True, which="both", linewidth=0.3)
     figure.savefig(path, dpi=150)
+
+
+def _height(result: Result) -> float:
+    """Return the rate; of one within the error of its limit, the limit."""
+    return result.gflop_per_s / max(1.0, result.fraction or 0.0)
 
 
 def _intensity(result: Result) -> float:

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ktk.bench.accuracy import Accuracy
-from ktk.bench.runner import Result
+from ktk.bench.records import Result
+
+# What the whole table takes. In less, the columns that the others are derived from are left out.
+_WIDTH = 78
 
 
-def results_table(results: Sequence[Result]) -> RenderableType:
-    """Show one row per backend and number of tokens, and the limits they are measured against."""
+def results_table(results: Sequence[Result], *, width: int = 80) -> RenderableType:
+    """Show one row per backend and number of tokens, and the limits they are measured against.
+
+    In a terminal of less than 80 columns it has the times and what they reach, and no rates.
+    """
     first = results[0]
     names = _names(results)
-    table = Table(
-        title=f"{first.shape}, {first.threads} threads",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    title = f"{first.shape}, {first.threads} threads"
+    if first.model_layers:
+        title += f"; ms: one layer; tokens/s: experts only, of all {first.model_layers} layers"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = _columns(bool(first.model_layers), wide=width >= _WIDTH)
     # A format's name may take a second line; numbers, and names of backends, may not.
     longest = max(len(r.backend) for r in results)
     table.add_column("backend", overflow="fold", min_width=longest)
-    table.add_column("variant", no_wrap=True)
-    for name in ("tokens", "ms", "±", "GB/s", "GFLOP/s", "limit", "reached"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("by", no_wrap=True)
+    for name in columns:
+        left = name in ("variant", "by")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
     tokens = None
     for r in results:
         if tokens not in (None, r.tokens):
             table.add_section()
         tokens = r.tokens
-        table.add_row(
-            names[r],
-            r.variant,
-            str(r.tokens),
-            milliseconds(r.seconds),
-            f"{r.spread / 2:.0%}",
-            f"{r.gb_per_s:.1f}",
-            f"{r.gflop_per_s:.0f}",
-            milliseconds(r.limit_seconds),
-            f"[bold]{r.fraction:.0%}[/]",
-            {"memory": "mem", "compute": "ops"}[r.bound],
-        )
+        table.add_row(names[r], *(cell(r) for cell in columns.values()))
     reads = [r.read_gb_per_s for r in results]
     notes = [
         "limit (ms): the larger of packed bytes of the experts hit / read bandwidth, and "
@@ -57,13 +50,40 @@ def results_table(results: Sequence[Result]) -> RenderableType:
         )
         + f"; {first.layers} or more layers rotated.",
     ]
-    disturbed = max(r.others for r in results)
-    if disturbed > 0.05:
+    if first.model_layers:
         notes.append(
-            f"[yellow]Other processes took up to {disturbed:.0%} of the CPUs: repeat this on a "
-            "quiet machine.[/]"
+            f"tokens/s: tokens / ({first.model_layers} x ms): the routed experts of all layers, "
+            "without attention, norms and routing; tokens go to random experts."
         )
+    doubts: dict[str, list[str]] = {}
+    for r in results:
+        if r.doubt:
+            doubts.setdefault(r.doubt, []).append(f"{r.backend} {r.variant} T={r.tokens}")
+    for why, whose in doubts.items():
+        notes.append(f"[yellow]reached -: {why}[/] ({', '.join(whose)})")
     return Group(table, *notes)
+
+
+def _columns(of_model: bool, *, wide: bool) -> dict[str, Callable[[Result], str]]:
+    """Return what each column says of a result."""
+    columns: dict[str, Callable[[Result], str]] = {}
+    if wide:
+        columns["variant"] = lambda r: r.variant
+    columns["tokens"] = lambda r: str(r.tokens)
+    columns["ms"] = lambda r: milliseconds(r.seconds)
+    if wide:
+        columns["±"] = lambda r: f"{r.spread / 2:.0%}"
+        columns["GB/s"] = lambda r: f"{r.gb_per_s:.1f}"
+    if of_model:
+        columns["tokens/s"] = lambda r: f"{r.experts_tokens_per_s or 0:.1f}"
+    elif wide:
+        columns["GFLOP/s"] = lambda r: f"{r.gflop_per_s:.0f}"
+    if wide:
+        columns["limit"] = lambda r: milliseconds(r.limit_seconds)
+    columns["reached"] = lambda r: "-" if r.fraction is None else f"[bold]{r.fraction:.0%}[/]"
+    if wide:
+        columns["by"] = lambda r: {"memory": "mem", "compute": "ops"}[r.bound]
+    return columns
 
 
 def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:

@@ -5,94 +5,24 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ktk
 from ktk import _probe
 from ktk.bench.inputs import Call, random_experts, routed_calls
 from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
-from ktk.bench.machine import last_level_cache_bytes, undisturbed
+from ktk.bench.machine import check_threads, last_level_cache_bytes, undisturbed
+from ktk.bench.records import Result, Settings, Subject
 from ktk.bench.shapes import Shape
+from ktk.bench.verdict import doubt
 from ktk.bench.weights import Recipe, choose_format, prepare, recipe
 from ktk.formats import label
 from ktk.system import available_memory
 
-
-@dataclass(frozen=True)
-class Subject:
-    """What to time: a backend, which of its variants and which of its formats.
-
-    None: the variant that it would choose, the format that its name means. `format` is written as
-    `ktk.bench.weights.choose_format` takes it.
-    """
-
-    backend: str
-    variant: str | None = None
-    format: str | None = None
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to measure.
-
-    Attributes
-    ----------
-    threads : int
-        Workers; 0 for all physical cores.
-    rounds : int
-        How often everything takes its turn. The median over the rounds counts.
-    seconds : float
-        Length of one turn.
-    rotated_bytes : int or None
-        Weights to rotate through, so that small batches stream them from memory; default: four
-        times the last-level cache, at least 1 GiB.
-    noise : float
-        Share of the CPUs that others may use before a turn is repeated.
-    """
-
-    threads: int = 0
-    rounds: int = 3
-    seconds: float = 0.5
-    rotated_bytes: int | None = None
-    noise: float = 0.05
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the output; rates in 1e9 per second.
-
-    `seconds` is the median time of a call, `limit_seconds` what the machine needs at least (see
-    `ktk.bench.limits`), measured in the same alternation, and ``fraction = limit_seconds /
-    seconds``. `spread` is (slowest - fastest turn) / `seconds`; `others` the largest share of the
-    CPUs that other processes took from a turn.
-    """
-
-    backend: str
-    variant: str
-    shape: str
-    tokens: int
-    threads: int
-    seconds: float
-    gb_per_s: float
-    gflop_per_s: float
-    limit_seconds: float
-    fraction: float
-    bound: str
-    read_gb_per_s: float
-    peak_gflop_per_s: float
-    peak_unit: str
-    spread: float
-    others: float
-    experts_hit: float
-    layers: int
-    rotated_gb: float
-    format: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
+if TYPE_CHECKING:
+    from ktk.bench.model import ModelLayers
 
 
 @dataclass
@@ -113,12 +43,14 @@ class _Candidate:
     format: str
     layers: list[ktk.MoE]
     units: tuple[str, ...]
+    model_layers: int | None = None
     calls: list[Call] = field(default_factory=list)
     next_call: int = 0
 
     @property
-    def bytes_per_expert(self) -> int:
-        return self.layers[0].expert_nbytes
+    def bytes_per_expert(self) -> float:
+        # Layers of GGUF files differ in their types.
+        return statistics.fmean(layer.expert_nbytes for layer in self.layers)
 
     def call(self) -> tuple[float, int]:
         """Run the next layer on its next input: seconds, and how many experts were hit."""
@@ -144,21 +76,31 @@ def run(
     subjects: Sequence[Subject],
     shape: Shape,
     tokens: Sequence[int],
-    settings: Settings = Settings(),
+    settings: Settings | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    model: ModelLayers | None = None,
 ) -> list[Result]:
-    """Time every subject at every number of tokens.
+    """Time every subject at every number of tokens, with weights of a model or random ones.
 
     The subjects take turns within a round, in the other direction every second round, and the
     machine's limits have turns of their own: all see the same machine, and what a neighbour takes
     from one it takes from all.
     """
+    settings = settings or Settings()
+    check_threads(settings.threads)
     pool = ktk.WorkerPool(settings.threads)
     probe = LimitProbe(pool.size, cpus=[cpu for cpu in pool.cpus if cpu >= 0])
     probe.read(0.01)  # makes its buffer, before the free memory is shared out
     results = []
-    for group in _groups(subjects, shape, _rotated_bytes(settings)):
-        candidates = _load(group, shape, pool, settings, progress)
+    if model is None:
+        groups = _groups(subjects, shape, _rotated_bytes(settings))
+    else:
+        groups = iter([[subject] for subject in subjects])
+    for group in groups:
+        if model is None:
+            candidates = _load(group, shape, pool, settings, progress)
+        else:
+            candidates = [_load_model(one, model, pool, settings, progress) for one in group]
         unit_of = {id(c): _best_unit(probe, c.units) for c in candidates}
         for count in tokens:
             progress(f"{shape.name}, {count} tokens")
@@ -181,26 +123,50 @@ def _run_tokens(
         for _ in candidate.layers:  # buffers, pages of the activations, clock frequency
             candidate.call()
     turns: dict[int, list[_Turn]] = {id(candidate): [] for candidate in candidates}
-    reads: list[float] = []
-    units = sorted({unit for unit in unit_of.values() if unit})
-    peaks: dict[str, list[float]] = {unit: [] for unit in units}
+    seen = _Seen(peaks={unit: [] for unit in sorted({*unit_of.values()} - {""})})
+    seen.look(probe, settings)
     for number in range(settings.rounds):
-        reads.append(_quiet(partial(probe.read, settings.seconds), settings)[0])
-        for unit in units:
-            peaks[unit].append(probe.peak(unit, settings.seconds / 4))
         for candidate in candidates if number % 2 == 0 else reversed(candidates):
             turn, others = _quiet(partial(candidate.turn, settings.seconds), settings)
             turn.others = others
             turns[id(candidate)].append(turn)
-    limits = Limits(
-        threads=probe.threads,
-        read_bytes_per_s=statistics.median(reads),
-        peak_ops_per_s={unit: statistics.median(found) for unit, found in peaks.items()},
-    )
+        seen.look(probe, settings)
     return [
-        _result(candidate, turns[id(candidate)], shape, tokens, limits, unit_of[id(candidate)])
+        _result(
+            candidate,
+            turns[id(candidate)],
+            shape,
+            tokens,
+            seen,
+            seen.limits(probe.threads),
+            unit_of[id(candidate)],
+            settings,
+        )
         for candidate in candidates
     ]
+
+
+@dataclass
+class _Seen:
+    """The limits as they were measured before, between and after the turns."""
+
+    peaks: dict[str, list[float]]
+    reads: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    def look(self, probe: LimitProbe, settings: Settings) -> None:
+        read, others = _quiet(partial(probe.read, settings.seconds), settings)
+        self.reads.append(read)
+        self.others.append(others)
+        for unit, found in self.peaks.items():
+            found.append(probe.peak(unit, settings.seconds / 4))
+
+    def limits(self, threads: int) -> Limits:
+        return Limits(
+            threads=threads,
+            read_bytes_per_s=statistics.median(self.reads),
+            peak_ops_per_s={unit: statistics.median(found) for unit, found in self.peaks.items()},
+        )
 
 
 def _quiet(measure: Callable[[], Any], settings: Settings) -> tuple[Any, float]:
@@ -213,14 +179,23 @@ def _result(
     turns: Sequence[_Turn],
     shape: Shape,
     tokens: int,
+    seen: _Seen,
     limits: Limits,
     unit: str,
+    settings: Settings,
 ) -> Result:
     seconds = statistics.median(turn.seconds for turn in turns)
     hit = statistics.fmean(turn.distinct_experts for turn in turns)
     nbytes, flops = hit * candidate.bytes_per_expert, shape.flops(tokens)
     limit = roofline(limits, nbytes=nbytes, flops=flops, units=[unit])
     extremes = [turn.seconds for turn in turns]
+    fraction = limit.fraction(seconds)
+    why = doubt(
+        fraction,
+        limits=seen.reads if limit.bound == "memory" else seen.peaks[unit],
+        others=[*(turn.others for turn in turns), *seen.others],
+        noise=settings.noise,
+    )
     return Result(
         backend=candidate.layers[0].backend.name,
         variant=candidate.variant,
@@ -231,7 +206,8 @@ def _result(
         gb_per_s=nbytes / seconds / 1e9,
         gflop_per_s=flops / seconds / 1e9,
         limit_seconds=limit.seconds,
-        fraction=limit.fraction(seconds),
+        fraction=None if why else fraction,
+        doubt=why or None,
         bound=limit.bound,
         read_gb_per_s=limits.read_bytes_per_s / 1e9,
         peak_gflop_per_s=limits.peak([unit]) / 1e9,
@@ -242,6 +218,10 @@ def _result(
         layers=len(candidate.layers),
         rotated_gb=sum(layer.nbytes for layer in candidate.layers) / 1e9,
         format=candidate.format,
+        model_layers=candidate.model_layers,
+        experts_tokens_per_s=(
+            tokens / (seconds * candidate.model_layers) if candidate.model_layers else None
+        ),
     )
 
 
@@ -299,11 +279,35 @@ def _load(
         nbytes = layers[0].nbytes
         for _ in range(1, max(1, min(-(-wanted // nbytes), share // nbytes))):
             layers.append(make_layer(subject, shape, prepared, pool))  # noqa: PERF401 (slow)
-        [variant] = (v for v in backend.variants if v.name == layers[0].variant)
-        act = variant.act_of(chosen.stored, shape.intermediate_size, shape.hidden_size)
-        units = variant_units(variant, act, library=backend.library is not None)
-        candidates.append(_Candidate(subject, variant.name, label(chosen.stored), layers, units))
+        candidates.append(_candidate(subject, backend, layers))
     return candidates
+
+
+def _load_model(
+    subject: Subject,
+    model: ModelLayers,
+    pool: ktk.WorkerPool,
+    settings: Settings,
+    progress: Callable[[str], None],
+) -> _Candidate:
+    from ktk.bench.model import load_model
+
+    progress(f"loading {model.path} for {subject.backend} {subject.variant or ''}")
+    backend = ktk.load_backend(subject.backend)
+    wanted = _rotated_bytes(settings)
+    layers = load_model(model, backend, wanted, variant=subject.variant, pool=pool)
+    return replace(_candidate(subject, backend, layers), model_layers=model.total)
+
+
+def _candidate(subject: Subject, backend: ktk.Backend, layers: list[ktk.MoE]) -> _Candidate:
+    first = layers[0]
+    assert first.format is not None, "its experts are loaded"
+    [variant] = (v for v in backend.variants if v.name == first.variant)
+    act = variant.act_of(first.format, first.config.intermediate_size, first.config.hidden_size)
+    units = variant_units(variant, act, library=backend.library is not None)
+    stored = (first.format, first.up_format, first.down_format)
+    name = "+".join(dict.fromkeys(label(fmt) for fmt in stored if fmt is not None))
+    return _Candidate(subject, variant.name, name, layers, units)
 
 
 def load_subject(subject: Subject) -> tuple[ktk.Backend, Recipe]:

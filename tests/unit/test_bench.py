@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import ktk
 from ktk import Format, _core
-from ktk.bench import machine
+from ktk.bench import machine, model
 from ktk.bench.accuracy import reference
-from ktk.bench.cli import app
 from ktk.bench.inputs import DISTRIBUTIONS, random_experts, routed_calls
 from ktk.bench.limits import Limits, measure_limits, roofline, variant_units
+from ktk.bench.records import Result
+from ktk.bench.report import results_table
 from ktk.bench.shapes import SHAPES, find_shape
+from ktk.bench.verdict import doubt
 from ktk.bench.weights import choose_format, recipe
-from ktk.errors import BackendUnsupported
+from ktk.cli import app
+from ktk.errors import BackendUnsupported, CheckpointError
 from ktk.formats import label
 
 KEYS = {
@@ -30,9 +38,11 @@ KEYS = {
     "limit_seconds", "fraction", "read_gb_per_s", "peak_gflop_per_s", "spread",
 }  # fmt: skip
 QUICK = [
-    *("--shape", "tiny", "--rounds", "2", "--seconds", "0.02", "--threads", "1"),
+    *("bench", "--rounds", "2", "--seconds", "0.02", "--threads", "1"),
     *("--rotate", "0", "--noise", "1"),
 ]
+
+TINY = ["--shape", "tiny"]
 
 LIMITS = Limits(
     threads=2,
@@ -136,8 +146,6 @@ def test_reference_agrees_with_torch_on_a_dense_layer() -> None:
 
 
 def test_caches_are_read_from_the_system_files(tmp_path: Path) -> None:
-    import os
-
     for cpu in os.sched_getaffinity(0):
         for index, (level, size, shared) in enumerate([(1, "48K", cpu), (3, "32M", "all")]):
             cache = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
@@ -160,7 +168,7 @@ def test_disturbed_measurements_are_repeated(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def run_cli(*arguments: str) -> list[dict[str, object]]:
-    result = CliRunner().invoke(app, [*QUICK, *arguments, "--json"], catch_exceptions=False)
+    result = CliRunner().invoke(app, [*QUICK, *TINY, *arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]
 
@@ -176,7 +184,13 @@ def test_tiny_run_prints_json_lines_that_add_up() -> None:
         assert line["threads"] == 1
         seconds = line["seconds"]
         assert 1e-7 < seconds < 10
-        assert line["fraction"] == pytest.approx(line["limit_seconds"] / seconds)
+        # The tiny layer lies in a cache, so that the fraction may mean nothing.
+        if line["fraction"] is None:
+            assert line["doubt"]
+        else:
+            assert line["fraction"] == pytest.approx(line["limit_seconds"] / seconds)
+            assert line["doubt"] is None
+            assert line["fraction"] <= 1.1
         assert line["gflop_per_s"] == pytest.approx(shape.flops(line["tokens"]) / seconds / 1e9)
         bound = max(
             line["gb_per_s"] * seconds / line["read_gb_per_s"],
@@ -247,15 +261,14 @@ def test_an_alias_means_its_format() -> None:
 
 
 def test_an_unknown_format_gets_the_list() -> None:
-    result = CliRunner().invoke(app, [*QUICK, "--backend", "AMXINT8", "--format", "g32"])
+    result = CliRunner().invoke(app, [*QUICK, *TINY, "--backend", "AMXINT8", "--format", "g32"])
     assert result.exit_code == 1
-    message = " ".join(result.stderr.split())
-    assert "AMXINT8 has no format 'g32'; it has i8-f32-row" in message
+    assert "AMXINT8 has no format 'g32'; it has i8-f32-row" in str(result.exception)
 
 
 def test_tables_name_formats_and_cut_nothing_off() -> None:
     formats = ["--format", "row", "--format", "128x128"]
-    arguments = [*QUICK, "--backend", "FP8", *formats, "--tokens", "4", "--accuracy"]
+    arguments = [*QUICK, *TINY, "--backend", "FP8", *formats, "--tokens", "4", "--accuracy"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "…" not in result.stdout
@@ -292,7 +305,7 @@ def test_floats_are_preferred_to_what_is_quantised() -> None:
 def test_table_and_plot_are_made(tmp_path: Path) -> None:
     picture = tmp_path / "roofline.png"
     result = CliRunner().invoke(
-        app, [*QUICK, "--backend", "BF16", "--tokens", "1,8", "--plot", str(picture)]
+        app, [*QUICK, *TINY, "--backend", "BF16", "--tokens", "1,8", "--plot", str(picture)]
     )
     assert result.exit_code == 0, result.output
     assert "reached" in result.stdout
@@ -301,24 +314,176 @@ def test_table_and_plot_are_made(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "status", "message"),
     [
-        (["--tokens", "1,x"], "numbers separated by commas"),
-        (["--tokens", "0"], "at least one token"),
-        (["--shape", "nope"], "no shape 'nope'"),
-        (["--backend", "BF16", "--variant", "nope"], "no variant nope"),
+        (["--tokens", "1,x"], 2, "numbers separated by commas"),
+        (["--tokens", "0"], 2, "at least one token"),
+        (["--shape", "nope"], 2, "no shape 'nope'"),
+        (["--layer", "3"], 2, "needs --checkpoint"),
+        (["--checkpoint", ".", "--shape", "tiny", "--accuracy"], 2, "the model decides"),
+        (["--backend", "BF16", "--variant", "nope"], 1, "no variant nope"),
+        (["--checkpoint", "/nowhere/at/all"], 1, "/nowhere/at/all"),
+        (["--backend", "BF16", "--threads", "99999"], 1, "99999 threads are more than the "),
     ],
 )
-def test_bad_requests_are_named(arguments: list[str], message: str) -> None:
+def test_bad_requests_are_named(arguments: list[str], status: int, message: str) -> None:
     result = CliRunner().invoke(app, [*QUICK, *arguments])
-    assert result.exit_code == 1
-    assert message in " ".join(result.stderr.split())
+    assert result.exit_code == status
+    assert message in " ".join(result.stderr.split()) + str(result.exception)
+
+
+def test_threads_are_held_to_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(_core, "topology", lambda: {"quota": 0})
+    machine.check_threads(cpus)
+    with pytest.raises(ValueError, match=f"than the {cpus} CPUs that this process may use"):
+        machine.check_threads(cpus + 1)
+    monkeypatch.setattr(_core, "topology", lambda: {"quota": 1})
+    machine.check_threads(0)
+    machine.check_threads(1)
+    if cpus > 1:
+        with pytest.raises(ValueError, match="than the 1 CPUs that the cgroup's quota pays for"):
+            machine.check_threads(2)
+
+
+STEADY = {"limits": [40e9, 41e9, 40.5e9], "others": [0.0, 0.01, 0.3], "noise": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("fraction", "changed", "why"),
+    [
+        (0.9, {}, ""),
+        (1.1, {}, ""),
+        (1.11, {}, "weights came from a cache"),
+        (10.28, {}, "weights came from a cache"),
+        (0.9, {"others": [0.06, 0.0, 0.36]}, "other processes took 6% of the CPUs"),
+        (0.9, {"others": [0.9, 1.0, 1.0], "noise": 1.0}, ""),
+        (0.9, {"limits": [40e9, 20e9, 40e9]}, "the machine's limit changed by a factor of 2.0"),
+    ],
+)
+def test_a_fraction_is_doubted(fraction: float, changed: dict[str, object], why: str) -> None:
+    found = doubt(fraction, **{**STEADY, **changed})  # type: ignore[arg-type]
+    assert (why in found) if why else not found
+
+
+def result(**changed: object) -> Result:
+    fields: dict[str, object] = {
+        "backend": "BF16", "variant": "avx512_bf16", "shape": "tiny", "tokens": 1, "threads": 2,
+        "seconds": 1e-3, "gb_per_s": 30.0, "gflop_per_s": 30.0, "limit_seconds": 9e-4,
+        "fraction": 0.9, "doubt": None, "bound": "memory", "read_gb_per_s": 33.3,
+        "peak_gflop_per_s": 500.0, "peak_unit": "avx512_bf16", "spread": 0.1, "others": 0.0,
+        "experts_hit": 8.0, "layers": 3, "rotated_gb": 1.0, "format": "bf16",
+    }  # fmt: skip
+    return Result(**{**fields, **changed})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("of_model", [{}, {"model_layers": 48, "experts_tokens_per_s": 20.83}])
+def test_a_doubtful_fraction_is_a_dash_with_its_reason(
+    width: int, of_model: dict[str, float]
+) -> None:
+    doubtful = result(fraction=None, doubt="other processes took 36% of the CPUs", **of_model)
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(results_table([result(tokens=8, **of_model), doubtful], width=width))
+    text = console.export_text()
+    assert "…" not in text, "something was cut off"
+    assert max(map(len, text.splitlines())) <= width
+    words = " ".join(text.split())
+    assert "reached -: other processes took 36% of the CPUs" in words
+    assert ("20.8" in words and "experts only" in words) == bool(of_model)
+
+
+def test_no_point_is_drawn_above_the_roof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.axes
+
+    from ktk.bench.plot import draw_roofline
+
+    drawn: list[tuple[float, float]] = []
+    plot = matplotlib.axes.Axes.plot
+
+    def spy(axes: object, x: list[float], y: list[float], **style: object) -> object:
+        if style.get("marker"):
+            drawn.extend(zip(x, y, strict=True))
+        return plot(axes, x, y, **style)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", spy)
+    fast = result(tokens=4, fraction=1.05, gb_per_s=35.0, gflop_per_s=140.0, limit_seconds=1.05e-3)
+    absurd = result(tokens=2, fraction=None, doubt="cache", gb_per_s=300.0, gflop_per_s=600.0)
+    draw_roofline([result(), fast, absurd], tmp_path / "a.png")
+    assert len(drawn) == 2, "the one that means nothing is left out"
+    for intensity, rate in drawn:
+        assert rate <= 1.0001 * min(33.34 * intensity, 500.0)
+    draw_roofline([absurd], tmp_path / "b.png")
+    assert (tmp_path / "b.png").exists()
+
+
+def write_model(folder: Path, layers: int) -> Path:
+    config = {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": layers, "hidden_size": 96, "moe_intermediate_size": 64,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"gate": (64, 96), "up": (64, 96), "down": (96, 64)}
+    save_file(
+        {
+            f"model.layers.{n}.mlp.experts.{e}.{part}_proj.weight": torch.randn(shape).bfloat16()
+            for n in range(layers)
+            for e in range(4)
+            for part, shape in shapes.items()
+        },
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def test_layers_of_a_checkpoint_are_timed(tmp_path: Path) -> None:
+    path = write_model(tmp_path, 3)
+
+    def lines(*arguments: str) -> list[dict[str, Any]]:
+        asked = [*QUICK, "--checkpoint", str(path), "--tokens", "1,4", "--json", *arguments]
+        done = CliRunner().invoke(app, asked, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    found = lines("--layer", "1")
+    assert [(one["backend"], one["tokens"], one["layers"]) for one in found] == [
+        ("BF16", 1, 1), ("BF16", 4, 1),
+    ]  # fmt: skip
+    layer_bytes = 4 * 3 * 96 * 64 * 2
+    for one in found:
+        assert one["shape"] == tmp_path.name
+        assert one["model_layers"] == 3
+        assert one["rotated_gb"] * 1e9 >= layer_bytes
+        expected = one["tokens"] / (3 * one["seconds"])
+        assert one["experts_tokens_per_s"] == pytest.approx(expected)
+        assert one["experts_hit"] <= 4
+    all_layers = lines("--rotate", "1", "--backend", "AMXINT8", "--backend", "bf16")
+    assert {(one["backend"], one["layers"]) for one in all_layers} == {("AMXINT8", 3), ("BF16", 3)}
+
+
+def test_a_layer_without_experts_is_named(tmp_path: Path) -> None:
+    arguments = [*QUICK, "--checkpoint", str(write_model(tmp_path, 2)), "--layer", "7"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1
+    assert isinstance(done.exception, CheckpointError)
+    assert "layer 7" in str(done.exception)
+
+
+def test_a_layer_that_does_not_fit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "available_memory", lambda: 100_000)
+    done = CliRunner().invoke(app, [*QUICK, "--checkpoint", str(write_model(tmp_path, 1))])
+    assert isinstance(done.exception, MemoryError)
+    assert "layer 0 of" in str(done.exception)
+    assert "more than 60 % of the free memory" in str(done.exception)
 
 
 def test_missing_matplotlib_is_named() -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from ktk.bench.cli import app; app(['--plot', 'x.png'])"
+        "sys.argv = ['ktk', 'bench', '--plot', 'x.png']\n"
+        "from ktk.__main__ import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1

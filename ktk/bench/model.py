@@ -1,0 +1,128 @@
+"""Layers of a model of the user's own, to be timed as the named shapes are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ktk.bench.shapes import Shape
+from ktk.checkpoint import default_backend, open_checkpoint
+from ktk.checkpoint.load import load_layers, plan_layer
+from ktk.model import layers_of
+from ktk.system import available_memory
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
+    from ktk.moe import MoE
+
+
+@dataclass(frozen=True)
+class ModelLayers:
+    """What is to be timed of a checkpoint.
+
+    Attributes
+    ----------
+    path
+        Of the checkpoint.
+    shape
+        Of each of the layers; its name is that of the checkpoint.
+    numbers
+        The layers that may be loaded, all of that shape.
+    total
+        How many layers of the model have experts.
+    default_backend
+        What computes the first of them where nobody asks for another backend.
+    """
+
+    path: Path
+    shape: Shape
+    numbers: tuple[int, ...]
+    total: int
+    default_backend: str
+
+
+def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
+    """Read the headers of a checkpoint.
+
+    Parameters
+    ----------
+    path
+        As of `ktk.MoE.from_checkpoint`.
+    layers
+        Which to time. By default all that are of the first one's shape: as many are loaded as it
+        takes to stream weights from memory.
+
+    Raises
+    ------
+    CheckpointError
+        There are no experts, or not in one of the layers.
+    ValueError
+        The layers asked for differ in their sizes.
+    """
+    with open_checkpoint(path) as checkpoint:
+        all_of_model = layers_of(checkpoint, path)
+        numbers = list(dict.fromkeys(layers or all_of_model))
+        configs = {number: checkpoint.config_of(checkpoint.layer(number)) for number in numbers}
+        first = configs[numbers[0]]
+        alike = [number for number in numbers if configs[number] == first]
+        if layers and len(alike) < len(numbers):
+            [other, *_] = [number for number in numbers if number not in alike]
+            raise ValueError(f"layers {numbers[0]} and {other} differ in size: time one of them")
+        arguments = first.arguments()
+        return ModelLayers(
+            path=path,
+            shape=Shape(
+                name=path.resolve().name,
+                num_experts=first.num_experts,
+                num_experts_per_tok=first.num_experts_per_tok,
+                hidden_size=first.hidden_size,
+                intermediate_size=first.intermediate_size,
+                activation=arguments["activation"],
+                activation_limit=first.activation_limit,
+            ),
+            numbers=tuple(alike),
+            total=len(all_of_model),
+            default_backend=default_backend(checkpoint, checkpoint.layer(numbers[0])).name,
+        )
+
+
+def load_model(
+    model: ModelLayers, backend: Backend, wanted_bytes: int, **options: Any
+) -> list[MoE]:
+    """Load layers until so many bytes are packed, or no more fit into 60 % of the free memory.
+
+    Raises
+    ------
+    MemoryError
+        Not even one layer fits.
+    CheckpointError
+        A layer is damaged, or the backend does not take what it holds.
+    """
+    budget = int(0.6 * available_memory())
+    loaded: list[MoE] = []
+    with open_checkpoint(model.path) as checkpoint:
+        for number in model.numbers:
+            packed = sum(moe.nbytes for moe in loaded)
+            needed = _packed_bytes(checkpoint, number, backend)
+            if loaded and (packed >= wanted_bytes or packed + needed > budget):
+                break
+            if needed > budget:
+                raise MemoryError(
+                    f"layer {number} of {model.path} takes {needed / 1e9:.1f} GB as {backend.name} "
+                    f"packs it, which is more than 60 % of the free memory ({budget / 1e9:.1f} GB)"
+                )
+            plan = plan_layer(checkpoint, number, backend, None, None, options)
+            loaded += load_layers(checkpoint, [plan]).values()
+    return loaded
+
+
+def _packed_bytes(checkpoint: Any, number: int, backend: Backend) -> int:
+    layer = checkpoint.layer(number)
+    core = backend.core
+    one_expert = sum(
+        core.packed_size(core.stored_as(matrix.format, matrix.n, matrix.k), matrix.n, matrix.k)
+        for matrix in checkpoint.formats_for(layer, backend).values()
+    )
+    return int(checkpoint.config_of(layer).num_experts * one_expert)
