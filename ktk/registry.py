@@ -7,6 +7,7 @@ not name it. The backends that come with ktk take the same path as everyone else
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import threading
 from collections.abc import Collection, Mapping
@@ -77,6 +78,15 @@ class _Failure:
 
 
 _lock = threading.RLock()
+
+
+def _forget_lock() -> None:
+    """In a forked child: a thread of the parent may have held the lock."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
 _opened: dict[tuple[str, str, str], Backend | _Failure] = {}
 
 

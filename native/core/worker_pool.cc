@@ -3,7 +3,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cfenv>
@@ -17,6 +16,7 @@
 
 #include "core/affinity.h"
 #include "core/placement.h"
+#include "core/process.h"
 #include "core/sync.h"
 
 namespace ktk {
@@ -94,7 +94,6 @@ struct WorkerPool::Impl {
         pinned(options.pin),
         spin(may_spin(places, topology)),
         taken(pinned ? taken_cpus(places, topology) : std::vector<bool>()),
-        pid(getpid()),
         arrived(static_cast<int>(places.size())),
         ended(static_cast<int>(places.size())) {
     try {
@@ -172,7 +171,7 @@ struct WorkerPool::Impl {
   const bool pinned;
   const bool spin;
   const std::vector<bool> taken;  // CPUs that a caller has to leave
-  const pid_t pid;
+  const Process process;
   std::mutex callers;
   std::vector<std::thread> threads;
 
@@ -195,7 +194,7 @@ WorkerPool::WorkerPool(const Options& options, const Topology& topology)
 WorkerPool::~WorkerPool() {
   // After fork() there are no threads to join, and their locks are in any state: leave all as it
   // is.
-  if (impl_->pid != getpid()) static_cast<void>(impl_.release());
+  if (!impl_->process.here()) static_cast<void>(impl_.release());
 }
 
 int WorkerPool::size() const { return static_cast<int>(impl_->places.size()); }
@@ -212,10 +211,7 @@ void WorkerPool::run(const std::function<void(int)>& body) {
   if (current.pool != nullptr) {
     throw std::logic_error("WorkerPool::run was called by a worker of a pool that is running");
   }
-  if (impl_->pid != getpid()) {
-    throw std::logic_error(
-        "the threads of a WorkerPool do not survive fork(); make a new WorkerPool after fork()");
-  }
+  impl_->process.check();
   std::exception_ptr error;
   {
     const std::lock_guard<std::mutex> turn(impl_->callers);

@@ -1,7 +1,5 @@
 #include "moe/engine.h"
 
-#include <unistd.h>
-
 #include <utility>
 
 namespace ktk {
@@ -9,8 +7,8 @@ namespace ktk {
 Engine::Engine(const WorkerPool::Options& options) : pool(options), scratch(pool.size()) {}
 
 std::shared_ptr<Engine> Engine::make(const WorkerPool::Options& options) {
-  return {new Engine(options), [owner = getpid()](Engine* engine) {
-            if (getpid() != owner) return;
+  return {new Engine(options), [process = Process()](Engine* engine) {
+            if (!process.here()) return;
             if (engine->server_.get_id() == std::this_thread::get_id()) {
               std::thread([engine] { delete engine; }).detach();
             } else {
@@ -28,7 +26,13 @@ Engine::~Engine() {
   if (server_.joinable()) server_.join();
 }
 
+std::unique_lock<std::mutex> Engine::turn() {
+  process_.check();
+  return std::unique_lock(busy_);
+}
+
 void Engine::enqueue(std::function<void()> job) {
+  process_.check();
   {
     std::lock_guard lock(queue_mutex_);
     if (!server_.joinable()) server_ = std::thread(&Engine::serve, this);

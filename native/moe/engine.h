@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/process.h"
 #include "core/worker_pool.h"
 #include "moe/scratch.h"
 
@@ -17,23 +18,28 @@ namespace ktk {
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   explicit Engine(const WorkerPool::Options& options);
-  // For owners that may let go anywhere: the last reference can go in a job of the engine's own
-  // thread, or in a forked child, where the threads to wait for do not exist.
+  // The deleter is safe where the last reference goes on the queue's own thread (the engine then
+  // goes on another) or in a forked child (nothing is freed).
   static std::shared_ptr<Engine> make(const WorkerPool::Options& options);
   // Finishes what is queued.
   ~Engine();
 
   WorkerPool pool;
   Scratch scratch;
-  std::mutex busy;  // held for the length of a call
+
+  // A caller's turn on the pool, held for the length of a call. Throws std::logic_error in a child
+  // of the process that made the engine, where another thread's turn may never end.
+  std::unique_lock<std::mutex> turn();
 
   // Runs `job` later, in the order of calls, on a thread of the engine's own (which is worker 0 of
-  // the regions it runs). `job` must not throw.
+  // the regions it runs). `job` must not throw. In a forked child: as turn().
   void enqueue(std::function<void()> job);
 
  private:
   void serve();
 
+  const Process process_;
+  std::mutex busy_;
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;
   std::deque<std::function<void()>> queue_;

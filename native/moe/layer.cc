@@ -49,6 +49,17 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
   ops();  // fails here rather than in the first call
 }
 
+Layer::Loaded::Loaded(const Layer& layer) {
+  if (layer.process_.here()) {
+    lock_ = std::unique_lock(layer.changing_);
+  } else {
+    // The memory was inherited, and may be read unless a thread of the parent was writing it.
+    lock_ = std::unique_lock(layer.changing_, std::try_to_lock);
+    if (!lock_) layer.process_.check();
+  }
+  weights_ = layer.weights_.get();
+}
+
 // What the matrices of an expert are stored as: what the first one is, or what was wanted, or else
 // the backend's choice.
 Parts<ktk_format> Layer::stored_formats(const ExpertSource& source) const {
@@ -65,7 +76,7 @@ Parts<ktk_format> Layer::stored_formats(const ExpertSource& source) const {
 }
 
 void Layer::load(size_t expert, const ExpertSource& source) {
-  const std::lock_guard lock(engine_->busy);
+  const auto turn = engine_->turn();
   const std::lock_guard change(changing_);
   const Parts<ktk_format> formats = stored_formats(source);
   if (!weights_) {
@@ -78,7 +89,7 @@ void Layer::load(size_t expert, const ExpertSource& source) {
 }
 
 void Layer::leave_out(size_t expert) {
-  const std::lock_guard lock(engine_->busy);
+  const auto turn = engine_->turn();
   const std::lock_guard change(changing_);
   const bool fresh =
       !left_out_[expert] && (!weights_ || weights_->state(expert) == Weights::State::kMissing);
@@ -105,7 +116,7 @@ void Layer::check_loaded(const Request& request) const {
 }
 
 void Layer::forward(const Request& request) {
-  const std::lock_guard lock(engine_->busy);  // experts may be loaded meanwhile
+  const auto turn = engine_->turn();  // experts may be loaded meanwhile
   check_loaded(request);
   std::vector<uint8_t> skip = left_out_;
   for (size_t e = 0; e < request.skip.size(); ++e) skip[e] |= request.skip[e];

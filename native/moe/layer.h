@@ -37,10 +37,11 @@ class Layer : public std::enable_shared_from_this<Layer> {
   size_t shards() const { return nodes_.size(); }
 
   // What is loaded, for as long as this lives: loading and leaving out wait for it, calls do not.
-  // False until an expert has been loaded. A thread must not ask for two at a time.
+  // False until an expert has been loaded. A thread must not ask for two at a time. Throws
+  // std::logic_error in a forked child if the parent was changing the layer.
   class Loaded {
    public:
-    explicit Loaded(const Layer& layer) : lock_(layer.changing_), weights_(layer.weights_.get()) {}
+    explicit Loaded(const Layer& layer);
     explicit operator bool() const { return weights_ != nullptr; }
     const Weights* operator->() const { return weights_; }
     const Weights& operator*() const { return *weights_; }
@@ -59,10 +60,10 @@ class Layer : public std::enable_shared_from_this<Layer> {
   const Variant& variant_;
   Config config_;
   std::shared_ptr<Engine> engine_;
+  const Process process_;
   Parts<std::optional<ktk_format>> wanted_;
   std::vector<int> nodes_;  // of each shard
-  // Held for a change, beside engine.busy, which calls hold: those need no more than that. Locked
-  // after it.
+  // Guards weights_. Lock order: the engine's turn, then changing_. forward() takes only the turn.
   mutable std::mutex changing_;
   std::unique_ptr<Weights> weights_;
   std::vector<uint8_t> left_out_;

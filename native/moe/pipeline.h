@@ -26,7 +26,7 @@ struct Request {
 };
 
 // Computes `request` with the workers of `engine`, one chunk of tokens after the other. The caller
-// holds engine.busy. The same bits come out for any number of workers.
+// holds engine.turn(). The same bits come out for any number of workers.
 void forward(Engine& engine, const Config& config, const Variant& variant, const Weights& weights,
              const Request& request);
 

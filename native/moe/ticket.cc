@@ -15,6 +15,7 @@ struct Ticket::State {
   std::vector<float> weights;
   std::vector<uint8_t> skip;
 
+  const Process process;
   std::mutex mutex;
   std::condition_variable ended;
   bool done = false;
@@ -66,8 +67,15 @@ struct Ticket::State {
   }
 
   void wait() {
+    process.check();
     std::unique_lock lock(mutex);
     ended.wait(lock, [&] { return done; });
+  }
+
+  bool has_ended() {
+    process.check();
+    const std::lock_guard lock(mutex);
+    return done;
   }
 };
 
@@ -76,16 +84,20 @@ Ticket::Ticket(std::shared_ptr<Layer> layer, const Request& request)
   layer->engine()->enqueue([state = state_] { state->run(); });
 }
 
-Ticket::~Ticket() { state_->wait(); }
+Ticket::~Ticket() {
+  if (state_->process.here()) {
+    state_->wait();
+  } else {
+    // A condition variable that the parent's threads wait for cannot be destroyed either.
+    static_cast<void>(new std::shared_ptr<State>(std::move(state_)));
+  }
+}
 
 void Ticket::wait() const {
   state_->wait();
   if (state_->error) std::rethrow_exception(state_->error);
 }
 
-bool Ticket::done() const {
-  const std::lock_guard lock(state_->mutex);
-  return state_->done;
-}
+bool Ticket::done() const { return state_->has_ended(); }
 
 }  // namespace ktk

@@ -72,6 +72,7 @@ void AsyncCall::read_inputs() {
 }
 
 void AsyncCall::start() {
+  process_.check();
   std::unique_lock lock(mutex_);
   // A graph may be replayed before the deferred half of its last replay has ended.
   changed_.wait(lock, [&] { return ended_ == started_; });
@@ -164,23 +165,31 @@ void AsyncCall::clear_output() {
 }
 
 void AsyncCall::wait() {
+  process_.check();
   std::unique_lock lock(mutex_);
   const size_t until = started_;
   changed_.wait(lock, [&] { return written_ >= until; });
 }
 
 void AsyncCall::wait_all() {
+  process_.check();
   std::unique_lock lock(mutex_);
   const size_t until = started_;
   changed_.wait(lock, [&] { return ended_ >= until; });
 }
 
 bool AsyncCall::done() {
+  process_.check();
   const std::lock_guard lock(mutex_);
   return started_ > 0 && ended_ == started_;
 }
 
 void AsyncCall::abandon() {
+  if (!process_.here()) {
+    // A condition variable that the parent's threads wait for cannot be destroyed either.
+    static_cast<void>(new std::shared_ptr(shared_from_this()));
+    return;
+  }
   std::shared_ptr<Layer> layer;  // may take its time to go, so not under the lock
   std::unique_lock lock(mutex_);
   abandoned_ = true;
@@ -191,6 +200,7 @@ void AsyncCall::abandon() {
 
 // What a host function throws would end the process.
 void AsyncCall::launch(uintptr_t stream, void (*body)(AsyncCall&)) {
+  process_.check();
   struct Node {
     std::shared_ptr<AsyncCall> call;
     void (*body)(AsyncCall&);

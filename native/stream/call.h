@@ -51,6 +51,9 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
   AsyncCall(std::shared_ptr<Layer> layer, const Request& request, Options options,
             std::shared_ptr<Latch> errors);
 
+  // In a child of the process that made the call, everything throws std::logic_error, but for
+  // abandon(), which lets the call live for ever.
+  //
   // A call that is not live can be started once, and lets go of its layer when it has ended.
   void start();
   // Returns when what was started has written its output; its deferred half may still run.
@@ -75,6 +78,7 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
   void keep_error(const char* what) { errors_->set(options_.name + ": " + what); }
   void launch(uintptr_t stream, void (*body)(AsyncCall&));
 
+  const Process process_;
   std::shared_ptr<Layer> layer_;
   const Request given_;
   Request request_;  // given_, or copies of it

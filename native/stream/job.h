@@ -27,12 +27,18 @@ class Job {
       promise->set_value();
     });
   }
-  ~Job() { ended_.wait(); }
+  ~Job() {
+    if (process_.here()) ended_.wait();
+  }
 
-  // Rethrows what the work threw.
-  void wait() const { ended_.get(); }
+  // Rethrows what the work threw. Throws std::logic_error in a forked child.
+  void wait() const {
+    process_.check();
+    ended_.get();
+  }
 
  private:
+  const Process process_;
   std::shared_future<void> ended_;
 };
 

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/process.h"
+
 namespace ktk {
 
 // Like BackendTable, its reference count must not be Python's.
@@ -18,8 +20,10 @@ class Latch : public std::enable_shared_from_this<Latch> {
     if (message_.empty()) message_ = message;
   }
 
-  // Throws std::runtime_error if an error was kept, and forgets it.
+  // Throws std::runtime_error if an error was kept, and forgets it; std::logic_error in a
+  // forked child.
   void raise() {
+    process_.check();
     std::string message;
     {
       const std::lock_guard lock(mutex_);
@@ -29,6 +33,7 @@ class Latch : public std::enable_shared_from_this<Latch> {
   }
 
  private:
+  const Process process_;
   std::mutex mutex_;
   std::string message_;
 };

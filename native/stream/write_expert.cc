@@ -234,7 +234,7 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
 void write_expert(Layer& layer, size_t expert, const std::vector<RankTarget>& ranks,
                   bool wide_scales) {
   // Nothing is loaded meanwhile, and who asks what is there need not wait.
-  const std::lock_guard lock(layer.engine()->busy);
+  const auto turn = layer.engine()->turn();
   const Weights& weights = *layer.weights();
   Writer(layer, weights, expert, ranks, wide_scales).run();
 }
