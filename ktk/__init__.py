@@ -29,6 +29,7 @@ from ktk.errors import (
     BackendUnsupported,
     CheckpointError,
     CheckpointFormatError,
+    SettingError,
 )
 from ktk.model import Model
 from ktk.moe import MoE, Ticket
@@ -56,6 +57,7 @@ __all__ = [
     "MoE",
     "MoEConfig",
     "Model",
+    "SettingError",
     "Ticket",
     "WorkerPool",
     "backends",

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 ABI: tuple = (1, 1)
 
+class SettingError(ValueError):
+    pass
+
 def detected_isa() -> list[str]:
     """
     Names of the instruction sets that this CPU and operating system offer.
@@ -18,7 +21,8 @@ def detected_isa() -> list[str]:
 
 def allowed_isa() -> list[str]:
     """
-    Names of the instruction sets that variants may use: detected_isa() under KTK_ISA.
+    Names of the instruction sets that variants may use: detected_isa() and KTK_ISA_FORCE,
+    under KTK_ISA.
     """
 
 def cpu_model() -> str:

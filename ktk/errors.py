@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import textwrap
 
+from ktk._core import SettingError
+
 __all__ = [
     "BackendConflict",
     "BackendError",
@@ -14,6 +16,7 @@ __all__ = [
     "BackendUnsupported",
     "CheckpointError",
     "CheckpointFormatError",
+    "SettingError",
 ]
 
 

@@ -2,7 +2,6 @@
 
 #include <cstdlib>
 #include <fstream>
-#include <stdexcept>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -68,8 +67,8 @@ constexpr Cap kCaps[] = {
     {"amx_bf16", kBelowAmx | KTK_ISA_AMX_BF16},
     {"amx", kBelowAmx | kAmx},
 };
-// Sets that a cap switches on where the CPU lacks them, for emulation.
-constexpr ktk_isa kForced = kAmx;
+// Sets that there is an emulation of.
+constexpr ktk_isa kEmulated = kAmx;
 
 struct Registers {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -159,7 +158,7 @@ constexpr Cap kCaps[] = {
     {"arm_bf16", kDotprod | KTK_ISA_ARM_BF16},
     {"sve", kI8mm | KTK_ISA_SVE},
 };
-constexpr ktk_isa kForced = KTK_ISA_NONE;
+constexpr ktk_isa kEmulated = KTK_ISA_NONE;
 
 ktk_isa detect() {
   const unsigned long caps = getauxval(AT_HWCAP), caps2 = getauxval(AT_HWCAP2);
@@ -203,25 +202,44 @@ ktk_isa detected_isa() {
 }
 
 ktk_isa allowed_isa() {
-  const char* value = std::getenv("KTK_ISA");
-  if (value == nullptr || *value == '\0') return detected_isa();
-  return capped_isa(detected_isa(), value);
+  const auto setting = [](const char* name) -> std::string_view {
+    const char* value = std::getenv(name);
+    return value ? value : "";
+  };
+  const std::string_view force = setting("KTK_ISA_FORCE"), cap = setting("KTK_ISA");
+  const ktk_isa present = detected_isa() | (force.empty() ? KTK_ISA_NONE : forced_isa(force));
+  return cap.empty() ? present : capped_isa(present, cap);
 }
 
-ktk_isa capped_isa(ktk_isa detected, std::string_view cap) {
+ktk_isa capped_isa(ktk_isa present, std::string_view cap) {
   std::string known;
   for (const Cap& row : kCaps) {
-    if (cap == row.name) return row.allows & (detected | kForced);
-    known += known.empty() ? "" : ", ";
-    known += row.name;
+    if (cap == row.name) return row.allows & present;
+    known += (known.empty() ? "" : ", ") + std::string(row.name);
   }
-  throw std::invalid_argument("KTK_ISA is '" + std::string(cap) + "'; expected one of " + known);
+  throw SettingError("KTK_ISA is '" + std::string(cap) + "'; expected one of " + known);
+}
+
+ktk_isa forced_isa(std::string_view name) {
+  std::string known;
+  for (const Cap& row : kCaps) {
+    const ktk_isa emulated = row.allows & kEmulated;
+    if (emulated == KTK_ISA_NONE) continue;
+    if (name == row.name) return emulated;
+    known += (known.empty() ? "" : ", ") + std::string(row.name);
+  }
+  throw SettingError("KTK_ISA_FORCE is '" + std::string(name) + "'; expected " +
+                     (known.empty() ? "nothing on this architecture" : "one of " + known));
 }
 
 std::vector<std::string> isa_names(ktk_isa isa) {
   std::vector<std::string> names;
   for (const Name& row : kNames) {
     if (isa & row.bit) names.emplace_back(row.name);
+    isa &= ~row.bit;
+  }
+  for (int bit = 0; bit < 64; ++bit) {
+    if (isa >> bit & 1) names.push_back("bit " + std::to_string(bit));
   }
   return names;
 }

@@ -1,6 +1,7 @@
 // Which instruction sets this process can use, and the names users type for them.
 #pragma once
 
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -13,18 +14,25 @@ namespace ktk {
 // the AMX tile registers once, so a process that uses ktk may use AMX. Computed once.
 ktk_isa detected_isa();
 
-// What variants may use: detected_isa(), changed by the environment variable KTK_ISA.
-//
-// KTK_ISA names one instruction set, as in native/isa/meson.build ("avx2", "avx512_vnni",
-// "amx_int8", or "amx" for both AMX sets), and caps the choice to it and the sets below it. A name
-// of an AMX set also switches that set on where CPUID does not show it: the emulation of the tests.
-// Throws std::invalid_argument when the value is not known. Read at every call.
+// An environment variable has a value that means nothing; the message names both.
+class SettingError : public std::invalid_argument {
+  using std::invalid_argument::invalid_argument;
+};
+
+// What variants may use: detected_isa() and what KTK_ISA_FORCE adds, capped by KTK_ISA. Throws
+// SettingError. The environment is read at every call.
 ktk_isa allowed_isa();
 
-// What a value of KTK_ISA makes of `detected`: the rules of allowed_isa().
-ktk_isa capped_isa(ktk_isa detected, std::string_view cap);
+// KTK_ISA names one instruction set, as in native/isa/meson.build ("avx2", "avx512_vnni",
+// "amx_int8", or "amx" for both AMX sets), and leaves of `present` that set and those below it.
+ktk_isa capped_isa(ktk_isa present, std::string_view cap);
 
-// "avx2", "avx512_vnni" ... of the bits in `isa`, in the order of abi.h.
+// KTK_ISA_FORCE names AMX sets that count as present although CPUID does not show them: their
+// instructions are emulated. Without an emulator the first of them ends the process.
+ktk_isa forced_isa(std::string_view name);
+
+// "avx2", "avx512_vnni" ... of the bits in `isa`, in the order of abi.h; "bit 40" of an unknown
+// one.
 std::vector<std::string> isa_names(ktk_isa isa);
 
 // As it says of itself in CPUID or /proc/cpuinfo, for reports.

@@ -54,12 +54,14 @@ std::vector<int> per_worker(const Engine& engine, F value) {
 }  // namespace
 
 void bind_system(nb::module_& m) {
+  nb::exception<SettingError>(m, "SettingError", PyExc_ValueError);
   m.def(
       "detected_isa", [] { return isa_names(detected_isa()); },
       "Names of the instruction sets that this CPU and operating system offer.");
   m.def(
       "allowed_isa", [] { return isa_names(allowed_isa()); },
-      "Names of the instruction sets that variants may use: detected_isa() under KTK_ISA.");
+      "Names of the instruction sets that variants may use: detected_isa() and KTK_ISA_FORCE,\n"
+      "under KTK_ISA.");
   m.def("cpu_model", &cpu_model_name, "What the CPU calls itself.");
   m.def(
       "topology", [] { return describe_topology(topology()); },

@@ -20,7 +20,7 @@ import amx_tools
 
 def main(counts: Path, arguments: list[str]) -> int:
     amx_tools.deny_amx()
-    os.environ["KTK_ISA"] = "amx"
+    os.environ["KTK_ISA_FORCE"] = "amx"
     soft = amx_tools.Soft(amx_tools.build())
 
     import pytest
