@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ktk.checkpoint.entries import MOST_JSON, EntryError, parse_object
+from ktk.checkpoint.files import File, MissingFile
 from ktk.checkpoint.quantization import Quantization, read_quantization
 from ktk.errors import CheckpointError
 
@@ -108,14 +109,14 @@ def read_config(folder: Path) -> ExpertConfig:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object, or raise a `CheckpointError` that names the file."""
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        file = File(path)
+        if file.size > MOST_JSON:
+            raise EntryError(f"it has {file.size} bytes, expected no more than {MOST_JSON}")
+        return parse_object(file.read(0, file.size).tobytes())
+    except MissingFile:
         raise CheckpointError(f"{path} is missing: not a checkpoint folder") from None
-    except (OSError, ValueError) as error:
+    except EntryError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path} holds {type(document).__name__}, expected an object")
-    return document
 
 
 def _size(path: Path, entries: dict[str, Any], field: str) -> int:

@@ -74,8 +74,7 @@ class Checkpoint:
         dict[str, Tensor]
             gate and up [I, H], down [H, I], with _scale and _zero where they are quantised, and
             gate_bias, up_bias [I], down_bias [H] where the model has them: the arguments of
-            `MoE.load_expert`, beside the format that `given` returns. Views of the mapped file
-            where the layout allows, contiguous in any case.
+            `MoE.load_expert`, beside the format that `given` returns. Contiguous.
         """
         tensors = self.biases(layer, number)
         for name, matrix in self.matrices(layer, number).items():
@@ -130,7 +129,7 @@ class Checkpoint:
         """Say that the files were made for no backend in particular."""
 
     def release(self) -> None:
-        """Let go of what was read, so that it takes no memory."""
+        """Close the files; reading goes on."""
         self.index.close()
 
     def reader(self, layer: Layer, backend: Backend) -> Callable[[int], dict[str, Any]]:
@@ -145,9 +144,9 @@ class Checkpoint:
         return lambda number: {**self.expert(layer, number), "given": given}
 
     def given(self, layer: Layer) -> Format:
-        """Return the format of a layer's matrices; reads one of them, the first time."""
+        """Return the format of a layer's matrices; reads the scales of one, the first time."""
         if layer.number not in self._given:
-            matrices = self._read(layer, layer.first, 0)
+            matrices = self._read(layer, layer.first, 0, values=False)
             self._given[layer.number] = next(iter(matrices.values())).format
         return self._given[layer.number]
 
@@ -172,23 +171,32 @@ class Checkpoint:
         tensors: dict[str, torch.Tensor] = {}
         for part, stored in layer.family.parts.items():
             if is_bias(part):
-                tensors.update(self._read_plain(layer, part, number, stored))
+                expert = number if stored.fused else None
+                tensor = self.index.tensor(layer.name(part, number), expert)
+                tensors.update(self._split(part, tensor, stored))
             elif f"{part}_bias" not in layer.family.parts:
                 self._check_no_bias(layer, part, number)
         return tensors
 
     # --- reading --------------------------------------------------------------------------------
 
-    def _read(self, layer: Layer, part: str, number: int) -> dict[str, Quantized]:
-        """Read one part: gate and up are two matrices of one."""
+    def _read(
+        self, layer: Layer, part: str, number: int, *, values: bool = True
+    ) -> dict[str, Quantized]:
+        """Read one part: gate and up are two matrices of one.
+
+        Without `values`, a stand-in is in the place of the elements, which are most of the bytes.
+        """
         stored = layer.family.parts[part]
+        read_data = self.index.tensor if values else self.index.stand_in
+        expert = number if stored.fused else None
         if layer.scheme is PLAIN:
-            tensors = self._read_plain(layer, part, number, stored)
+            tensor = read_data(layer.name(part, number), expert)
+            tensors = self._split(part, tensor, stored)
             layout = layer.layout(part)
             return {name: PLAIN.decode({"data": t}, layout) for name, t in tensors.items()}
-        expert = number if stored.fused else None
         arrays = {
-            role: self.index.tensor(name, expert)
+            role: (read_data if role == "data" else self.index.tensor)(name, expert)
             for role, name in self._names_of(layer, part, number)
         }
         try:
@@ -197,11 +205,8 @@ class Checkpoint:
         except StorageError as error:
             raise CheckpointError(f"{self.index.where(layer.name(part, number))} {error}") from None
 
-    def _read_plain(
-        self, layer: Layer, part: str, number: int, stored: Stored
-    ) -> dict[str, torch.Tensor]:
+    def _split(self, part: str, tensor: torch.Tensor, stored: Stored) -> dict[str, torch.Tensor]:
         axes = stored.axes.split()
-        tensor = self.index.tensor(layer.name(part, number), number if stored.fused else None)
         return split_tensor(part, tensor, axes[1:] if stored.fused else axes)
 
     def _check_no_bias(self, layer: Layer, part: str, number: int) -> None:

@@ -1,17 +1,18 @@
-"""Which file of a checkpoint holds which tensor, and lazy access to them."""
+"""Which file of a checkpoint holds which tensor, and access to them."""
 
 from __future__ import annotations
 
-import math
-import re
-from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors import SafetensorError, safe_open
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from ktk.checkpoint.config import read_json
+from ktk.checkpoint.entries import EntryError, table, text
+from ktk.checkpoint.files import MissingFile
+from ktk.checkpoint.tensor_file import TensorFile, TensorInfo
 from ktk.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX = "model.safetensors.index.json"
 
@@ -19,13 +20,12 @@ INDEX = "model.safetensors.index.json"
 class TensorIndex:
     """The tensors of a folder of safetensors files.
 
-    Files are mapped when the first of their tensors is asked for, and tensors are views of the
-    mapping: nothing is read before it is used. `close` gives the mappings back.
+    The header of a file is read when the first of its tensors is asked for.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._mapped: dict[Path, Any] = {}
+        self._opened: dict[Path, TensorFile] = {}
         self._files = self._listed() if (folder / INDEX).exists() else self._scanned()
 
     def __enter__(self) -> TensorIndex:
@@ -58,62 +58,74 @@ class TensorIndex:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
-        return tuple(self._slice(name).get_shape())
+        return self._info(name).shape
 
     def dtype(self, name: str) -> str:
         """Return the element type of a tensor, as safetensors spells it, without reading it."""
-        return str(self._slice(name).get_dtype())
+        return self._info(name).dtype
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a tensor without reading it."""
-        stored = self._slice(name)
-        shape: list[int] = stored.get_shape()
-        return math.prod(shape) * _bits(stored.get_dtype()) // 8
+        return self._info(name).nbytes
 
     def tensor(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Return a tensor, or one expert of a fused one, as a view of the mapped file."""
-        stored = self._slice(name)
-        tensor: torch.Tensor = stored[...] if expert is None else stored[expert]
-        return tensor
+        """Read a tensor, or one expert of a fused one."""
+        return self._holder(name).read(name, expert)
+
+    def stand_in(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Return the like of `tensor` without values, on the device meta, without reading it."""
+        return self._holder(name).stand_in(name, expert)
 
     def close(self) -> None:
-        """Forget the mapped files; tensors that are still in use keep theirs.
+        """Close the files; what is asked for afterwards opens its file again."""
+        # Another thread may open one meanwhile.
+        for opened in list(self._opened.values()):
+            opened.close()
 
-        What is asked for afterwards maps its file again.
-        """
-        self._mapped.clear()
+    def _info(self, name: str) -> TensorInfo:
+        return self._holder(name).tensors[name]
 
-    def _slice(self, name: str) -> Any:
+    def _holder(self, name: str) -> TensorFile:
+        """Return the file of a tensor, which has it."""
         path = self.file(name)
-        try:
-            return self._open(path).get_slice(name)
-        except SafetensorError as error:
-            raise CheckpointError(
-                f"{path} lacks the tensor {name}, which {INDEX} says it holds ({error})"
-            ) from error
+        opened = self._open(path)
+        if name not in opened.tensors:
+            raise CheckpointError(f"{path} lacks the tensor {name}, which {INDEX} says it holds")
+        return opened
 
-    def _open(self, path: Path) -> Any:
-        # Another thread may let go of all files at any time.
-        mapped = self._mapped.get(path)
-        if mapped is None:
+    def _open(self, path: Path) -> TensorFile:
+        opened = self._opened.get(path)
+        if opened is None:
             try:
-                mapped = self._mapped[path] = safe_open(path, framework="pt")
-            except FileNotFoundError:
+                opened = self._opened[path] = TensorFile(path)
+            except MissingFile as error:
                 raise CheckpointError(
-                    f"{path} is missing, though {INDEX} names it: an incomplete download?"
+                    f"{error}, though {INDEX} names it: an incomplete download?"
                 ) from None
-            except (OSError, SafetensorError) as error:
+            except EntryError as error:
                 raise CheckpointError(
                     f"{path} is damaged or truncated: {error}. Download it again"
                 ) from error
-        return mapped
+        return opened
 
     def _listed(self) -> dict[str, Path]:
         path = self.folder / INDEX
-        files = read_json(path).get("weight_map")
-        if not isinstance(files, dict):
-            raise CheckpointError(f"{path} has no weight_map")
-        return {str(name): self.folder / str(file) for name, file in files.items()}
+        document = read_json(path)
+        try:
+            listed = table("weight_map", document.get("weight_map"))
+            files = {name: text(f"the file of {name}", file) for name, file in listed.items()}
+        except EntryError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        return {name: self._inside(path, name, file) for name, file in files.items()}
+
+    def _inside(self, index: Path, name: str, file: str) -> Path:
+        """Refuse files elsewhere, which a download must not name. Links to such are the user's."""
+        parts = PurePosixPath(file).parts
+        if not parts or parts[0] == "/" or ".." in parts or "\0" in file:
+            raise CheckpointError(
+                f"{index} says that {name} is in {file!r}, expected a file in the same folder"
+            )
+        return self.folder / file
 
     def _scanned(self) -> dict[str, Path]:
         paths = sorted(self.folder.glob("*.safetensors"))
@@ -121,14 +133,8 @@ class TensorIndex:
             raise CheckpointError(f"{self.folder} holds no safetensors files")
         found: dict[str, Path] = {}
         for path in paths:
-            for name in self._open(path).keys():  # noqa: SIM118 - not a mapping
+            for name in self._open(path).tensors:
                 if name in found:
                     raise CheckpointError(f"tensor {name} is in {found[name]} and again in {path}")
                 found[name] = path
         return found
-
-
-def _bits(dtype: str) -> int:
-    """Return the bits of an element: the number in its name, as in F8_E4M3."""
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 8

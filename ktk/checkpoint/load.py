@@ -12,17 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ktk.checkpoint.default import default_backend
 from ktk.checkpoint.open import OpenCheckpoint, open_checkpoint
-from ktk.checkpoint.pages import page_in
 from ktk.errors import BackendError, CheckpointError
 from ktk.registry import load_backend
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
     from ktk.moe import MoE
-
-# Mapped files count as memory of the process as far as they were read, so they are let go of
-# whenever this much was. Mapping one again takes less than a millisecond.
-_KEPT_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -72,8 +67,8 @@ def load_moe(
 ) -> MoE:
     """Load the routed experts of one layer.
 
-    Experts are packed one after the other, from the mapped files where the backend takes what they
-    hold: in memory are the packed layer and at most two experts in floats, one of them being read.
+    Experts are packed one after the other: in memory are the packed layer and at most two experts,
+    one of them being read.
 
     Parameters
     ----------
@@ -184,20 +179,14 @@ def naming_layer(number: int) -> Iterator[None]:
 
 def _read_ahead(checkpoint: OpenCheckpoint, plans: Iterable[LayerPlan]) -> Iterator[dict[str, Any]]:
     """Read all experts in the order they are packed in. This runs in the reading thread."""
-    kept = 0
     for plan in plans:
         for expert in plan.slots.values():
             yield _read(plan, expert)
-            kept += plan.expert_nbytes
-            if kept >= _KEPT_BYTES:
-                checkpoint.release()
-                kept = 0
+        checkpoint.release()
 
 
 def _read(plan: LayerPlan, expert: int) -> dict[str, Any]:
-    arrays = plan.read(expert)
-    page_in(arrays.values())
-    return arrays
+    return plan.read(expert)
 
 
 def _slots(

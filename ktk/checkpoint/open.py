@@ -81,7 +81,7 @@ class OpenCheckpoint(Protocol):
         ...
 
     def release(self) -> None:
-        """Let go of what was read, so that it takes no memory; reading goes on."""
+        """Close the files; reading goes on."""
         ...
 
     def reader(self, layer: Any, backend: Backend) -> Callable[[int], dict[str, Any]]:

@@ -14,9 +14,13 @@ from typing import Any
 
 from ktk.checkpoint.config import read_json
 from ktk.checkpoint.detect import PACKED_INDEX
+from ktk.checkpoint.entries import EntryError, integer, integers, items, text
 from ktk.errors import CheckpointError
 from ktk.packed.durable import write_file
-from ktk.packed.header import VERSION
+from ktk.packed.header import LAST_LAYER, VERSION
+
+# No model has a tenth of that; a number keeps damage from taking minutes.
+_MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,19 @@ def read_index(folder: Path) -> Index:
             f"{path} has version {entries.get('version')} of ktk's packed files, and this ktk "
             f"reads version {VERSION}"
         )
-    del entries["version"]
     try:
-        return Index(**{**entries, "layers": tuple(entries["layers"])})
-    except (KeyError, TypeError) as error:
+        groups = entries.get("group_size")
+        layers = items("layers", entries.get("layers"))
+        if len(layers) > _MOST_LAYERS:
+            raise EntryError(f"layers lists {len(layers)}, expected no more than {_MOST_LAYERS}")
+        return Index(
+            backend=text("backend", entries.get("backend")),
+            group_size=None if groups is None else integer("group_size", groups),
+            source=text("source", entries.get("source")),
+            source_name=text("source_name", entries.get("source_name")),
+            layers=tuple(sorted(set(integers("layers", layers, most=LAST_LAYER)))),
+        )
+    except EntryError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 

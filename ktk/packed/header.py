@@ -14,6 +14,7 @@ GB/s on one thread; SHA-256 makes 1.7, BLAKE2b 0.9) where 3.9 went without; with
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -24,10 +25,14 @@ import xxhash
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
-from ktk.packed.layout import ALIGNMENT, Layout
+from ktk.checkpoint.entries import EntryError, integer, items, number, parse_object, table, text
+from ktk.packed.layout import ALIGNMENT, PARTS, Layout
 
 VERSION = 1
+# Files are named by layers of five digits.
+LAST_LAYER = 99_999
 _DIGITS = 16
+_HEX = re.compile("[0-9a-f]*")
 
 
 class HeaderError(ValueError):
@@ -76,9 +81,9 @@ def checksum(data: bytes | memoryview) -> int:
 
 def to_bytes(header: Header) -> bytes:
     """Write everything that stands before the tensors; as long for any checksums."""
-    text = json.dumps(_entries(header), separators=(",", ":"))
+    mine = json.dumps(_entries(header), separators=(",", ":"))
     document: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "ktk": text, "ktk_xxh3": _hex(checksum(text.encode()))}
+        "__metadata__": {"format": "pt", "ktk": mine, "ktk_xxh3": _hex(checksum(mine.encode()))}
     }
     experts = header.layout.config.num_experts
     for name, spec in header.layout.specs.items():
@@ -105,24 +110,83 @@ def from_metadata(metadata: Mapping[str, str] | None) -> Header:
     """
     if metadata is None or "ktk" not in metadata:
         raise HeaderError("is no packed file of ktk: its metadata lacks the entry ktk")
-    text = metadata["ktk"]
-    if metadata.get("ktk_xxh3") != _hex(checksum(text.encode())):
+    written = metadata["ktk"].encode()
+    if metadata.get("ktk_xxh3") != _hex(checksum(written)):
         raise HeaderDamage("is damaged: the checksum of its header is wrong")
-    entries = json.loads(text)
-    if entries["version"] != VERSION:
+    try:
+        return _read(parse_object(written))
+    except EntryError as error:
+        raise HeaderDamage(f"is damaged: in its header, {error}") from error
+
+
+def _read(entries: Mapping[str, Any]) -> Header:
+    found = integer("version", entries.get("version"))
+    if found != VERSION:
         raise HeaderError(
-            f"has version {entries['version']} of ktk's packed files, and this ktk reads version "
-            f"{VERSION}: it was written by {entries['writer']}"
+            f"has version {found} of ktk's packed files, and this ktk reads version {VERSION}: it "
+            f"was written by {text('writer', entries.get('writer'))}"
         )
-    formats = {part: Format(**fmt) for part, fmt in entries["formats"].items()}
-    config = ExpertConfig(**entries["config"])
-    return Header(
-        backend=entries["backend"],
-        layer=entries["layer"],
-        source=entries["source"],
-        layout=Layout(config, formats, tuple(entries["biases"]), tuple(entries["factors"])),
-        checksums={name: _split(digits) for name, digits in entries["xxh3"].items()},
+    formats = table("formats", entries.get("formats"))
+    layout = Layout(
+        _config(table("config", entries.get("config"))),
+        {part: _format(part, table(part, formats.get(part))) for part in PARTS},
+        _parts("biases", entries.get("biases")),
+        _parts("factors", entries.get("factors")),
     )
+    checksums = table("xxh3", entries.get("xxh3"))
+    experts = layout.config.num_experts
+    return Header(
+        backend=text("backend", entries.get("backend")),
+        layer=integer("layer", entries.get("layer"), most=LAST_LAYER),
+        source=text("source", entries.get("source")),
+        layout=layout,
+        checksums={name: _checksums(name, checksums.get(name), experts) for name in layout.specs},
+    )
+
+
+def _config(entries: Mapping[str, Any]) -> ExpertConfig:
+    names = ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size")
+    sizes: dict[str, Any] = {name: integer(name, entries.get(name), least=1) for name in names}
+    limit, layers = entries.get("activation_limit"), entries.get("num_layers")
+    return ExpertConfig(
+        model_type=text("model_type", entries.get("model_type")),
+        **sizes,
+        activation=text("activation", entries.get("activation")),
+        activation_limit=None if limit is None else number("activation_limit", limit),
+        activation_alpha=number("activation_alpha", entries.get("activation_alpha")),
+        num_layers=None if layers is None else integer("num_layers", layers),
+    )
+
+
+def _format(part: str, entries: Mapping[str, Any]) -> Format:
+    element, scale, zero = (
+        text(f"{name} of {part}", entries.get(name)) for name in ("element", "scale", "zero")
+    )
+    rows, columns = (
+        integer(f"{name} of {part}", entries.get(name)) for name in ("group_n", "group_k")
+    )
+    try:
+        fmt = Format(element, scale, zero, rows, columns)
+        shared, _ = fmt.block
+    except ValueError as error:
+        raise EntryError(f"the format of {part} is unknown: {error}") from error
+    if not shared:
+        raise EntryError(f"the format of {part} is unknown: {fmt}")
+    return fmt
+
+
+def _parts(name: str, value: Any) -> tuple[str, ...]:
+    found = items(name, value)
+    if not set(map(str, found)) <= set(PARTS):
+        raise EntryError(f"{name} is {found}, expected some of {', '.join(PARTS)}")
+    return tuple(found)
+
+
+def _checksums(name: str, value: Any, experts: int) -> tuple[int, ...]:
+    digits = text(f"xxh3 of {name}", value)
+    if len(digits) != _DIGITS * experts or not _HEX.fullmatch(digits):
+        raise EntryError(f"xxh3 of {name} is no {experts} checksums")
+    return tuple(int(digits[i : i + _DIGITS], 16) for i in range(0, len(digits), _DIGITS))
 
 
 def _entries(header: Header) -> dict[str, Any]:
@@ -165,7 +229,3 @@ def _writer() -> str:
 
 def _hex(digest: int) -> str:
     return f"{digest:0{_DIGITS}x}"
-
-
-def _split(digits: str) -> tuple[int, ...]:
-    return tuple(int(digits[i : i + _DIGITS], 16) for i in range(0, len(digits), _DIGITS))

@@ -9,11 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.entries import EntryError
+from ktk.checkpoint.files import MissingFile
 from ktk.checkpoint.matrix import Matrix
+from ktk.checkpoint.tensor_file import TensorFile
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.formats import same_format
 from ktk.packed.folder import file_of, read_index
@@ -37,8 +39,13 @@ class DamagedLayer(CheckpointError):
 class PackedLayer:
     """One file whose header fits its tensors and its size."""
 
-    path: Path
+    file: TensorFile
     header: Header
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self.file.path
 
     @property
     def number(self) -> int:
@@ -62,38 +69,34 @@ def open_layer(path: Path) -> PackedLayer:
         It is truncated or damaged.
     """
     try:
-        tensors: Any = safe_open(path, framework="pt")
-        header = from_metadata(tensors.metadata())
-    except FileNotFoundError:
+        file = TensorFile(path)
+        header = from_metadata(file.metadata)
+    except MissingFile as error:
         raise CheckpointError(
-            f"{path} is missing: the conversion did not get that far; run it again with --resume"
+            f"{error}: the conversion did not get that far; run it again with --resume"
         ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
     except HeaderDamage as error:
         raise DamagedLayer(f"{path} {error}; {_AGAIN}") from None
     except HeaderError as error:
         raise CheckpointError(f"{path} {error}") from None
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except EntryError as error:
         raise DamagedLayer(f"{path} is damaged or truncated: {error}; {_AGAIN}") from error
-    _check_tensors(path, header, tensors)
-    return PackedLayer(path, header)
+    _check_tensors(file, header)
+    return PackedLayer(file, header)
 
 
-def _check_tensors(path: Path, header: Header, tensors: Any) -> None:
+def _check_tensors(file: TensorFile, header: Header) -> None:
     experts = header.layout.config.num_experts
-    found = set(tensors.keys())
     for name, spec in header.layout.specs.items():
-        if name not in found:
+        info = file.tensors.get(name)
+        if info is None:
             raise DamagedLayer(
-                f"{path} lacks the tensor {name}, which its header speaks of; {_AGAIN}"
+                f"{file.path} lacks the tensor {name}, which its header speaks of; {_AGAIN}"
             )
-        view = tensors.get_slice(name)
-        have = (str(view.get_dtype()), tuple(view.get_shape()))
-        want = (spec.dtype, (experts, *spec.shape))
-        if have != want or len(header.checksums[name]) != experts:
+        have, want = (info.dtype, info.shape), (spec.dtype, (experts, *spec.shape))
+        if have != want:
             raise DamagedLayer(
-                f"{path}: tensor {name} is {have[0]} {list(have[1])}, but its header means "
+                f"{file.path}: tensor {name} is {have[0]} {list(have[1])}, but its header means "
                 f"{want[0]} {list(want[1])}; {_AGAIN}"
             )
 
@@ -101,13 +104,13 @@ def _check_tensors(path: Path, header: Header, tensors: Any) -> None:
 def verify(layer: PackedLayer) -> None:
     """Read a whole file; raises DamagedLayer where a checksum is wrong."""
     for expert in range(layer.header.layout.config.num_experts):
-        # Mapped anew each time: what was read of a mapping counts as memory of this process.
-        _read(layer, expert, safe_open(layer.path, framework="pt"))
+        _read(layer, expert)
+    layer.file.close()
 
 
-def _read(layer: PackedLayer, number: int, mapped: Any) -> dict[str, torch.Tensor]:
-    """Return views of the mapped file, whose checksums are right."""
-    arrays = {name: mapped.get_slice(name)[number] for name in layer.header.layout.specs}
+def _read(layer: PackedLayer, number: int) -> dict[str, torch.Tensor]:
+    """Read an expert, whose checksums are right."""
+    arrays = {name: layer.file.read(name, number) for name in layer.header.layout.specs}
     for name, array in arrays.items():
         found, written = checksum(bytes_of(array)), layer.header.checksums[name][number]
         if found != written:
@@ -124,7 +127,7 @@ class PackedCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.folder = Path(path)
         self.index = read_index(self.folder)
-        self._mapped: dict[Path, Any] = {}
+        self._reading: set[TensorFile] = set()
 
     def __enter__(self) -> PackedCheckpoint:
         return self
@@ -173,8 +176,10 @@ class PackedCheckpoint:
         return layer.header.backend
 
     def release(self) -> None:
-        """Let go of what was read, so that it takes no memory."""
-        self._mapped.clear()
+        """Close the files; reading goes on."""
+        for file in list(self._reading):
+            file.close()
+        self._reading.clear()
 
     def nbytes(self, layer: PackedLayer) -> int:
         """Return the bytes of a layer's experts in its file."""
@@ -186,11 +191,9 @@ class PackedCheckpoint:
         return {part: Matrix(layout.formats[part], *extents(layout.config, part)) for part in PARTS}
 
     def expert(self, layer: PackedLayer, number: int) -> dict[str, torch.Tensor]:
-        """Read one expert as it is stored: views of the mapped file, whose checksums are right."""
-        mapped = self._mapped.get(layer.path)
-        if mapped is None:
-            mapped = self._mapped[layer.path] = safe_open(layer.path, framework="pt")
-        return _read(layer, number, mapped)
+        """Read one expert as it is stored; its checksums are right."""
+        self._reading.add(layer.file)
+        return _read(layer, number)
 
     def values(
         self, layer: PackedLayer, number: int, dtype: torch.dtype = torch.float64
@@ -251,7 +254,8 @@ def _blocks(
     from ktk.checkpoint.gguf.blocks import Blocks
 
     scale = None if factor is None else float(factor)
-    return Blocks(data.numpy(), fmt.element.upper(), scale, name).floats()
+    n, row_nbytes = data.shape
+    return Blocks(data.numpy, (n, row_nbytes), fmt.element.upper(), scale, name).floats()
 
 
 def _refusal(backend: Backend, matrix: Matrix) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -89,26 +87,3 @@ def test_inspect_says_what_loading_takes(tmp_path: Path) -> None:
     for name in ("LLAMAFILE", "BF16", "AMXINT8"):
         loaded = ktk.Model.from_checkpoint(path, name, layers=[1, 2, 3])
         assert document["backends"][name]["nbytes"] == loaded.nbytes, name
-
-
-def mapped_bytes(path: Path) -> int:
-    """Bytes of a file that this process holds in memory."""
-    text = Path("/proc/self/smaps").read_text()
-    return sum(
-        int(match[1]) * 1024
-        for match in re.finditer(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss: +(\d+) kB", text)
-    )
-
-
-def test_what_was_read_is_let_go_of(tmp_path: Path) -> None:
-    path = files.write(tmp_path / "model.gguf", files.stacked(files.experts("F32")))
-    with open_checkpoint(path) as checkpoint:
-        layer = checkpoint.layer(0)
-        first = checkpoint.values(layer, 0)
-        for e in range(1, files.E):
-            checkpoint.values(layer, e)
-        assert mapped_bytes(path) >= os.path.getsize(path) * 3 // 4
-        checkpoint.release()
-        assert mapped_bytes(path) == 0
-        again = checkpoint.values(layer, 0)
-        assert all(np.array_equal(first[name], again[name]) for name in first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -34,8 +34,10 @@ class Blocks:
 
     Attributes
     ----------
-    rows
-        uint8 [n, bytes of a row], a view of the mapped file.
+    read
+        Returns its rows, uint8 `stored`.
+    stored
+        Rows, and bytes of a row.
     type
         Name of the ggml type: Q4_K, BF16, ...
     scale
@@ -44,7 +46,8 @@ class Blocks:
         The tensor and its file, for messages.
     """
 
-    rows: np.ndarray
+    read: Callable[[], np.ndarray]
+    stored: tuple[int, int]
     type: str
     scale: float | None
     name: str
@@ -53,8 +56,14 @@ class Blocks:
     def shape(self) -> tuple[int, int]:
         """Rows and columns of the matrix."""
         block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.type]]
-        n, row_nbytes = self.rows.shape
+        n, row_nbytes = self.stored
         return n, row_nbytes // nbytes * block
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix in the file."""
+        n, row_nbytes = self.stored
+        return n * row_nbytes
 
     @property
     def plain(self) -> bool:
@@ -68,29 +77,25 @@ class Blocks:
         return Format(self.type.lower() if self.plain else f"ggml:{number.value}")
 
     def array(self) -> torch.Tensor | np.ndarray:
-        """Return what a backend takes in this format, without a copy."""
-        return self._view() if self.plain else self.rows
+        """Read what a backend takes in this format."""
+        return self._plain() if self.plain else self.read()
 
     def floats(self) -> torch.Tensor:
-        """Return the values [n, k]: a view of the file where it has floats, otherwise f32."""
-        values = self._view() if self.plain else self._decoded()
-        # Not in place: what is f32 already is the mapped file, which is read-only.
+        """Read the values [n, k]: as they are where the file has floats, otherwise f32."""
+        values = self._plain() if self.plain else self._decoded()
         return values if self.scale is None else values.float() * self.scale
 
-    def _view(self) -> torch.Tensor:
-        with warnings.catch_warnings():
-            # That the mapping is read-only: nobody writes to weights.
-            warnings.simplefilter("ignore", UserWarning)
-            tensor = torch.from_numpy(self.rows)
-        return tensor.view(_FLOATS[GGMLQuantizationType[self.type]])
+    def _plain(self) -> torch.Tensor:
+        return torch.from_numpy(self.read()).view(_FLOATS[GGMLQuantizationType[self.type]])
 
     def _decoded(self) -> torch.Tensor:
         kind = GGMLQuantizationType[self.type]
+        rows = self.read()
         values = np.empty(self.shape, np.float32)
         try:
             with np.errstate(all="ignore"):
                 for row in range(0, len(values), _ROWS):
-                    values[row : row + _ROWS] = dequantize(self.rows[row : row + _ROWS], kind)
+                    values[row : row + _ROWS] = dequantize(rows[row : row + _ROWS], kind)
         except NotImplementedError:
             raise CheckpointError(
                 f"{self.name} has the type {self.type}, which gguf {version('gguf')} cannot decode"

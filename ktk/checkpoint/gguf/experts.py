@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ import torch
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.gguf.architectures import Metadata
-from ktk.checkpoint.gguf.blocks import PLAIN, Blocks, type_name
+from ktk.checkpoint.gguf.blocks import PLAIN, Blocks, row_nbytes, type_name
 from ktk.checkpoint.gguf.layout import PARTS, GgufLayer, Layers
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.checkpoint.matrix import Matrix
@@ -38,6 +39,7 @@ class GgufCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.tensors = TensorSet(self.path)
+        self._scales: dict[str, np.ndarray] = {}
         self._layers = Layers(self.tensors, Metadata(self.path, self.tensors.fields))
 
     def __enter__(self) -> GgufCheckpoint:
@@ -68,7 +70,7 @@ class GgufCheckpoint:
         return self._layers.find(number)
 
     def blocks(self, layer: GgufLayer, number: int) -> dict[str, Blocks]:
-        """Return gate, up and down of an expert as they are stored: views of the mapped file."""
+        """Return gate, up and down of an expert as they are stored, to be read."""
         return {part: self._blocks(layer, part, number) for part in PARTS}
 
     def expert(self, layer: GgufLayer, number: int) -> dict[str, torch.Tensor]:
@@ -78,8 +80,8 @@ class GgufCheckpoint:
         -------
         dict[str, Tensor]
             gate and up [I, H], down [H, I], and gate_bias, up_bias [I], down_bias [H] where the
-            model has them: the arguments of `MoE.load_expert`. f32, f16 and bf16 are views of the
-            mapped file, everything else is decoded to f32.
+            model has them: the arguments of `MoE.load_expert`. f32, f16 and bf16 are as the file
+            has them, everything else is decoded to f32.
         """
         weights = {part: matrix.floats() for part, matrix in self.blocks(layer, number).items()}
         return weights | self._expert_biases(layer, number)
@@ -106,8 +108,8 @@ class GgufCheckpoint:
     def reader(self, layer: GgufLayer, backend: Backend) -> Callable[[int], dict[str, Any]]:
         """Return what reads an expert for `MoE.load_expert`: blocks where they are taken.
 
-        Gate, up and down are each given as the file has them, without a copy, where the backend
-        takes that; otherwise decoded to f32. So are floats that have a scale beside them, and a
+        Gate, up and down are each given as the file has them where the backend takes that;
+        otherwise decoded to f32. So are floats that have a scale beside them, and a
         part whose type differs from expert to expert.
 
         Raises
@@ -151,14 +153,14 @@ class GgufCheckpoint:
     def nbytes(self, layer: GgufLayer) -> int:
         """Return the bytes of a layer's experts in the files."""
         experts = range(layer.config.num_experts)
-        return sum(matrix.rows.nbytes for e in experts for matrix in self.blocks(layer, e).values())
+        return sum(matrix.nbytes for e in experts for matrix in self.blocks(layer, e).values())
 
     def recorded_backend(self, layer: GgufLayer) -> None:
         """Say that the files were made for no backend in particular."""
 
     def release(self) -> None:
-        """Let go of what was read, so that it takes no memory."""
-        self.tensors.release()
+        """Close the files; reading goes on."""
+        self.tensors.close()
 
     def _read_types(self, layer: GgufLayer) -> dict[str, list[Blocks]]:
         """Return matrices of each part that show all of its types."""
@@ -173,22 +175,29 @@ class GgufCheckpoint:
     def _blocks(self, layer: GgufLayer, part: str, number: int) -> Blocks:
         place = layer.weights[part]
         name = place.tensor(number)
+        return self._matrix(
+            name, place.begin(number), place.count, self._scale(layer, part, number)
+        )
+
+    def _matrix(self, name: str, begin: int, count: int, scale: float | None = None) -> Blocks:
+        """Return rows of a tensor, to be read."""
         info = self.tensors.info(name)
-        rows = self.tensors.rows(name, place.begin(number), place.count)
-        return Blocks(rows, type_name(info), self._scale(layer, part, number), str(info))
+        read = functools.partial(self.tensors.rows, name, begin, count)
+        return Blocks(read, (count, row_nbytes(info)), type_name(info), scale, str(info))
 
     def _scale(self, layer: GgufLayer, part: str, number: int) -> float | None:
         name = layer.scales.get(part)
         if name is None:
             return None
-        return float(self.tensors.rows(name, 0, 1).view(np.float32)[0, number])
+        if name not in self._scales:
+            self._scales[name] = self.tensors.rows(name, 0, 1).view(np.float32)[0]
+        return float(self._scales[name][number])
 
     def _expert_biases(self, layer: GgufLayer, number: int) -> dict[str, torch.Tensor]:
         found = {}
         for part, place in layer.biases.items():
-            info = self.tensors.info(place.name)
-            row = Blocks(self.tensors.rows(place.name, number, 1), type_name(info), None, str(info))
-            found[f"{part}_bias"] = row.floats()[0, place.first : place.first + place.count]
+            row = self._matrix(place.name, number, 1).floats()
+            found[f"{part}_bias"] = row[0, place.first : place.first + place.count]
         return found
 
 

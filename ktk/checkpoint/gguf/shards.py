@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
 import re
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ class TensorSet:
         """Refuse a tensor of an unknown type, of incomplete blocks, or behind the file's end."""
         info = self.info(name)
         end = info.begin + math.prod(info.shape[:-1]) * row_nbytes(info)
-        size = len(self._files[info.file].data)
+        size = self._files[info.file].file.size
         if end > size:
             raise CheckpointError(
                 f"{info.file} is truncated: tensor {name} ends at byte {end}, the file at {size}. "
@@ -71,24 +70,19 @@ class TensorSet:
             )
 
     def rows(self, name: str, begin: int, count: int) -> np.ndarray:
-        """Return rows of a tensor, uint8 [count, bytes of a row], as a view of the mapped file.
+        """Read rows of a tensor, uint8 [count, bytes of a row].
 
         Leading dimensions count as rows: expert e of [E, N, K] begins at row e * N.
         """
         info = self.info(name)
         nbytes = row_nbytes(info)
-        data = self._files[info.file].data
-        start = info.begin + begin * nbytes
-        return np.frombuffer(data, np.uint8, count * nbytes, start).reshape(count, nbytes)
-
-    def release(self) -> None:
-        """Let go of the pages that were read; whoever still uses them reads them again."""
-        for file in self._files.values():
-            file.data.madvise(mmap.MADV_DONTNEED)
+        file = self._files[info.file].file
+        return file.read(info.begin + begin * nbytes, count * nbytes).reshape(count, nbytes)
 
     def close(self) -> None:
-        """Forget the mapped files; arrays that are still in use keep theirs."""
-        self._files.clear()
+        """Close the files; reading opens them again."""
+        for found in self._files.values():
+            found.file.close()
 
 
 def _named(folder: Path) -> GgufFile:

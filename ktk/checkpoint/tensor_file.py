@@ -1,0 +1,151 @@
+"""One safetensors file: what its header says, and its tensors, which are read and never mapped.
+
+    | 8 bytes | JSON                                               | tensors, without gaps |
+    | length  | name: dtype, shape, data_offsets; __metadata__     |
+
+The safetensors package maps files and does not say where their tensors lie; a truncated file would
+end the process (see `files`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ktk.checkpoint.entries import MOST_JSON, EntryError, integers, parse_object, table, text
+from ktk.checkpoint.files import File
+from ktk.errors import CheckpointError
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+# Bytes of a file, rather than extents.
+_ANY = 1 << 63
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a file: `dtype` as safetensors spells it, `begin` from the start of the file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    nbytes: int
+
+
+class TensorFile:
+    """A safetensors file.
+
+    Attributes
+    ----------
+    path
+        Of the file.
+    metadata
+        Its strings by name.
+    tensors
+        What it holds, by name.
+
+    Raises
+    ------
+    CheckpointError
+        It is missing (`MissingFile`), no regular file, or not to be opened.
+    EntryError
+        It is damaged or truncated. The message does not name the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = File(path)
+        self.metadata, self.tensors = _header(self._file)
+        self.close()
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """Read a tensor, or one item of its first axis, into memory of its own."""
+        info = self.tensors[name]
+        begin, nbytes, shape = info.begin, info.nbytes, info.shape
+        if index is not None:
+            assert 0 <= index < shape[0]
+            nbytes, shape = nbytes // shape[0], shape[1:]
+            begin += index * nbytes
+        dtype = self._dtype(info)
+        return torch.from_numpy(self._file.read(begin, nbytes)).view(dtype).reshape(shape)
+
+    def stand_in(self, name: str, index: int | None = None) -> torch.Tensor:
+        """Return a tensor without values, for questions of format and shape."""
+        info = self.tensors[name]
+        shape = info.shape if index is None else info.shape[1:]
+        return torch.empty(shape, dtype=self._dtype(info), device="meta")
+
+    def close(self) -> None:
+        """Close the file; reading opens it again."""
+        self._file.close()
+
+    def _dtype(self, info: TensorInfo) -> torch.dtype:
+        try:
+            return _DTYPES[info.dtype]
+        except KeyError:
+            raise CheckpointError(
+                f"tensor {info.name} in {self.path} has elements of type {info.dtype}, "
+                "which ktk does not read"
+            ) from None
+
+
+def _header(file: File) -> tuple[dict[str, str], dict[str, TensorInfo]]:
+    if file.size < 8:
+        raise EntryError(f"it has {file.size} bytes")
+    length = int.from_bytes(file.read(0, 8).tobytes(), "little")
+    begin = 8 + length
+    if length > MOST_JSON or begin > file.size:
+        raise EntryError(f"its header claims {length} bytes, and it has {file.size}")
+    document = parse_object(file.read(8, length).tobytes())
+    metadata = table("__metadata__", document.pop("__metadata__", {}))
+    strings = {name: text(f"{name} of __metadata__", value) for name, value in metadata.items()}
+    tensors = sorted(_tensors(document), key=lambda tensor: (tensor.begin, tensor.nbytes))
+    end = 0
+    for tensor in tensors:
+        if tensor.begin != end:
+            raise EntryError(f"tensor {tensor.name} begins at byte {tensor.begin}, expected {end}")
+        end += tensor.nbytes
+    if begin + end != file.size:
+        raise EntryError(f"its tensors end at byte {begin + end}, and it has {file.size}")
+    found = {
+        one.name: TensorInfo(one.name, one.dtype, one.shape, begin + one.begin, one.nbytes)
+        for one in tensors
+    }
+    return strings, found
+
+
+def _tensors(document: dict[str, Any]) -> Iterator[TensorInfo]:
+    """Yield what the header lists, counted from the first tensor."""
+    for name, value in document.items():
+        entry = table(f"tensor {name}", value)
+        dtype = text(f"dtype of tensor {name}", entry.get("dtype"))
+        shape = integers(f"shape of tensor {name}", entry.get("shape"), most=_ANY)
+        offsets = entry.get("data_offsets")
+        begin, end = integers(f"data_offsets of tensor {name}", offsets, 2, most=_ANY)
+        if end < begin:
+            raise EntryError(f"tensor {name} ends at byte {end}, before it begins at {begin}")
+        known = _DTYPES.get(dtype)
+        if known is not None and math.prod(shape) * known.itemsize != end - begin:
+            raise EntryError(
+                f"tensor {name} is {dtype} {list(shape)} in {end - begin} bytes, which do not fit"
+            )
+        yield TensorInfo(name, dtype, shape, begin, end - begin)
