@@ -326,7 +326,7 @@ class Carry:
 class AsyncCall:
     """A call of a layer that may be started, and waited for, repeatedly."""
 
-    def __init__(self, layer: MoE, hidden: Annotated[NDArray, dict(writable=False)], topk_ids: Annotated[NDArray, dict(writable=False)], topk_weights: Annotated[NDArray, dict(writable=False)], mask: Annotated[NDArray, dict(writable=False)] | None, out: NDArray, errors: Latch, *, name: str, live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None) -> None: ...
+    def __init__(self, layer: MoE, hidden: Annotated[NDArray, dict(writable=False)], topk_ids: Annotated[NDArray, dict(writable=False)], topk_weights: Annotated[NDArray, dict(writable=False)], mask: Annotated[NDArray, dict(writable=False)] | None, out: NDArray, errors: Latch, *, name: str, live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None, left_out: Annotated[NDArray, dict(writable=False)] | None = None) -> None: ...
 
     def start(self) -> None:
         """Queues the call behind others of its pool."""

@@ -237,14 +237,3 @@ class Layer:
         check_method(self.method, moe)
         self.moe, self._given = moe, given
         self._left_out = None if self._keep_gpu_experts else self._mask.clone()
-
-    def _check_left_out(self) -> None:
-        """Refuse a mask that wants experts on the CPU that are not there."""
-        if self._left_out is None:
-            return
-        missing = torch.nonzero(self._left_out & ~self._mask)
-        if len(missing):
-            raise RuntimeError(
-                f"expert {int(missing[0])} of layer {self.layer_idx} is to be computed on the CPU, "
-                "but was left out of its memory (keep_gpu_experts=False)"
-            )

@@ -15,6 +15,8 @@ from ktk.ktmoe.streams import handle_of, on_stream
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
+    from ktk.ktmoe.steps import Step
+
 
 @dataclass(frozen=True)
 class Carried:
@@ -24,8 +26,7 @@ class Carried:
     sums: torch.Tensor
     carry: _core.Carry
     captured: bool
-    device: torch.device
-    call: _core.AsyncCall | None = None
+    step: Step | None = None
 
 
 class ModelState:
@@ -67,7 +68,9 @@ class ModelState:
 
     # --- deferred experts -----------------------------------------------------------------------
 
-    def take(self, layer_idx: int, hidden: torch.Tensor, captured: bool) -> Carried | None:
+    def take(
+        self, layer_idx: int, hidden: torch.Tensor, captured: bool, on_pool: bool
+    ) -> Carried | None:
         """Return what an earlier layer has left to this one, which now owns it."""
         left, self._carried = self._carried, None
         if left is None:
@@ -85,6 +88,11 @@ class ModelState:
                 f"but layer {left.layer_idx} left the deferred experts of {kind[left.captured]} of "
                 f"{left.sums.shape[0]}; they are dropped now"
             )
+        if on_pool and not _step_of(left).on_pool:
+            raise RuntimeError(
+                f"layer {layer_idx} was called without a stream, but layer {left.layer_idx} on "
+                "one, which may have yet to start what it deferred; it is dropped now"
+            )
         return left
 
     def room(self, layer_idx: int, hidden: torch.Tensor, captured: bool) -> Carried:
@@ -101,10 +109,10 @@ class ModelState:
             array: Any = sums
             self._sums[key] = (sums, _core.Carry(array))
         sums, carry = self._sums[key]
-        return Carried(layer_idx, sums, carry, captured, hidden.device)
+        return Carried(layer_idx, sums, carry, captured)
 
-    def leave(self, carried: Carried) -> None:
-        """Keep what a call leaves to the next layer."""
+    def leave(self, carried: Carried | None) -> None:
+        """Keep what a call leaves to the next layer, if anything."""
         self._carried = carried
 
     def flush(self, cuda_stream: int | None = None) -> torch.Tensor | None:
@@ -114,20 +122,33 @@ class ModelState:
         a buffer that the next call of a layer that defers writes to again.
         """
         self.check()
-        left, self._carried = self._carried, None
+        left = self._carried
         if left is None:
             return None
-        assert left.call is not None
-        stream = handle_of(cuda_stream, left.device)
-        if not stream and left.device.type == "cpu":
-            left.call.wait(all=True)
+        step = _step_of(left)
+        stream = handle_of(cuda_stream, step.device)
+        if stream != step.stream and not step.on_pool:
+            raise ValueError(
+                f"layer {left.layer_idx} was submitted on stream {step.stream:#x}, but flush names "
+                f"{stream:#x}"
+            )
+        at_once = not stream and step.on_pool
+        if left.captured != (not at_once and _core.stream_is_capturing(stream)):
+            was = "" if left.captured else "not "
+            raise RuntimeError(
+                f"the call of layer {left.layer_idx} was {was}captured into a graph, and flush has "
+                "to be where that call is: each replay defers experts anew"
+            )
+        self._carried = None
+        if at_once:
+            step.call.wait(all=True)
             self.check()
             return left.sums.clone()
-        left.call.wait_on(stream, all=True)
-        if left.device.type == "cpu":
+        step.call.wait_on(stream, all=True)
+        if step.staging is None:
             return left.sums
-        with on_stream(stream, left.device):
-            out = torch.empty(left.sums.shape, device=left.device)
+        with on_stream(stream, step.device):
+            out = torch.empty(left.sums.shape, device=step.device)
             return out.copy_(left.sums, non_blocking=True)
 
     def reset(self) -> None:
@@ -147,6 +168,11 @@ class ModelState:
         """Keep one size only for calls that are not captured: prompts have any number of tokens."""
         for key in [key for key in self._sums if not key[-1]]:
             del self._sums[key]
+
+
+def _step_of(left: Carried) -> Step:
+    assert left.step is not None, "left before it was submitted"
+    return left.step
 
 
 _by_key: WeakValueDictionary[Hashable, ModelState] = WeakValueDictionary()

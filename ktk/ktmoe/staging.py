@@ -1,30 +1,41 @@
 """Page-locked CPU memory between a GPU's tensors and the workers.
 
-Copies from and to the GPU run in the order of a stream, and so does everything that reads and
-writes here: all layers of a model that run on one stream share one set of buffers. What a graph
-captured belongs to the graph: its sets, one for each number of tokens, are used by nothing else.
+Copies from and to the GPU run in the order of a stream, so that the next call on a stream may use
+the buffers of a call whose result was asked for: layers of a model that are called in turns share
+one set. A call that is submitted before that gets a set of its own. What a graph captured belongs
+to the graph: its sets, for one number of tokens each, are used by nothing else.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Staging:
-    """Buffers for calls of up to a number of tokens."""
+    """Buffers for one call at a time, of up to a number of tokens."""
 
     hidden: torch.Tensor  # [tokens, hidden_size]
     ids: torch.Tensor  # [tokens, k]
     weights: torch.Tensor  # [tokens, k], f32
     out: torch.Tensor  # as hidden
+    free: list[Staging]  # where it waits for the next call
 
     def first(self, tokens: int) -> Staging:
         """Return the part of the first tokens."""
-        parts = (self.hidden, self.ids, self.weights, self.out)
-        return Staging(*(part[:tokens] for part in parts))
+        return replace(
+            self,
+            hidden=self.hidden[:tokens],
+            ids=self.ids[:tokens],
+            weights=self.weights[:tokens],
+            out=self.out[:tokens],
+        )
+
+    def release(self) -> None:
+        """Leave the buffers to the next call, which its stream runs after what used them."""
+        self.free.append(self)
 
     def copy_in(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Copy the inputs of a call, in the order of the current stream."""
@@ -38,27 +49,29 @@ Key = tuple[torch.device, torch.dtype, torch.dtype, int, int]
 
 
 class StagingCache:
-    """The buffers of one model."""
+    """The buffers of one model that no call uses."""
 
     def __init__(self) -> None:
-        self._eager: dict[tuple[Key, int], Staging] = {}
-        self._captured: dict[tuple[Key, int], Staging] = {}
+        self._eager: dict[tuple[Key, int], list[Staging]] = {}
+        self._captured: dict[tuple[Key, int], list[Staging]] = {}
 
     def eager(self, hidden: torch.Tensor, ids: torch.Tensor, stream: int) -> Staging:
-        """Return buffers for calls that a stream runs once; they grow with the calls."""
-        key, tokens = (_key(hidden, ids), stream), hidden.shape[0]
-        found = self._eager.get(key)
-        if found is None or found.hidden.shape[0] < tokens:
-            _synchronize(hidden.device if found else None)
-            self._eager[key] = found = _allocate(key[0], tokens)
-        return found.first(tokens)
+        """Return buffers for a call that a stream runs once; they grow with the calls."""
+        key, tokens = _key(hidden, ids), hidden.shape[0]
+        free = self._eager.setdefault((key, stream), [])
+        if not free:
+            return _allocate(key, tokens, free)
+        found = free.pop()
+        if found.hidden.shape[0] >= tokens:
+            return found
+        _synchronize(hidden.device)
+        return _allocate(key, tokens, free)
 
     def captured(self, hidden: torch.Tensor, ids: torch.Tensor) -> Staging:
-        """Return buffers for calls of exactly this many tokens that a graph keeps."""
-        key = (_key(hidden, ids), hidden.shape[0])
-        if key not in self._captured:
-            self._captured[key] = _allocate(*key)
-        return self._captured[key]
+        """Return buffers for a call of exactly this many tokens that a graph keeps."""
+        key, tokens = _key(hidden, ids), hidden.shape[0]
+        free = self._captured.setdefault((key, tokens), [])
+        return free.pop() if free else _allocate(key, tokens, free)
 
     def clear(self) -> None:
         """Drop all buffers, when the streams have passed them."""
@@ -72,7 +85,7 @@ def _key(hidden: torch.Tensor, ids: torch.Tensor) -> Key:
     return hidden.device, hidden.dtype, ids.dtype, hidden.shape[1], ids.shape[1]
 
 
-def _allocate(key: Key, tokens: int) -> Staging:
+def _allocate(key: Key, tokens: int, free: list[Staging]) -> Staging:
     device, dtype, id_dtype, width, top_k = key
     # Without an accelerator there is nobody to lock pages for, and asking for it fails.
     pinned = device.type != "cpu"
@@ -85,9 +98,10 @@ def _allocate(key: Key, tokens: int) -> Staging:
         buffer(top_k, id_dtype),
         buffer(top_k, torch.float32),
         buffer(width, dtype),
+        free,
     )
 
 
-def _synchronize(device: torch.device | None) -> None:
-    if device is not None and device.type != "cpu":
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
         torch.accelerator.synchronize(device)

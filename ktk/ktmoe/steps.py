@@ -25,6 +25,7 @@ from ktk.ktmoe.streams import handle_of, on_gpu, on_stream
 
 if TYPE_CHECKING:
     from ktk.ktmoe.model import Carried, ModelState
+    from ktk.ktmoe.staging import Staging
 
 # Calls on streams, which may have yet to get there when the last one who knew the call is gone.
 _in_flight: list[_core.AsyncCall] = []
@@ -107,6 +108,7 @@ class Step:
 
     call: _core.AsyncCall
     out: torch.Tensor  # in CPU memory
+    staging: Staging | None  # where a GPU's tensors are on their way
     stream: int
     device: torch.device  # of the inputs, and of the result
     dtype: torch.dtype  # of the result
@@ -124,6 +126,7 @@ class Submission:
     layer: _core.MoE
     name: str
     mask: torch.Tensor
+    left_out: torch.Tensor | None  # bool [num_experts]: what a mask must not want
     deferred: int
     batch_union: bool
 
@@ -144,6 +147,7 @@ class Submission:
         weights: Any = inputs.weights
         mask: Any = self.mask
         result: Any = out
+        left_out: Any = self.left_out
         return _core.AsyncCall(
             self.layer,
             hidden,
@@ -159,6 +163,7 @@ class Submission:
             take=take.carry if take else None,
             stable=stable,
             live=live,
+            left_out=left_out,
         )
 
 
@@ -173,7 +178,7 @@ def submit_on_pool(
     out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
     call = what.call(state, inputs, out, give, take)
     call.start()
-    return Step(call, out, inputs.stream, inputs.hidden.device, inputs.dtype)
+    return Step(call, out, None, 0, inputs.hidden.device, inputs.dtype)
 
 
 def submit_on_stream(
@@ -185,7 +190,7 @@ def submit_on_stream(
     take: Carried | None,
 ) -> Step:
     """Let a stream start a call."""
-    stream = inputs.stream
+    stream, staging = inputs.stream, None
     if not on_gpu(inputs.hidden):
         if inputs.dtype not in _HIDDEN:
             raise TypeError(
@@ -195,20 +200,21 @@ def submit_on_stream(
         if captured and inputs.copied:
             raise ValueError(
                 "a graph reads its inputs again at every replay, but a tensor that was given has "
-                "leading dimensions that only a copy makes one, or strided columns; pass "
-                "[tokens, ...] with contiguous rows"
+                "leading dimensions that only a copy makes one, strided columns, or a dtype that "
+                "is converted; pass [tokens, ...] with contiguous rows, and ids in int32 or int64"
             )
         out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
         call = what.call(state, inputs, out, give, take, live=captured)
     else:
-        staging, hidden = state.staging, inputs.hidden
-        buffers = (
-            staging.captured(hidden, inputs.ids)
+        hidden = inputs.hidden
+        staging = (
+            state.staging.captured(hidden, inputs.ids)
             if captured
-            else staging.eager(hidden, inputs.ids, stream)
+            else state.staging.eager(hidden, inputs.ids, stream)
         )
+        buffers = staging.first(hidden.shape[0])
         with on_stream(stream, hidden.device):
-            buffers.copy_in(inputs.hidden, inputs.ids, inputs.weights)
+            buffers.copy_in(hidden, inputs.ids, inputs.weights)
         staged = replace(inputs, hidden=buffers.hidden, ids=buffers.ids, weights=buffers.weights)
         out = buffers.out
         call = what.call(state, staged, out, give, take, stable=True, live=captured)
@@ -218,15 +224,17 @@ def submit_on_stream(
     else:
         with _in_flight_lock:
             _in_flight[:] = [*(earlier for earlier in _in_flight if not earlier.done), call]
-    return Step(call, out, inputs.stream, inputs.hidden.device, inputs.dtype)
+    return Step(call, out, staging, stream, inputs.hidden.device, inputs.dtype)
 
 
 def result_on_stream(step: Step) -> torch.Tensor:
     """Let the stream wait for a call, and return where its result will be then."""
     step.call.wait_on(step.stream)
-    if step.device.type == "cpu":
+    if step.staging is None:
         return step.out
     with on_stream(step.stream, step.device):
         out = torch.empty(step.out.shape, dtype=step.out.dtype, device=step.device)
         # Converted there: a copy that converts reads CPU memory at once, not in the stream's order.
-        return out.copy_(step.out, non_blocking=True).to(step.dtype)
+        result = out.copy_(step.out, non_blocking=True).to(step.dtype)
+    step.staging.release()
+    return result

@@ -10,7 +10,7 @@ import torch
 from ktk import _core
 from ktk.ktmoe.deferral import select_deferred
 from ktk.ktmoe.layer import Layer
-from ktk.ktmoe.model import clear_all
+from ktk.ktmoe.model import Carried, clear_all
 from ktk.ktmoe.steps import (
     Inputs,
     Step,
@@ -125,7 +125,24 @@ class KTMoEWrapper(Layer):
         what = self._submission()
         on_pool = not inputs.stream and not on_gpu(inputs.hidden)
         captured = not on_pool and _core.stream_is_capturing(inputs.stream)
-        take = self.model.take(self.layer_idx, inputs.hidden, captured)
+        take = self.model.take(self.layer_idx, inputs.hidden, captured, on_pool)
+        try:
+            step, give = self._start(what, inputs, on_pool, captured, take)
+        except BaseException:
+            self.model.leave(take)  # the call may be made again
+            raise
+        self.model.leave(give)
+        self._step = step
+
+    def _start(
+        self,
+        what: Submission,
+        inputs: Inputs,
+        on_pool: bool,
+        captured: bool,
+        take: Carried | None,
+    ) -> tuple[Step, Carried | None]:
+        """Start a call; return it, and what it leaves to the next layer."""
         give = self.model.room(self.layer_idx, inputs.hidden, captured) if what.deferred else None
         if on_pool:
             step = submit_on_pool(what, self.model, inputs, give, take)
@@ -133,12 +150,10 @@ class KTMoEWrapper(Layer):
             step = submit_on_stream(what, self.model, inputs, captured, give, take)
             if not captured and inputs.hidden.shape[0] in _capture_sizes and on_gpu(inputs.hidden):
                 # The capture that follows finds its buffers, and need not make any.
-                self.model.staging.captured(inputs.hidden, inputs.ids)
+                self.model.staging.captured(inputs.hidden, inputs.ids).release()
                 if what.deferred:
                     self.model.room(self.layer_idx, inputs.hidden, captured=True)
-        if give is not None:
-            self.model.leave(replace(give, call=step.call))
-        self._step = step
+        return step, give and replace(give, step=step)
 
     def sync_forward(
         self, hidden_states: torch.Tensor, cuda_stream: int | None = None
@@ -203,11 +218,11 @@ class KTMoEWrapper(Layer):
     def _submission(self) -> Submission:
         if self.moe is None:
             raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights first")
-        self._check_left_out()
         return Submission(
             self.moe._core,
             f"layer {self.layer_idx}",
             self._mask,
+            self._left_out,
             min(self.max_deferred_experts_per_token, self.config.num_experts_per_tok),
             self.deferral_policy == "batch-union",
         )
