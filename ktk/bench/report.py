@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from ktk.bench.accuracy import Accuracy
@@ -24,8 +25,8 @@ def results_table(results: Sequence[Result], *, width: int = 80) -> RenderableTy
     names = _names(results)
     title = f"{first.shape}, {first.threads} threads"
     if first.model_layers:
-        title += f"; ms: one layer; tokens/s: experts only, of all {first.model_layers} layers"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        title += f"; ms: one layer; tokens/s: experts only, of all layers ({first.model_layers})"
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     columns = _columns(bool(first.model_layers), wide=width >= _WIDTH)
     # A format's name may take a second line; numbers, and names of backends, may not.
     longest = max(len(r.backend) for r in results)
@@ -61,29 +62,38 @@ def results_table(results: Sequence[Result], *, width: int = 80) -> RenderableTy
             doubts.setdefault(r.doubt, []).append(f"{r.backend} {r.variant} T={r.tokens}")
     for why, whose in doubts.items():
         notes.append(f"[yellow]reached -: {why}[/] ({', '.join(whose)})")
-    return Group(table, *notes)
+    return Group(f"[italic]{escape(title)}[/]", table, *notes)
 
 
 def _columns(of_model: bool, *, wide: bool) -> dict[str, Callable[[Result], str]]:
     """Return what each column says of a result."""
-    columns: dict[str, Callable[[Result], str]] = {}
-    if wide:
-        columns["variant"] = lambda r: r.variant
-    columns["tokens"] = lambda r: str(r.tokens)
-    columns["ms"] = lambda r: milliseconds(r.seconds)
-    if wide:
-        columns["±"] = lambda r: f"{r.spread / 2:.0%}"
-        columns["GB/s"] = lambda r: f"{r.gb_per_s:.1f}"
-    if of_model:
-        columns["tokens/s"] = lambda r: f"{r.experts_tokens_per_s or 0:.1f}"
-    elif wide:
-        columns["GFLOP/s"] = lambda r: f"{r.gflop_per_s:.0f}"
-    if wide:
-        columns["limit"] = lambda r: milliseconds(r.limit_seconds)
-    columns["reached"] = lambda r: "-" if r.fraction is None else f"[bold]{r.fraction:.0%}[/]"
-    if wide:
-        columns["by"] = lambda r: {"memory": "mem", "compute": "ops"}[r.bound]
-    return columns
+    if not wide:
+        rate = {"tokens\n/s": _tokens_per_s} if of_model else {}
+        times = {"T": lambda r: str(r.tokens), "ms": lambda r: milliseconds(r.seconds)}
+        return {**times, **rate, "rea-\nched": _reached}
+    return {
+        "variant": lambda r: r.variant,
+        "tokens": lambda r: str(r.tokens),
+        "ms": lambda r: milliseconds(r.seconds),
+        "±": lambda r: f"{r.spread / 2:.0%}",
+        "GB/s": lambda r: f"{r.gb_per_s:.1f}",
+        **(
+            {"tokens/s": _tokens_per_s}
+            if of_model
+            else {"GFLOP/s": lambda r: f"{r.gflop_per_s:.0f}"}
+        ),
+        "limit": lambda r: milliseconds(r.limit_seconds),
+        "reached": _reached,
+        "by": lambda r: {"memory": "mem", "compute": "ops"}[r.bound],
+    }
+
+
+def _tokens_per_s(result: Result) -> str:
+    return f"{result.experts_tokens_per_s or 0:.1f}"
+
+
+def _reached(result: Result) -> str:
+    return "-" if result.fraction is None else f"[bold]{result.fraction:.0%}[/]"
 
 
 def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:

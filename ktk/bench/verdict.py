@@ -40,5 +40,5 @@ def doubt(
         times = max(limits) / min(limits)
         return f"the machine's limit changed by a factor of {times:.1f} while it was measured"
     if fraction > HIGHEST_FRACTION:
-        return "faster than memory and units allow: weights came from a cache"
+        return "faster than the limit: weights came from a cache, or others disturbed the limit"
     return ""

@@ -118,7 +118,9 @@ def demo(
     ] = None,
     backend: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only this backend; may be given several times."),
+        typer.Option(
+            "--backend", "-b", metavar="NAME", help="Only this backend; may be given several times."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

@@ -11,14 +11,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from ktk.bench.limits import Limits
+from ktk.bench.verdict import HIGHEST_FRACTION
 from ktk.demo.measure import Measured, Timing
+
+# What the whole table takes.
+_WIDTH = 78
 
 
 def print_report(
     console: Console, rows: list[Measured], notes: list[str], limits: Limits, next_step: str
 ) -> None:
     """Print the table, why some are missing, how to read it, and what to do next."""
-    console.print(_table(rows, limits))
+    narrow = console.width < _WIDTH
+    console.print(_narrow_table(rows, limits) if narrow else _table(rows, limits))
     for note in notes:
         console.print(f"[yellow]not run:[/] {escape(note)}", highlight=False, soft_wrap=True)
     read = limits.read_bytes_per_s / 1e9
@@ -30,8 +35,8 @@ def print_report(
     names = dict.fromkeys(row.backend for row in rows if row.quantized)
     if names:
         legend += f" {', '.join(names)}: the checkpoint's floats, quantised before loading."
-    if any(row.decode.fraction(limits) > 1 for row in rows):
-        legend += " Above 100%: weights came from a cache."
+    if any(_fraction(row.decode, limits) is None for row in rows):
+        legend += " -: faster than that, so weights came from a cache."
     console.print(legend, highlight=False, style="dim")
     console.print(f"[bold]Next:[/] {escape(next_step)}", highlight=False, soft_wrap=True)
 
@@ -47,7 +52,7 @@ def print_json(
         "measured": [
             asdict(row)
             | {
-                which: asdict(timing) | {"fraction": timing.fraction(limits)}
+                which: asdict(timing) | {"fraction": _fraction(timing, limits)}
                 for which, timing in (("decode", row.decode), ("prefill", row.prefill))
             }
             for row in rows
@@ -55,6 +60,22 @@ def print_json(
         "not_run": [{"what": what, "reason": reason} for reason, what in not_run.items()],
     }
     print(json.dumps(document, indent=2))
+
+
+def _narrow_table(rows: list[Measured], limits: Limits) -> Table:
+    """Leave out sizes and times of loading, and give names of backends a line of their own."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for heading in ("error", *_timing_headings(rows)[::2]):
+        table.add_column(heading, justify="right", no_wrap=True)
+    before = ""
+    for row in rows:
+        if row.backend != before:
+            table.add_row(f"[bold]{row.backend}[/]")
+        times = (_cells(timing, limits)[0] for timing in (row.decode, row.prefill))
+        table.add_row(row.variant, f"{row.error:.4f}", *times)
+        before = row.backend
+    return table
 
 
 def _table(rows: list[Measured], limits: Limits) -> Table:
@@ -91,4 +112,10 @@ def _timing_headings(rows: list[Measured]) -> list[str]:
 
 
 def _cells(timing: Timing, limits: Limits) -> tuple[str, str]:
-    return f"{timing.seconds * 1e3:.2f}", f"{timing.fraction(limits):.0%}"
+    fraction = _fraction(timing, limits)
+    return f"{timing.seconds * 1e3:.2f}", "-" if fraction is None else f"{fraction:.0%}"
+
+
+def _fraction(timing: Timing, limits: Limits) -> float | None:
+    fraction = timing.fraction(limits)
+    return fraction if fraction <= HIGHEST_FRACTION else None

@@ -382,14 +382,18 @@ def result(**changed: object) -> Result:
 def test_a_doubtful_fraction_is_a_dash_with_its_reason(
     width: int, of_model: dict[str, float]
 ) -> None:
-    doubtful = result(fraction=None, doubt="other processes took 36% of the CPUs", **of_model)
+    why = "other processes took 36% of the CPUs"
+    doubtful = result(fraction=None, doubt=why, tokens=2048, backend="LLAMAFILE", **of_model)
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(results_table([result(tokens=8, **of_model), doubtful], width=width))
+    console.print(results_table([result(**of_model), doubtful], width=width))
     text = console.export_text()
     assert "…" not in text, "something was cut off"
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
-    assert "reached -: other processes took 36% of the CPUs" in words
+    assert f"reached -: {why}" in words
+    assert "90%" in words
+    [row] = [line.split() for line in text.splitlines() if line.split()[:1] == ["LLAMAFILE"]]
+    assert "-" in row
     assert ("20.8" in words and "experts only" in words) == bool(of_model)
 
 

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
 import ktk
 import ktk.demo.measure
+from ktk.bench.limits import Limits
 from ktk.checkpoint.config import read_config
 from ktk.checkpoint.experts import Checkpoint
 from ktk.demo import model, run_demo
 from ktk.demo.reference import reference
+from ktk.demo.report import print_json, print_report
 from ktk.demo.routing import batches
 from ktk.errors import CheckpointFormatError
 
@@ -82,6 +86,33 @@ def test_figures_come_as_json(small: Path, capsys: pytest.CaptureFixture[str]) -
         assert one["decode"]["seconds"] == row.decode.seconds
     assert document["layer"] == 0
     assert all(one["reason"].startswith("this CPU lacks ") for one in document["not_run"])
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_nothing_is_cut_off(
+    small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    [row, *_] = run_demo(checkpoint=small, layer=0, names=["BF16"])
+    limits = Limits(threads=1, read_bytes_per_s=1e9, peak_ops_per_s={})
+    longest = replace(row, backend="LLAMAFILE", variant="avx512_vnni", error=0.1234)
+    print_report(Console(), [row, longest], [], limits, "go on")
+    table = capsys.readouterr().out.split("error: against")[-2]
+    assert "…" not in table
+    for words in ("LLAMAFILE", "avx512_vnni", "0.1234", f"{row.prefill.seconds * 1e3:.2f}"):
+        assert words in table
+
+
+def test_what_a_cache_gave_has_no_fraction(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [row, *_] = run_demo(checkpoint=small, layer=0, names=["BF16"])
+    slow = Limits(threads=1, read_bytes_per_s=1.0, peak_ops_per_s={})
+    print_json("", 0, [row], {}, slow)
+    text = capsys.readouterr().out
+    assert json.loads(text[text.index("\n{") :])["measured"][0]["decode"]["fraction"] is None
+    print_report(Console(), [row], [], slow, "go on")
+    assert "-: faster than that, so weights came from a cache" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_every_variant_that_can_run_is_shown(
