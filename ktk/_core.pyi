@@ -296,6 +296,10 @@ class MoE:
     def shards(self) -> int: ...
 
     @property
+    def slices(self) -> list[list[int]]:
+        """Widths of the slices of each shard; none until an expert is loaded."""
+
+    @property
     def expert_nbytes(self) -> int: ...
 
     @property

@@ -37,6 +37,7 @@ class Model(Mapping[int, MoE]):
         layers: Sequence[int] | None = None,
         experts: Experts | None = None,
         physical_to_logical_map: Experts | None = None,
+        shards: int | None = None,
         progress: bool | None = None,
         **options: Any,
     ) -> Model:
@@ -60,6 +61,9 @@ class Model(Mapping[int, MoE]):
             for layers that a mapping lacks.
         physical_to_logical_map : sequence of int, or a mapping of layers to such, optional
             Slot p holds expert ``physical_to_logical_map[p]`` of the checkpoint. By default p.
+        shards : int, optional
+            Parts that the weights of each layer are divided into, as of :class:`MoE`: by default
+            one per NUMA node.
         progress : bool, optional
             Whether to show a progress bar on stderr. By default if that is a terminal.
         **options
@@ -76,6 +80,8 @@ class Model(Mapping[int, MoE]):
         from ktk.checkpoint.progress import loading
         from ktk.registry import load_backend
 
+        if shards is not None:
+            options["shards"] = shards
         chosen = load_backend(backend) if isinstance(backend, str) else backend
         with open_checkpoint(path) as checkpoint:
             numbers = layers_of(checkpoint, path) if layers is None else map(operator.index, layers)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import operator
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ktk.backend import Backend
+
+_log = logging.getLogger(__name__)
 
 #: A format for gate, up and down, or one for each of them.
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
@@ -63,8 +68,9 @@ class MoE:
     pool : WorkerPool, optional
         By default the pool of the process, :func:`ktk.default_pool`.
     shards : int, optional
-        Parts of the intermediate size that weights are divided into; by default one per NUMA
-        node that has workers.
+        Parts of the intermediate size that weights are divided into, of about the same width; by
+        default one per NUMA node that has workers, or as many as 32 columns, or whole blocks of
+        ggml's types, allow. Results depend on it in the last bits.
     weight_format : Format or tuple of three, optional
         What to store weights as, where the backend offers a choice: all of them, or gate, up and
         down.
@@ -73,6 +79,9 @@ class MoE:
     ------
     BackendUnsupported
         When the variant cannot run on this CPU.
+    ValueError
+        For sizes and numbers of shards that make no sense. Whether weights can be cut into so many
+        shards is known, and said, when the first expert is loaded.
     """
 
     def __init__(
@@ -92,6 +101,8 @@ class MoE:
             raise TypeError(f"MoE got an unexpected keyword argument {min(unknown)!r}")
         if config is not None and sizes:
             raise TypeError("give either config or its fields, not both")
+        if shards is not None and operator.index(shards) < 1:
+            raise ValueError(f"shards must be at least 1, got {shards}")
         self.backend = backend
         self.config = config or MoEConfig(**sizes)
         try:
@@ -113,10 +124,18 @@ class MoE:
             )
         except RuntimeError as error:
             raise BackendUnsupported(str(error)) from error
+        # One for each node, unless that turns out to be too many for the first expert.
+        self._hoped_shards = self.shards if shards is None else None
 
     @classmethod
     def from_checkpoint(
-        cls, path: str | Path, layer: int, backend: str | Backend | None = None, **options: Any
+        cls,
+        path: str | Path,
+        layer: int,
+        backend: str | Backend | None = None,
+        *,
+        shards: int | None = None,
+        **options: Any,
     ) -> MoE:
         """Load the experts of one layer of a checkpoint.
 
@@ -130,6 +149,8 @@ class MoE:
         backend : str or Backend, optional
             What computes it. By default the format of the weights decides: see
             :func:`ktk.checkpoint.default_backend`.
+        shards : int, optional
+            As of :class:`MoE`: by default one per NUMA node.
         **options
             ``experts``: the slots to load, by default all; the others take no memory.
             ``physical_to_logical_map``: as of :meth:`load`. And the keywords of :class:`MoE`.
@@ -148,6 +169,8 @@ class MoE:
         """
         from ktk.checkpoint import load_moe
 
+        if shards is not None:
+            options["shards"] = shards
         return load_moe(path, layer, backend, **options)
 
     def load(
@@ -272,6 +295,9 @@ class MoE:
             read[f"{part}_bias"] = prepared(f"{part}_bias", bias)
             formats.append(one.format)
         self._core.load_expert(expert, **read, given=(formats[0], formats[1], formats[2]))
+        if self._hoped_shards is not None:
+            _tell_shards(self.config.intermediate_size, self._hoped_shards, self.shards)
+            self._hoped_shards = None
 
     def leave_out(self, expert: int) -> None:
         """Give an expert's memory back; rows routed to it contribute nothing."""
@@ -354,8 +380,13 @@ class MoE:
 
     @property
     def shards(self) -> int:
-        """Parts that the weights are divided into."""
+        """Parts that the weights are divided into; at most, before an expert is loaded."""
         return int(self._core.shards)
+
+    @property
+    def shard_widths(self) -> tuple[int, ...]:
+        """Intermediate columns of each shard; none before an expert is loaded."""
+        return tuple(sum(slices) for slices in self._core.slices)
 
     @property
     def format(self) -> _core.Format | None:
@@ -401,3 +432,15 @@ def _inputs(
         readable("topk_weights", topk_weights),
         readable("mask", mask),
     )
+
+
+@functools.cache  # layers of a model are alike
+def _tell_shards(intermediate_size: int, nodes: int, shards: int) -> None:
+    if shards < nodes:
+        _log.info(
+            "weights of intermediate size %d are divided into %d shards, not one for each of %d "
+            "NUMA nodes: they cannot be cut finer",
+            intermediate_size,
+            shards,
+            nodes,
+        )

@@ -79,6 +79,7 @@ class Layer:
         model: ModelState | None = None,
         deferral_policy: str = "per-token",
         keep_gpu_experts: bool = True,
+        shards: int | None = None,
     ) -> None:
         refuse_sft(
             mode,
@@ -118,6 +119,7 @@ class Layer:
             )
         self._mask = initial_mask(self.num_experts, gpu_experts_mask, num_gpu_experts)
         self._keep_gpu_experts = keep_gpu_experts
+        self._shards = shards
         self._activation = activation(swiglu_limit, swiglu_alpha)
         self.backend = load_backend(method)
         pool = shared_pool(cpuinfer_threads, threadpool_count, numa_nodes)
@@ -191,6 +193,7 @@ class Layer:
                 as_list(physical_to_logical_map_cpu),
                 activation=self._activation,
                 pool=self.cpu_infer.pool,
+                shards=self._shards,
             )
         )
 
@@ -219,6 +222,7 @@ class Layer:
                 self._experts(),
                 as_list(physical_to_logical_map_cpu),
                 pool=self.cpu_infer.pool,
+                shards=self._shards,
             )
         )
 

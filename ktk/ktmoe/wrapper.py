@@ -67,6 +67,9 @@ class KTMoEWrapper(Layer):
     keep_gpu_experts : bool
         False: experts that the mask gives to the GPU are not loaded, and take no memory. They can
         never come back.
+    shards : int, optional
+        Parts that weights are divided into, as of :class:`ktk.MoE`: by default one per NUMA node
+        that has workers. ``moe.shard_widths`` says what came of it.
 
     Attributes
     ----------

@@ -75,16 +75,24 @@ def encode(x: Uncertain, act: formats.Format) -> Uncertain:
     return x.widened(formats.codec_bound(act, x.size, up_to=True))
 
 
+def encode_slices(x: Uncertain, act: formats.Format, slices: Sequence[int]) -> Uncertain:
+    """Store activations in slices of these widths, with groups of their own."""
+    ends = np.cumsum(slices)[:-1]
+    pairs = zip(np.split(x.value, ends, 1), np.split(x.error, ends, 1), strict=True)
+    stored = [encode(Uncertain(value, error), act) for value, error in pairs]
+    return Uncertain(x.value, np.concatenate([part.error for part in stored], 1))
+
+
 def matmul(
     x: Uncertain,
     weight: Array,
     bias: Array | None,
-    shards: int = 1,
+    parts: int = 1,
     reach: Array | float = 0.0,
 ) -> Uncertain:
-    """Multiply by stored weights, in as many parts as there are shards, and add a bias."""
+    """Multiply by stored weights, in so many parts of the depth, and add a bias."""
     value = x.value @ weight.T
-    error = x.error @ np.abs(weight).T + bounds.dot(x.size, weight, shards, reach)
+    error = x.error @ np.abs(weight).T + bounds.dot(x.size, weight, parts, reach)
     if bias is not None:
         value = value + bias
         error = error * (1 + UNIT) + UNIT * (np.abs(value) + error)
@@ -131,15 +139,15 @@ def expert(
     weights: Expert,
     config: Activation,
     acts: tuple[formats.Format, formats.Format, formats.Format],
-    shards: int = 1,
+    slices: Sequence[int],
 ) -> Uncertain:
     """Compute one expert for rows of hidden states."""
     reach = weights.reach
     exact = Uncertain(hidden, np.zeros_like(hidden))
     gate = matmul(encode(exact, acts[0]), weights.gate, weights.gate_bias, reach=reach[0])
     up = matmul(encode(exact, acts[1]), weights.up, weights.up_bias, reach=reach[1])
-    h = encode(glu(gate, up, config), acts[2])
-    return matmul(h, weights.down, weights.down_bias, shards, reach[2])
+    h = encode_slices(glu(gate, up, config), acts[2], slices)
+    return matmul(h, weights.down, weights.down_bias, len(slices), reach[2])
 
 
 def layer(
@@ -149,9 +157,9 @@ def layer(
     experts: Sequence[Expert],
     config: Activation,
     acts: tuple[formats.Format, formats.Format, formats.Format],
+    slices: Sequence[int],
     *,
     mask: npt.NDArray[np.bool_] | None = None,
-    shards: int = 1,
     out: str = "f32",
 ) -> Uncertain:
     """Compute the routed experts of a layer.
@@ -167,10 +175,11 @@ def layer(
     config : Activation
     acts : tuple of three Format
         How the activations of gate, up and down are stored.
+    slices : sequence of int
+        Widths of the parts that the intermediate dimension is cut into: its activations are
+        stored for each, and their products are added.
     mask : array of shape (experts,), optional
         True for experts to skip.
-    shards : int
-        Into how many parts the intermediate dimension is cut.
     out : str
         Element type of the output.
 
@@ -189,13 +198,13 @@ def layer(
             if len(tokens) == 0:
                 continue
             rows, at = np.unique(tokens, return_inverse=True)
-            y = expert(hidden[rows], weights, config, acts, shards)
+            y = expert(hidden[rows], weights, config, acts, slices)
             factor = topk_weights[tokens, slots][:, np.newaxis]
             np.add.at(value, tokens, factor * y.value[at])
             np.add.at(error, tokens, np.abs(factor) * y.error[at])
             np.add.at(size, tokens, np.abs(factor) * y.size[at])
-        # One product and one sum for each slot and shard.
-        terms = (ids.shape[1] + 1) * (shards + 1)
+        # One product and one sum for each slot and slice.
+        terms = (ids.shape[1] + 1) * (len(slices) + 1)
         error += bounds.gamma(terms) * size + terms * TINY * (size > 0)
         total = Uncertain(value, np.where(size < bounds.LARGEST / 2, error, np.inf))
         element = formats.ELEMENTS[out]

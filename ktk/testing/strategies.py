@@ -22,6 +22,9 @@ F32 = npt.NDArray[np.float32]
 #: Elements of a block above which a layer has no more than two of them in a row.
 LARGE_BLOCK = 64
 
+#: Columns that cuts of the intermediate size are multiples of.
+LEAST_COLUMNS = 32
+
 #: Values that any product of two matrices can take: sums of products stay inside float32.
 KINDS = (
     *("normal", "zero", "uniform", "sparse", "outlier", "powers", "ties"),
@@ -240,11 +243,10 @@ class Layer(formats.Summary):
         """What gate, up and down shall be stored as."""
         return tuple(pair.stored for pair in self.conversions)
 
-    def most_shards(self, variant: Any) -> int:
-        """Parts that the intermediate size can be cut into: whole steps and whole groups."""
-        gate, up, down = self.conversions
-        groups = (*gate.n_steps, *up.n_steps, *down.k_steps)
-        step = math.lcm(variant.n_step, variant.k_step, *groups)
+    @property
+    def most_shards(self) -> int:
+        """Parts that the intermediate size can be cut into: whole blocks of down, 32 columns."""
+        step = math.lcm(LEAST_COLUMNS, self.conversions[2].fill_bytes(1))
         return int(-(-self.config["intermediate_size"] // step))
 
 

@@ -102,7 +102,6 @@ class Subject(formats.Summary):
         batch: strategies.Batch,
         *,
         mask: npt.NDArray[np.bool_] | None = None,
-        shards: int = 1,
         out: str = "f32",
     ) -> reference.Uncertain:
         """Compute the layer in float64 from the weights that are stored."""
@@ -129,7 +128,7 @@ class Subject(formats.Summary):
             experts,
             reference.Activation(**chosen),
             (of_gate, of_up, of_down),
+            [width for shard in moe._core.slices for width in shard],
             mask=mask,
-            shards=shards,
             out=out,
         )

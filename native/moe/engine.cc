@@ -4,10 +4,11 @@
 
 namespace ktk {
 
-Engine::Engine(const WorkerPool::Options& options) : pool(options), scratch(pool.size()) {}
+Engine::Engine(const WorkerPool::Options& options, const Topology& topology)
+    : pool(options, topology), scratch(pool.size()) {}
 
-std::shared_ptr<Engine> Engine::make(const WorkerPool::Options& options) {
-  return {new Engine(options), [process = Process()](Engine* engine) {
+std::shared_ptr<Engine> Engine::make(const WorkerPool::Options& options, const Topology& topology) {
+  return {new Engine(options, topology), [process = Process()](Engine* engine) {
             if (!process.here()) return;
             if (engine->server_.get_id() == std::this_thread::get_id()) {
               std::thread([engine] { delete engine; }).detach();

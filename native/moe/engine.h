@@ -17,10 +17,11 @@ namespace ktk {
 // Like BackendTable, its reference count must not be Python's.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  explicit Engine(const WorkerPool::Options& options);
+  explicit Engine(const WorkerPool::Options& options, const Topology& topology = ktk::topology());
   // The deleter is safe where the last reference goes on the queue's own thread (the engine then
   // goes on another) or in a forked child (nothing is freed).
-  static std::shared_ptr<Engine> make(const WorkerPool::Options& options);
+  static std::shared_ptr<Engine> make(const WorkerPool::Options& options,
+                                      const Topology& topology = ktk::topology());
   // Finishes what is queued.
   ~Engine();
 

@@ -13,18 +13,20 @@ void check_positive(const char* name, size_t value, size_t most) {
 }
 
 // The node of each shard: as many shards as asked, spread over the nodes that have workers.
-std::vector<int> shard_nodes(const WorkerPool& pool, int shards) {
+std::vector<int> shard_nodes(const WorkerPool& pool, size_t shards) {
   std::vector<int> used;
   for (int w = 0; w < pool.size(); ++w) {
     const int at = pool.node_of(w);
     if (std::find(used.begin(), used.end(), at) == used.end()) used.push_back(at);
   }
-  const size_t count = shards > 0 ? static_cast<size_t>(shards) : used.size();
+  const size_t count = shards > 0 ? shards : used.size();
   std::vector<int> nodes;
   for (size_t s = 0; s < count; ++s) {
     const size_t at = static_cast<size_t>(used[s * used.size() / count]);
-    // One node needs no binding, and then its memory needs no system call.
-    nodes.push_back(topology().nodes.size() > 1 ? topology().nodes[at].id : -1);
+    // One node needs no binding, and then its memory needs no system call. Nodes of a pool that was
+    // made for another machine do not exist.
+    const std::vector<Node>& here = topology().nodes;
+    nodes.push_back(here.size() > 1 && at < here.size() ? here[at].id : -1);
   }
   return nodes;
 }
@@ -38,13 +40,18 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
       variant_(table_->select(variant, force)),
       config_(config),
       engine_(std::move(engine)),
-      wanted_(wanted) {
+      wanted_(wanted),
+      shards_chosen_(shards == 0) {
   check_positive("num_experts", config.num_experts, kMostExtent);
   check_positive("num_experts_per_tok", config.top_k, config.num_experts);
   check_positive("hidden_size", config.hidden, kMostExtent);
   check_positive("intermediate_size", config.intermediate, kMostExtent);
   if (shards < 0) throw std::invalid_argument("shards must not be negative");
-  nodes_ = shard_nodes(engine_->pool, shards);
+  if (static_cast<size_t>(shards) > config.intermediate) {
+    throw std::invalid_argument("intermediate_size " + std::to_string(config.intermediate) +
+                                " cannot be split into " + std::to_string(shards) + " shards");
+  }
+  nodes_ = shard_nodes(engine_->pool, static_cast<size_t>(shards));
   left_out_.resize(config.num_experts);
   ops();  // fails here rather than in the first call
 }
@@ -80,6 +87,9 @@ void Layer::load(size_t expert, const ExpertSource& source) {
   const std::lock_guard change(changing_);
   const Parts<ktk_format> formats = stored_formats(source);
   if (!weights_) {
+    const size_t most =
+        most_shards(config_.intermediate, cut_rules(variant_.tile, formats, source));
+    if (shards_chosen_ && nodes_.size() > most) nodes_ = shard_nodes(engine_->pool, most);
     weights_ = std::make_unique<Weights>(config_, variant_, formats, source, nodes_);
   }
   const bool fresh = weights_->state(expert) == Weights::State::kMissing && !left_out_[expert];
@@ -96,6 +106,11 @@ void Layer::leave_out(size_t expert) {
   if (weights_) weights_->leave_out(expert);
   left_out_[expert] = 1;
   loaded_ += fresh;
+}
+
+size_t Layer::shards() const {
+  const Loaded lock(*this);  // the first load may change them
+  return nodes_.size();
 }
 
 void Layer::check_loaded(const Request& request) const {

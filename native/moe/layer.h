@@ -18,8 +18,9 @@ namespace ktk {
 // Like BackendTable, its reference count must not be Python's.
 class Layer : public std::enable_shared_from_this<Layer> {
  public:
-  // `shards` 0: one per NUMA node that has workers. Throws std::invalid_argument for sizes that
-  // make no sense, and what BackendTable::select throws.
+  // `shards` 0: one per NUMA node that has workers, or as many as the weights can be cut into,
+  // which the first expert tells, where those are fewer. Throws std::invalid_argument for sizes
+  // that make no sense, and what BackendTable::select throws.
   Layer(std::shared_ptr<const BackendTable> table, const std::string& variant, bool force,
         const Config& config, std::shared_ptr<Engine> engine, int shards,
         const Parts<std::optional<ktk_format>>& wanted);
@@ -34,7 +35,8 @@ class Layer : public std::enable_shared_from_this<Layer> {
   const BackendTable& table() const { return *table_; }
   const Variant& variant() const { return variant_; }
   const std::shared_ptr<Engine>& engine() const { return engine_; }
-  size_t shards() const { return nodes_.size(); }
+  // Waits for a load, as weights() does.
+  size_t shards() const;
 
   // What is loaded, for as long as this lives: loading and leaving out wait for it, calls do not.
   // False until an expert has been loaded. A thread must not ask for two at a time. Throws
@@ -62,6 +64,7 @@ class Layer : public std::enable_shared_from_this<Layer> {
   std::shared_ptr<Engine> engine_;
   const Process process_;
   Parts<std::optional<ktk_format>> wanted_;
+  bool shards_chosen_;      // not by the caller: may become fewer
   std::vector<int> nodes_;  // of each shard
   // Guards weights_. Lock order: the engine's turn, then changing_. forward() takes only the turn.
   mutable std::mutex changing_;

@@ -33,9 +33,10 @@ class ChunkRun {
         weights_(weights),
         request_(request),
         ops_(ops()),
+        slices_(weights.slices()),
         shards_(weights.shards()),
-        plan_(config, variant, shards_),
-        next_gate_up_(shards_.size()),
+        plan_(config, variant, weights),
+        next_gate_up_(slices_.size()),
         next_down_(shards_.size()) {}
 
   size_t max_tokens() const { return plan_.max_tokens(); }
@@ -75,8 +76,8 @@ class ChunkRun {
     return plan_.private_x ? own + plan_.own.x[act] : shared_ + plan_.x[act];
   }
   float* partial(size_t s) const { return reinterpret_cast<float*>(shared_ + plan_.partial[s]); }
-  char* h_row(size_t s, size_t row) const {
-    return shared_ + plan_.h[s] + row * plan_.h_strides[s];
+  char* h_row(size_t slice, size_t row) const {
+    return shared_ + plan_.h[slice] + row * plan_.h_strides[slice];
   }
 
   void body(int worker) {
@@ -92,8 +93,8 @@ class ChunkRun {
     const size_t shards = shards_.size();
     const size_t home =
         static_cast<size_t>(worker) * shards / static_cast<size_t>(engine_.pool.size());
-    for (size_t i = 0; i < shards; ++i) {
-      const size_t s = (home + i) % shards;
+    for (size_t i = 0; i < slices_.size(); ++i) {
+      const size_t s = (shards_[home].first + i) % slices_.size();
       while (const GateUpTask* task = take(plan_.gate_up[s], next_gate_up_[s]))
         gate_up(s, *task, own);
     }
@@ -132,7 +133,7 @@ class ChunkRun {
   }
 
   void encode(char* own, size_t first, size_t last) {
-    const Parts<ktk_matrix>& matrix = shards_[0].matrix;
+    const Parts<ktk_matrix>& matrix = slices_[0].matrix;
     float* row = reinterpret_cast<float*>(own + plan_.own.row);
     for (size_t token = first; token < last; ++token) {
       ops_.to_f32(hidden_row(token), request_.hidden.type, config_.hidden, row);
@@ -165,8 +166,8 @@ class ChunkRun {
   }
 
   void gate_up(size_t s, const GateUpTask& task, char* own) {
-    const Shard& shard = shards_[s];
-    const Parts<ktk_matrix>& matrix = shard.matrix;
+    const Slice& slice = slices_[s];
+    const Parts<ktk_matrix>& matrix = slice.matrix;
     const Route::Active active = route_.active[task.active];
     const size_t expert = active.expert;
     float* gate = reinterpret_cast<float*>(own + plan_.own.gate);
@@ -188,22 +189,22 @@ class ChunkRun {
         mm.matrix = &matrix.gate;
         mm.act = gate_x;
         mm.act_stride = plan_.x_strides[0];
-        mm.weight = shard.gate_at(expert);
+        mm.weight = slice.gate_at(expert);
         mm.dst = gate;
-        mm.next = weights_from(matrix.up, shard.up_at(expert), n);
+        mm.next = weights_from(matrix.up, slice.up_at(expert), n);
         run(mm, factor.gate);
         mm.matrix = &matrix.up;
         mm.act = up_x;
         mm.act_stride = plan_.x_strides[of_up];
-        mm.weight = shard.up_at(expert);
+        mm.weight = slice.up_at(expert);
         mm.dst = up;
         mm.next = mm.n_end < matrix.gate.n
-                      ? weights_from(matrix.gate, shard.gate_at(expert), mm.n_end)
+                      ? weights_from(matrix.gate, slice.gate_at(expert), mm.n_end)
                       : nullptr;
         run(mm, factor.up);
         ops_.glu(&config_.glu, m, mm.n_end - n, gate, up, plan_.panel_stride,
-                 gate_bias ? gate_bias + shard.begin + n : nullptr,
-                 up_bias ? up_bias + shard.begin + n : nullptr);
+                 gate_bias ? gate_bias + slice.begin + n : nullptr,
+                 up_bias ? up_bias + slice.begin + n : nullptr);
         variant_.pack_act(&matrix.down, m, n, mm.n_end, gate, plan_.panel_stride, h_row(s, first),
                           plan_.h_strides[s]);
       }
@@ -211,29 +212,45 @@ class ChunkRun {
   }
 
   void down(size_t s, const DownTask& task, char* own) {
-    const Shard& shard = shards_[s];
     const size_t columns = task.end - task.begin;
-    float* panel = reinterpret_cast<float*>(own + plan_.own.product);
     float* sums = reinterpret_cast<float*>(own + plan_.own.sums);
     std::memset(sums, 0, plan_.tokens * plan_.down_stride * sizeof(float));
+    for (size_t i = shards_[s].first; i < shards_[s].last; ++i) add_down(i, task, own, sums);
+    for (size_t token = 0; token < plan_.tokens; ++token) {
+      const float* from = sums + token * plan_.down_stride;
+      if (shards_.size() > 1) {
+        std::memcpy(partial(s) + token * config_.hidden + task.begin, from,
+                    columns * sizeof(float));
+      } else {
+        ops_.from_f32(from, request_.out.type, columns,
+                      out_row(token) + task.begin * element_bytes(request_.out));
+      }
+    }
+  }
+
+  // Adds what the intermediate columns of a slice contribute.
+  void add_down(size_t s, const DownTask& task, char* own, float* sums) {
+    const Slice& slice = slices_[s];
+    const size_t columns = task.end - task.begin;
+    float* panel = reinterpret_cast<float*>(own + plan_.own.product);
     for (size_t i = 0; i < route_.active.size(); ++i) {
       const Route::Active active = route_.active[i];
       const bool last = i + 1 == route_.active.size();
       const char* following = last ? nullptr : h_row(s, route_.active[i + 1].first);
       const size_t following_bytes = last ? 0 : route_.active[i + 1].count * plan_.h_strides[s];
-      // Shards add up to the whole product; the bias must come once.
+      // Slices add up to the whole product; the bias must come once.
       const float* bias = s == 0 ? weights_.down_bias(active.expert) : nullptr;
       for (size_t done = 0; done < active.count; done += Plan::kMaxRows) {
         const size_t m = std::min<size_t>(active.count - done, Plan::kMaxRows);
         const size_t first = active.first + done;
-        ktk_matmul mm = product(shard.matrix.down, m, h_row(s, first), plan_.h_strides[s], own);
-        mm.weight = shard.down_at(active.expert);
+        ktk_matmul mm = product(slice.matrix.down, m, h_row(s, first), plan_.h_strides[s], own);
+        mm.weight = slice.down_at(active.expert);
         mm.n_begin = task.begin;
         mm.n_end = task.end;
         mm.dst = panel;
         mm.dst_stride = plan_.down_stride;
         if (!last) {
-          mm.next = weights_from(shard.matrix.down, shard.down_at(route_.active[i + 1].expert),
+          mm.next = weights_from(slice.matrix.down, slice.down_at(route_.active[i + 1].expert),
                                  task.begin);
         }
         run(mm, weights_.factor(active.expert).down);
@@ -249,16 +266,6 @@ class ChunkRun {
                             route_.weights[first + r], columns,
                             sums + route_.tokens[first + r] * plan_.down_stride);
         }
-      }
-    }
-    for (size_t token = 0; token < plan_.tokens; ++token) {
-      const float* from = sums + token * plan_.down_stride;
-      if (shards_.size() > 1) {
-        std::memcpy(partial(s) + token * config_.hidden + task.begin, from,
-                    columns * sizeof(float));
-      } else {
-        ops_.from_f32(from, request_.out.type, columns,
-                      out_row(token) + task.begin * element_bytes(request_.out));
       }
     }
   }
@@ -298,6 +305,7 @@ class ChunkRun {
   const Weights& weights_;
   const Request& request_;
   const ktk_ops& ops_;
+  const std::vector<Slice>& slices_;
   const std::vector<Shard>& shards_;
 
   Plan plan_;

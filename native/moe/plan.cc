@@ -45,13 +45,16 @@ class Carver {
 
 }  // namespace
 
-Plan::Plan(const Config& config, const Variant& variant, const std::vector<Shard>& shards)
-    : config_(config), variant_(variant), shards_(shards) {
-  const Parts<ktk_matrix>& matrix = shards[0].matrix;
+Plan::Plan(const Config& config, const Variant& variant, const Weights& weights)
+    : config_(config),
+      variant_(variant),
+      slices_(weights.slices()),
+      num_shards_(weights.shards().size()) {
+  const Parts<ktk_matrix>& matrix = slices_[0].matrix;
   num_acts = variant.share_acts(matrix.gate, matrix.up) ? 1 : 2;
   x_strides[0] = variant.act_bytes(matrix.gate);
   x_strides[1] = variant.act_bytes(matrix.up);
-  for (const Shard& shard : shards) h_strides.push_back(variant.act_bytes(shard.matrix.down));
+  for (const Slice& slice : slices_) h_strides.push_back(variant.act_bytes(slice.matrix.down));
 }
 
 size_t Plan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step); }
@@ -59,9 +62,7 @@ size_t Plan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step
 size_t Plan::max_tokens() const {
   size_t bytes = std::accumulate(x_strides, x_strides + num_acts, size_t{0});
   for (const size_t stride : h_strides) bytes = sum(bytes, product(config_.top_k, stride));
-  if (shards_.size() > 1) {
-    bytes = sum(bytes, product(shards_.size(), config_.hidden, sizeof(float)));
-  }
+  if (num_shards_ > 1) bytes = sum(bytes, product(num_shards_, config_.hidden, sizeof(float)));
   const size_t tokens_that_fit = std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
   return std::min(tokens_that_fit, std::max<size_t>(kMostRows / config_.top_k, 1));
 }
@@ -76,9 +77,9 @@ void Plan::make(const Route& route, size_t count, int workers) {
   // Gate and up are cut where the down projection's activations can be cut, too.
   const size_t step = common_multiple(variant_.tile.n_step, variant_.tile.k_step);
   panel_columns = std::max(kPanelFloats / pad(block_rows) / step * step, step);
-  gate_up.resize(shards_.size());
-  for (size_t s = 0; s < shards_.size(); ++s) {
-    cut_gate_up(route, shards_[s].width(), step, workers, gate_up[s]);
+  gate_up.resize(slices_.size());
+  for (size_t s = 0; s < slices_.size(); ++s) {
+    cut_gate_up(route, slices_[s].width(), step, workers, gate_up[s]);
   }
   const size_t cap = std::max(kSumBytes / (tokens * sizeof(float)), kLeastColumns);
   cut_down(config_.hidden, variant_.tile.n_step, cap, workers, down);
@@ -97,7 +98,7 @@ void Plan::place_shared(size_t rows) {
     x[i] = shared.add(private_x ? 0 : tokens + padding, x_strides[i]);
   }
   for (const size_t stride : h_strides) h.push_back(shared.add(rows + padding, stride));
-  for (size_t s = 0; shards_.size() > 1 && s < shards_.size(); ++s) {
+  for (size_t s = 0; num_shards_ > 1 && s < num_shards_; ++s) {
     partial.push_back(shared.add(tokens, product(config_.hidden, sizeof(float))));
   }
   shared_bytes = shared.size();
@@ -126,8 +127,8 @@ void Plan::place_own(size_t block_rows) {
 size_t Plan::kernel_scratch(size_t rows) const {
   size_t bytes = 0;
   for (const ktk_ukernel& kernel : variant_.kernels) {
-    for (const Shard& shard : shards_) {
-      const Parts<ktk_matrix>& matrix = shard.matrix;
+    for (const Slice& slice : slices_) {
+      const Parts<ktk_matrix>& matrix = slice.matrix;
       bytes = std::max({bytes, variant_.scratch_bytes(kernel, matrix.gate, rows),
                         variant_.scratch_bytes(kernel, matrix.up, rows),
                         variant_.scratch_bytes(kernel, matrix.down, rows)});

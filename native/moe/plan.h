@@ -20,7 +20,7 @@ struct Plan {
   static constexpr size_t kMaxActs = 2;
   size_t num_acts = 1;
 
-  // Bytes of an encoded token, and per shard of an encoded intermediate.
+  // Bytes of an encoded token, and per slice of an encoded intermediate.
   size_t x_strides[kMaxActs] = {};
   std::vector<size_t> h_strides;
 
@@ -29,10 +29,10 @@ struct Plan {
   bool private_x = false;
   size_t panel_columns = 0;                      // of gate and up that are computed at once
   size_t panel_stride = 0, down_stride = 0;      // floats between rows of panels
-  std::vector<std::vector<GateUpTask>> gate_up;  // per shard
+  std::vector<std::vector<GateUpTask>> gate_up;  // per slice
   std::vector<DownTask> down;                    // the same for every shard
 
-  // Offsets in the memory that workers share. `partial` is empty for one shard.
+  // Offsets in the memory that workers share: `h` per slice, `partial` per shard, empty for one.
   size_t x[kMaxActs] = {};
   std::vector<size_t> h, partial;
   size_t shared_bytes = 0;
@@ -49,7 +49,7 @@ struct Plan {
     size_t bytes;
   } own{};
 
-  Plan(const Config& config, const Variant& variant, const std::vector<Shard>& shards);
+  Plan(const Config& config, const Variant& variant, const Weights& weights);
 
   // The most tokens that a chunk takes, so that memory stays bounded for any number of them.
   size_t max_tokens() const;
@@ -65,7 +65,8 @@ struct Plan {
 
   const Config& config_;
   const Variant& variant_;
-  const std::vector<Shard>& shards_;
+  const std::vector<Slice>& slices_;
+  size_t num_shards_;
 };
 
 }  // namespace ktk

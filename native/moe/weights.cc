@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kPage = 4096;
 
-// Rows [row, ...) and columns [col, ...) of a source; both are multiples of its group and its
-// block.
+// Rows [row, ...) and columns [col, ...) of a source; both are multiples of its block, and either
+// of its group, or what is looked at does not leave the group that they lie in.
 ktk_source view(const ktk_source& source, size_t row, size_t col) {
   ktk_source part = source;
   const auto move = [](const void*& data, size_t stride, size_t rows, ktk_element element,
@@ -32,34 +32,56 @@ ktk_source view(const ktk_source& source, size_t row, size_t col) {
   return part;
 }
 
-// What the depth of a matrix can be cut at: whole groups and whole blocks.
-size_t depth_step(const ktk_format& format) {
+bool has_groups(const ktk_format& format) {
+  return format.scale != KTK_NONE || format.zero != KTK_NONE;
+}
+
+// Columns of a whole block; the group of ggml's types is their block.
+size_t depth_block(const ktk_format& format) {
   const size_t block = std::max<size_t>(block_of(format.element).columns, 1);
-  return format.group_k ? common_multiple(block, format.group_k) : block;
+  return is_ggml(format.element) && format.group_k ? common_multiple(block, format.group_k) : block;
 }
 
-// What the intermediate size may be cut at: whole packed columns of gate and up, whole depth steps
-// of down, and whole groups and blocks, of what is stored and of what is given.
-size_t cut_step(const ktk_tile& tile, const Parts<ktk_format>& stored, const ExpertSource& given) {
-  size_t step = common_multiple(tile.n_step, tile.k_step);
-  for (const uint32_t group : {stored.gate.group_n, stored.up.group_n, given.gate.format.group_n,
-                               given.up.format.group_n}) {
-    if (group) step = common_multiple(step, group);
-  }
-  for (const ktk_format& format : {stored.down, given.down.format}) {
-    step = common_multiple(step, depth_step(format));
-  }
-  return step;
+// Columns of the intermediate size that share a scale of any matrix: rows of gate and up.
+std::vector<size_t> groups_in(const Parts<ktk_format>& formats) {
+  std::vector<size_t> groups;
+  const auto add = [&](const ktk_format& format, uint32_t group) {
+    if (group && has_groups(format)) groups.push_back(group);
+  };
+  add(formats.gate, formats.gate.group_n);
+  add(formats.up, formats.up.group_n);
+  add(formats.down, formats.down.group_k);
+  return groups;
 }
 
-void check_cut(const char* name, size_t group, size_t cut) {
-  if (group == 0 || cut % group == 0) return;
-  throw std::invalid_argument(std::string(name) + " has groups of " + std::to_string(group) +
+void check_block(size_t block, size_t cut) {
+  if (cut % block == 0) return;
+  throw std::invalid_argument("down has blocks of " + std::to_string(block) +
                               ", but the layer is split into shards at " + std::to_string(cut) +
+                              ": load an expert with these blocks first, or use fewer shards");
+}
+
+void check_cut(const char* name, const ktk_format& format, size_t group, const Slice& slice) {
+  if (group == 0 || !has_groups(format) || slice.begin % group == 0) return;
+  if (slice.begin / group == (slice.end - 1) / group) return;
+  throw std::invalid_argument(std::string(name) + " has groups of " + std::to_string(group) +
+                              ", but the layer is split into shards at " +
+                              std::to_string(slice.begin) +
                               ": load an expert with these groups first, or use fewer shards");
 }
 
 }  // namespace
+
+CutRules cut_rules(const ktk_tile& tile, const Parts<ktk_format>& stored,
+                   const ExpertSource& given) {
+  CutRules rules;
+  rules.block = common_multiple(depth_block(stored.down), depth_block(given.down.format));
+  rules.step = common_multiple(tile.n_step, tile.k_step);
+  rules.groups = groups_in(stored);
+  const Parts<ktk_format> formats = {given.gate.format, given.up.format, given.down.format};
+  for (const size_t group : groups_in(formats)) rules.groups.push_back(group);
+  return rules;
+}
 
 Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_format>& formats,
                  const ExpertSource& first, const std::vector<int>& nodes)
@@ -67,30 +89,37 @@ Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_f
       variant_(variant),
       formats_(formats),
       states_(config.num_experts, State::kMissing),
+      scales_differ_(config.num_experts, 0),
       factors_(config.num_experts, {1, 1, 1}) {
-  const size_t step = cut_step(variant.tile, formats, first);
-  const size_t steps = round_up(config.intermediate, step) / step;
-  const size_t parts = nodes.size();
-  if (parts > steps) {
+  const CutRules rules = cut_rules(variant.tile, formats, first);
+  const size_t most = most_shards(config.intermediate, rules);
+  if (nodes.size() > most) {
     throw std::invalid_argument("intermediate_size " + std::to_string(config.intermediate) +
-                                " can be split into at most " + std::to_string(steps) +
-                                " shards of " + std::to_string(step) + ", not " +
-                                std::to_string(parts));
+                                " can be split into at most " + std::to_string(most) +
+                                " shards of " + std::to_string(least_step(rules)) + ", not " +
+                                std::to_string(nodes.size()));
   }
-  for (size_t s = 0; s < parts; ++s) {
-    Shard shard;
-    shard.begin = steps * s / parts * step;
-    shard.end = std::min(steps * (s + 1) / parts * step, config.intermediate);
-    shard.matrix = {{shard.width(), config.hidden, formats.gate},
-                    {shard.width(), config.hidden, formats.up},
-                    {config.hidden, shard.width(), formats.down}};
-    shard.bytes = {variant.weight_bytes(shard.matrix.gate), variant.weight_bytes(shard.matrix.up),
-                   variant.weight_bytes(shard.matrix.down)};
-    shard.expert_bytes =
-        round_up(sum(sum(shard.bytes.gate, shard.bytes.up), shard.bytes.down), kPage);
-    shard.memory = Memory(product(config.num_experts, shard.expert_bytes), nodes[s]);
-    shards_.push_back(std::move(shard));
+  const std::vector<size_t> cuts = cut_shards(config.intermediate, nodes.size(), rules);
+  for (size_t s = 0; s < nodes.size(); ++s) {
+    const std::vector<size_t> at = cut_slices(cuts[s], cuts[s + 1], rules.groups);
+    shards_.push_back({slices_.size(), slices_.size() + at.size() - 1});
+    for (size_t i = 0; i + 1 < at.size(); ++i) add_slice(at[i], at[i + 1], nodes[s]);
   }
+}
+
+void Weights::add_slice(size_t begin, size_t end, int node) {
+  Slice slice;
+  slice.begin = begin;
+  slice.end = end;
+  slice.matrix = {{slice.width(), config_.hidden, formats_.gate},
+                  {slice.width(), config_.hidden, formats_.up},
+                  {config_.hidden, slice.width(), formats_.down}};
+  slice.bytes = {variant_.weight_bytes(slice.matrix.gate), variant_.weight_bytes(slice.matrix.up),
+                 variant_.weight_bytes(slice.matrix.down)};
+  slice.expert_bytes =
+      round_up(sum(sum(slice.bytes.gate, slice.bytes.up), slice.bytes.down), kPage);
+  slice.memory = Memory(product(config_.num_experts, slice.expert_bytes), node);
+  slices_.push_back(std::move(slice));
 }
 
 void Weights::set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n) {
@@ -105,10 +134,12 @@ void Weights::set_bias(std::vector<float>& all, const float* bias, size_t expert
 }
 
 void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) {
-  for (const Shard& shard : shards_) {
-    check_cut("gate", source.gate.format.group_n, shard.begin);
-    check_cut("up", source.up.format.group_n, shard.begin);
-    check_cut("down", depth_step(source.down.format), shard.begin);
+  for (const Slice& slice : slices_) {
+    const ktk_format &gate = source.gate.format, &up = source.up.format, &down = source.down.format;
+    check_block(depth_block(down), slice.begin);
+    check_cut("gate", gate, gate.group_n, slice);
+    check_cut("up", up, up.group_n, slice);
+    check_cut("down", down, down.group_k, slice);
   }
   struct Job {
     const ktk_matrix* matrix;
@@ -126,10 +157,10 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
       jobs.push_back({&matrix, part, packed, n, std::min(n + rows, matrix.n)});
     }
   };
-  for (const Shard& shard : shards_) {
-    add(shard.matrix.gate, view(source.gate, shard.begin, 0), shard.gate_at(expert));
-    add(shard.matrix.up, view(source.up, shard.begin, 0), shard.up_at(expert));
-    add(shard.matrix.down, view(source.down, 0, shard.begin), shard.down_at(expert));
+  for (const Slice& slice : slices_) {
+    add(slice.matrix.gate, view(source.gate, slice.begin, 0), slice.gate_at(expert));
+    add(slice.matrix.up, view(source.up, slice.begin, 0), slice.up_at(expert));
+    add(slice.matrix.down, view(source.down, 0, slice.begin), slice.down_at(expert));
   }
   std::atomic<size_t> next{0};
   pool.run([&](int) {
@@ -141,19 +172,33 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
   set_bias(gate_bias_, source.gate_bias, expert, config_.intermediate);
   set_bias(up_bias_, source.up_bias, expert, config_.intermediate);
   set_bias(down_bias_, source.down_bias, expert, config_.hidden);
+  scales_differ_[expert] = chooses_scales(source);
   factors_[expert] = source.factor;
   states_[expert] = State::kLoaded;
 }
 
+// Whether packing a source in slices chooses several scales for a group of what is stored.
+bool Weights::chooses_scales(const ExpertSource& source) const {
+  const auto chosen = [&](const ktk_format& given, const ktk_format& stored, size_t group) {
+    if (has_groups(given) || !has_groups(stored)) return false;
+    return std::any_of(slices_.begin(), slices_.end(), [&](const Slice& slice) {
+      return group ? slice.begin % group : slice.begin;
+    });
+  };
+  return chosen(source.gate.format, formats_.gate, formats_.gate.group_n) ||
+         chosen(source.up.format, formats_.up, formats_.up.group_n) ||
+         chosen(source.down.format, formats_.down, formats_.down.group_k);
+}
+
 void Weights::leave_out(size_t expert) {
-  for (Shard& shard : shards_) {
-    shard.memory.discard(expert * shard.expert_bytes, shard.expert_bytes);
+  for (Slice& slice : slices_) {
+    slice.memory.discard(expert * slice.expert_bytes, slice.expert_bytes);
   }
   states_[expert] = State::kLeftOut;
 }
 
 void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
-  for (const Shard& s : shards_) {
+  for (const Slice& s : slices_) {
     const auto write = [&](const ktk_matrix& matrix, const char* packed, float factor, float* out,
                            size_t stride) {
       variant_.unpack_weight(&matrix, packed, 0, matrix.n, out, stride);
@@ -169,7 +214,7 @@ void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
 
 size_t Weights::expert_bytes() const {
   size_t bytes = 0;
-  for (const Shard& s : shards_) bytes += s.bytes.gate + s.bytes.up + s.bytes.down;
+  for (const Slice& s : slices_) bytes += s.bytes.gate + s.bytes.up + s.bytes.down;
   return bytes;
 }
 

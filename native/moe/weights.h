@@ -7,6 +7,7 @@
 
 #include "core/memory.h"
 #include "moe/config.h"
+#include "moe/cuts.h"
 #include "moe/table.h"
 
 namespace ktk {
@@ -26,13 +27,14 @@ struct ExpertSource : Parts<ktk_source> {
   const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
 };
 
-// One part of every expert: rows [begin, end) of gate and up, the same columns of down.
+// One part of every expert: rows [begin, end) of gate and up, the same columns of down, as matrices
+// of their own.
 //
 //   expert 0                      expert 1
 //   | gate | up | down | padding  | gate | up | down | padding ...
 //
 // Each expert starts on a page, so that experts that are left out take no memory.
-struct Shard {
+struct Slice {
   size_t begin = 0, end = 0;
   Parts<ktk_matrix> matrix;
   Parts<size_t> bytes;
@@ -45,19 +47,29 @@ struct Shard {
   char* down_at(size_t expert) const { return up_at(expert) + bytes.up; }
 };
 
+// What one NUMA node has of every expert: slices [first, last). There are several where a shard
+// begins inside a group of columns that share a scale, because no matrix can begin there.
+struct Shard {
+  size_t first, last;
+};
+
+// What the intermediate size may be cut at, for what is stored and what is given.
+CutRules cut_rules(const ktk_tile& tile, const Parts<ktk_format>& stored,
+                   const ExpertSource& given);
+
 class Weights {
  public:
   enum class State : uint8_t { kMissing, kLoaded, kLeftOut };
 
-  // Splits the intermediate size into parts of whole packing steps and whole groups, those of the
-  // first expert's source included; shard s lives on nodes[s]. Throws std::invalid_argument when
-  // there are more shards than such steps.
+  // Splits the intermediate size into shards of about the same width, as cut_rules() has it for
+  // the first expert's source; shard s lives on nodes[s]. Throws std::invalid_argument when there
+  // are more of them than it can be cut into.
   Weights(const Config& config, const Variant& variant, const Parts<ktk_format>& formats,
           const ExpertSource& first, const std::vector<int>& nodes);
 
   // Packs one expert with all workers of the pool; the sources may go afterwards. The formats have
   // been matched with the backend's by the caller. Throws std::invalid_argument where a group of
-  // the source reaches over the cut between two shards.
+  // the source reaches over a cut that is no cut of the first source's groups.
   void load(size_t expert, const ExpertSource& source, WorkerPool& pool);
   // Forgets an expert and gives its memory back; rows routed to it contribute nothing.
   void leave_out(size_t expert);
@@ -65,9 +77,13 @@ class Weights {
   // Writes a matrix of an expert as stored, in f32: [I, H], [I, H] and [H, I], row-major.
   void unpack(size_t expert, float* gate, float* up, float* down) const;
 
+  const std::vector<Slice>& slices() const { return slices_; }
   const std::vector<Shard>& shards() const { return shards_; }
   const Parts<ktk_format>& formats() const { return formats_; }
   State state(size_t expert) const { return states_[expert]; }
+  // Whether a scale of what is stored belongs to columns of several slices, each of which has
+  // chosen one of its own: weights that were quantised while they were packed.
+  bool scales_differ(size_t expert) const { return scales_differ_[expert] != 0; }
   // Packed bytes of one expert, padding between experts not counted.
   size_t expert_bytes() const;
   // Packed bytes of all loaded experts.
@@ -84,13 +100,17 @@ class Weights {
   static const float* bias(const std::vector<float>& all, size_t expert, size_t n) {
     return all.empty() ? nullptr : all.data() + expert * n;
   }
+  void add_slice(size_t begin, size_t end, int node);
+  bool chooses_scales(const ExpertSource& source) const;
   void set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n);
 
   Config config_;
   const Variant& variant_;
   Parts<ktk_format> formats_;
+  std::vector<Slice> slices_;
   std::vector<Shard> shards_;
   std::vector<State> states_;
+  std::vector<uint8_t> scales_differ_;
   std::vector<Parts<float>> factors_;
   std::vector<float> gate_bias_, up_bias_, down_bias_;  // empty until one is given
 };

@@ -141,6 +141,15 @@ auto of_weights(Result none, Ask ask) {
   };
 }
 
+std::vector<std::vector<size_t>> slice_widths(const Weights& weights) {
+  std::vector<std::vector<size_t>> widths;
+  for (const Shard& shard : weights.shards()) {
+    std::vector<size_t>& own = widths.emplace_back();
+    for (size_t s = shard.first; s < shard.last; ++s) own.push_back(weights.slices()[s].width());
+  }
+  return widths;
+}
+
 }  // namespace
 
 void bind_moe(nb::module_& m) {
@@ -173,7 +182,9 @@ void bind_moe(nb::module_& m) {
       .def("unpack_expert", &unpack_expert, "expert"_a)
       .def_prop_ro("variant", [](const Layer& l) { return l.variant().name; })
       .def_prop_ro("pool", [](const Layer& l) { return l.engine(); })
-      .def_prop_ro("shards", [](const Layer& l) { return l.shards(); })
+      .def_prop_ro("shards", &Layer::shards, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("slices", of_weights(std::vector<std::vector<size_t>>(), slice_widths),
+                   "Widths of the slices of each shard; none until an expert is loaded.")
       .def_prop_ro("expert_nbytes",
                    of_weights(size_t{0}, [](const Weights& w) { return w.expert_bytes(); }))
       .def_prop_ro("nbytes", of_weights(size_t{0}, [](const Weights& w) { return w.bytes(); }))

@@ -45,19 +45,19 @@ class Writer {
 
   void run() {
     struct Job {
-      const Shard* shard;
+      const Slice* slice;
       int part;
       size_t begin, end;
     };
     std::vector<Job> jobs;
-    for (const Shard& shard : weights_.shards()) {
+    for (const Slice& slice : weights_.slices()) {
       for (int part = 0; part < 3; ++part) {
-        const ktk_matrix& matrix = matrix_of(shard, part);
+        const ktk_matrix& matrix = matrix_of(slice, part);
         // Packing steps and groups are not cut; a few hundred KiB stay in cache.
         const size_t group = std::max<uint32_t>(matrix.format.group_n, 1);
         const size_t step = common_multiple(layer_.variant().tile.n_step, group);
         for (size_t n = 0; n < matrix.n; n += step) {
-          jobs.push_back({&shard, part, n, std::min(n + step, matrix.n)});
+          jobs.push_back({&slice, part, n, std::min(n + step, matrix.n)});
         }
       }
     }
@@ -65,25 +65,25 @@ class Writer {
     layer_.engine()->pool.run([&](int) {
       for (size_t i = next.fetch_add(1); i < jobs.size(); i = next.fetch_add(1)) {
         const Job& job = jobs[i];
-        const ktk_matrix& matrix = matrix_of(*job.shard, job.part);
-        const Stored rows = exported(matrix, packed_of(*job.shard, job.part), job.begin, job.end);
+        const ktk_matrix& matrix = matrix_of(*job.slice, job.part);
+        const Stored rows = exported(matrix, packed_of(*job.slice, job.part), job.begin, job.end);
         if (job.part == 2) {
-          put_down(*job.shard, matrix, rows, job.begin, job.end);
+          put_down(*job.slice, matrix, rows, job.begin, job.end);
         } else {
-          put_gate(*job.shard, matrix, rows, job.part, job.begin, job.end);
+          put_gate(*job.slice, matrix, rows, job.part, job.begin, job.end);
         }
       }
     });
   }
 
  private:
-  static const ktk_matrix& matrix_of(const Shard& shard, int part) {
-    return part == 0 ? shard.matrix.gate : part == 1 ? shard.matrix.up : shard.matrix.down;
+  static const ktk_matrix& matrix_of(const Slice& slice, int part) {
+    return part == 0 ? slice.matrix.gate : part == 1 ? slice.matrix.up : slice.matrix.down;
   }
-  const char* packed_of(const Shard& shard, int part) const {
-    return part == 0   ? shard.gate_at(expert_)
-           : part == 1 ? shard.up_at(expert_)
-                       : shard.down_at(expert_);
+  const char* packed_of(const Slice& slice, int part) const {
+    return part == 0   ? slice.gate_at(expert_)
+           : part == 1 ? slice.up_at(expert_)
+                       : slice.down_at(expert_);
   }
   size_t scale_size(const ktk_format& format) const {
     return wide_ && format.scale == KTK_UE8M0 ? 2 : element_bits(format.scale) / 8;
@@ -114,20 +114,21 @@ class Writer {
     return rows;
   }
 
-  // Rows of gate or up: a rank has those of its intermediate columns.
-  void put_gate(const Shard& shard, const ktk_matrix& matrix, const Stored& rows, int part,
+  // Rows of gate or up: a rank has those of its intermediate columns. The scale of a group comes
+  // from the slice that the group starts in; the others have the same.
+  void put_gate(const Slice& slice, const ktk_matrix& matrix, const Stored& rows, int part,
                 size_t begin, size_t end) const {
     const ktk_format& f = matrix.format;
     const size_t group = std::max<uint32_t>(f.group_n, 1);
     const size_t scales = groups_of(matrix.k, f.group_k);
     const size_t scale_bytes = scales * scale_size(f);
     for (size_t n = begin; n < end;) {
-      const size_t at = shard.begin + n, rank = at / per_rank_;
-      const size_t stop = std::min(end, (rank + 1) * per_rank_ - shard.begin);
+      const size_t at = slice.begin + n, rank = at / per_rank_;
+      const size_t stop = std::min(end, (rank + 1) * per_rank_ - slice.begin);
       const size_t row = static_cast<size_t>(part) * per_rank_ + at % per_rank_;
       std::memcpy(static_cast<char*>(ranks_[rank].w13) + row * rows.data_bytes,
                   rows.data.data() + (n - begin) * rows.data_bytes, (stop - n) * rows.data_bytes);
-      if (f.scale != KTK_NONE) {
+      if (f.scale != KTK_NONE && at % group == 0) {
         put_scales(rows.scale.data() + (n - begin) / group * rows.scale_bytes,
                    groups_of(stop - n, f.group_n) * scales, f.scale, wide_,
                    static_cast<char*>(ranks_[rank].w13_scale) + row / group * scale_bytes);
@@ -137,25 +138,26 @@ class Writer {
   }
 
   // Rows of down: a rank has its intermediate columns of each.
-  void put_down(const Shard& shard, const ktk_matrix& matrix, const Stored& rows, size_t begin,
+  void put_down(const Slice& slice, const ktk_matrix& matrix, const Stored& rows, size_t begin,
                 size_t end) const {
     const ktk_format& f = matrix.format;
     const Block block = block_of(f.element);
     const size_t row_bytes = block.bytes_of(per_rank_);
     for (size_t k = 0; k < matrix.k;) {
-      const size_t at = shard.begin + k, rank = at / per_rank_;
-      const size_t stop = std::min(matrix.k, (rank + 1) * per_rank_ - shard.begin);
+      const size_t at = slice.begin + k, rank = at / per_rank_;
+      const size_t stop = std::min(matrix.k, (rank + 1) * per_rank_ - slice.begin);
       char* to = static_cast<char*>(ranks_[rank].w2) + block.bytes_of(at % per_rank_);
       for (size_t n = begin; n < end; ++n) {
         std::memcpy(to + n * row_bytes,
                     rows.data.data() + (n - begin) * rows.data_bytes + block.bytes_of(k),
                     block.bytes_of(stop - k));
       }
-      if (f.scale != KTK_NONE && f.group_k) put_down_scales(f, rows, rank, begin, end, at, k, stop);
+      if (f.scale != KTK_NONE && f.group_k && at % f.group_k == 0)
+        put_down_scales(f, rows, rank, begin, end, at, k, stop);
       k = stop;
     }
-    // A scale for the whole row is everybody's, and each shard has it.
-    if (f.scale == KTK_NONE || f.group_k || shard.begin) return;
+    // A scale for the whole row is everybody's, and each slice has it.
+    if (f.scale == KTK_NONE || f.group_k || slice.begin) return;
     const size_t group = std::max<uint32_t>(f.group_n, 1);
     for (const RankTarget& rank : ranks_) {
       put_scales(rows.scale.data(), groups_of(end - begin, f.group_n), f.scale, wide_,
@@ -163,7 +165,8 @@ class Writer {
     }
   }
 
-  // Scales of columns [k, stop) of a shard, the first of which is column `at` of the matrix.
+  // Scales of columns [k, stop) of a slice, the first of which is column `at` of the matrix and the
+  // first of a group.
   void put_down_scales(const ktk_format& f, const Stored& rows, size_t rank, size_t begin,
                        size_t end, size_t at, size_t k, size_t stop) const {
     const size_t group = std::max<uint32_t>(f.group_n, 1);
@@ -172,7 +175,7 @@ class Writer {
         static_cast<char*>(ranks_[rank].w2_scale) + at % per_rank_ / f.group_k * scale_size(f);
     const char* from = rows.scale.data() + k / f.group_k * element_bits(f.scale) / 8;
     for (size_t g = 0; g < groups_of(end - begin, f.group_n); ++g) {
-      put_scales(from + g * rows.scale_bytes, (stop - k) / f.group_k, f.scale, wide_,
+      put_scales(from + g * rows.scale_bytes, groups_of(stop - k, f.group_k), f.scale, wide_,
                  to + (begin / group + g) * row_bytes);
     }
   }
@@ -203,6 +206,13 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
   const Layer::Loaded weights = layer.weights();
   if (!weights || weights->state(expert) != Weights::State::kLoaded) {
     throw std::invalid_argument("expert " + std::to_string(expert) + " is not loaded");
+  }
+  if (weights->scales_differ(expert)) {
+    throw std::invalid_argument(
+        "expert " + std::to_string(expert) + " was quantised in " +
+        std::to_string(weights->shards().size()) +
+        " shards, where columns that share a scale in a checkpoint have several: load the layer "
+        "with shards=1 to write it");
   }
   const size_t intermediate = layer.config().intermediate;
   if (ranks.empty() || intermediate % ranks.size()) {

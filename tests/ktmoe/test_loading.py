@@ -101,6 +101,21 @@ def test_methods_that_quantise_load_the_same_layer(tmp_path: Path, method: str) 
     assert torch.equal(made.forward(*call), from_tensors.forward(*call))
 
 
+@pytest.mark.parametrize("shards", [1, 3])
+def test_weights_are_divided_as_asked(tmp_path: Path, shards: int) -> None:
+    made = layer(checkpoint(tmp_path / "model"), method="AMXINT8", shards=shards)
+    from_tensors = layer(tmp_path / "model", method="AMXINT8", layer_idx=6, shards=shards)
+    made.load_weights()
+    from_tensors.load_weights_from_tensors(*weights())
+    for one in (made, from_tensors):
+        assert one.moe is not None
+        assert one.moe.shard_widths == (INNER // shards,) * shards
+    call = inputs(5)
+    assert torch.equal(made.forward(*call), from_tensors.forward(*call))
+    with pytest.raises(ValueError, match="96 can be split into at most 3 shards of 32, not 4"):
+        layer(tmp_path / "model", shards=4).load_weights()
+
+
 def test_parts_of_unlike_numbers_of_experts_are_named(tmp_path: Path) -> None:
     gate, up, down = weights()
     made = layer(tmp_path)

@@ -58,7 +58,7 @@ def loaded(method: str, made: list[dict[str, Quantized]], shards: int) -> KTMoEW
     return layer
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("shards", [1, 2, 3, 8])  # with 3 and 8, inside groups of 128
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("method", FORMATS)
 def test_ranks_get_the_bytes_of_the_checkpoint(method: str, ranks: int, shards: int) -> None:

@@ -56,8 +56,8 @@ constexpr ktk_backend kBackend = {
 
 constexpr size_t kExperts = 5, kTopK = 2;
 
-// Off every step, and an intermediate size of two shards for the largest depth step (512); but made
-// of whole blocks of ggml's types.
+// Off every step, and an intermediate size of three shards that begin inside groups of 128; but
+// made of whole blocks of ggml's types, and of three of them.
 struct Sizes {
   size_t hidden, intermediate;
 
@@ -246,8 +246,65 @@ void check_layer(const ktk_format& given, const std::string& variant, int shards
 TEST(layers_compute_what_they_hold) {
   for (const ktk_format& given : kGiven) {
     for (const std::string& variant : runnable()) {
-      for (const int shards : {1, 2}) check_layer(given, variant, shards);
+      for (const int shards : {1, 2, 3}) check_layer(given, variant, shards);
     }
+  }
+}
+
+// The same weights whatever they are cut into, unless a backend chooses scales for each shard.
+TEST(shards_hold_what_was_given) {
+  for (const ktk_format& given : kGiven) {
+    if (given.element == KTK_BF16) continue;
+    const Sizes sizes(given);
+    std::vector<float> wanted;
+    for (const int shards : {1, 2, 3}) {
+      const auto layer = make_layer(given, "", 2, shards);
+      std::vector<float> all(3 * sizes.hidden * sizes.intermediate);
+      float* const first = all.data();
+      const size_t step = all.size() / 3;
+      layer->weights()->unpack(1, first, first + step, first + 2 * step);
+      CHECK_EQ(layer->shards(), static_cast<size_t>(shards));
+      CHECK_EQ(layer->weights()->shards().size(), static_cast<size_t>(shards));
+      if (wanted.empty()) wanted = all;
+      CHECK(all == wanted);
+    }
+  }
+}
+
+// Four nodes that share a CPU: what counts is where workers are said to be.
+ktk::Topology four_nodes() {
+  ktk::Topology topology;
+  for (int id = 0; id < 4; ++id) {
+    topology.nodes.push_back(
+        {.id = id, .cores = {id}, .cpus = {id}, .has_memory = true, .core_of = {id}});
+  }
+  return topology;
+}
+
+TEST(nodes_have_a_shard_each_unless_weights_cannot_be_cut_so_fine) {
+  const ktk_format& given = kGiven[0];
+  const auto engine = ktk::Engine::make({.threads = 4, .cpus = {}, .pin = false}, four_nodes());
+  const size_t block = ktk::is_ggml(given.element) ? ktk::block_of(given.element).columns : 32;
+  for (const size_t blocks : {1, 3, 4, 9}) {
+    ktk::Config config = Sizes(given).config();
+    config.intermediate = blocks * block;
+    const auto make = [&](int shards) {
+      const auto layer =
+          std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), "", false, config, engine,
+                                  shards, ktk::Parts<std::optional<ktk_format>>{});
+      CHECK_EQ(layer->shards(), shards ? static_cast<size_t>(shards) : 4u);
+      const Weight gate(given, config.intermediate, config.hidden, 0);
+      const Weight down(given, config.hidden, config.intermediate, 1);
+      layer->load(0, {gate.source, gate.source, down.source});
+      return layer;
+    };
+    CHECK_EQ(make(0)->shards(), std::min<size_t>(blocks, 4));
+    if (blocks < 4) CHECK_THROWS(std::invalid_argument, make(4));
+    const auto layer = make(0);
+    for (size_t e = 1; e < kExperts; ++e) layer->leave_out(e);
+    Call call(given, 5);
+    layer->forward(call.request);
+    for (const float value : call.out) CHECK(std::isfinite(value));
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include "a_table.h"
 #include "check.h"
+#include "core/worker_pool.h"
 #include "moe/weights.h"
 
 namespace {
@@ -49,9 +50,29 @@ TEST(shards_of_down_are_whole_blocks) {
   source.gate.format = source.up.format = kQ8;
   source.down.format = kQ4;
   const ktk::Weights weights(config, table->select(""), {kQ8, kQ8, kQ4}, source, {-1, -1});
-  for (const ktk::Shard& shard : weights.shards()) CHECK_EQ(shard.begin % 256, 0u);
+  CHECK_EQ(weights.slices().size(), 2u);
+  for (const ktk::Slice& slice : weights.slices()) CHECK_EQ(slice.begin % 256, 0u);
   CHECK_THROWS(std::invalid_argument,
                ktk::Weights(config, table->select(""), {kQ8, kQ8, kQ4}, source, {-1, -1, -1, -1}));
+}
+
+TEST(later_experts_must_fit_the_cuts_of_the_first) {
+  const auto table = table_of(kVariant);
+  const ktk::Config config{.num_experts = 1, .top_k = 1, .hidden = 32, .intermediate = 384};
+  ktk::WorkerPool pool({.threads = 1, .cpus = {}, .pin = false});
+  ktk::ExpertSource source{};
+  source.gate.format = source.up.format = source.down.format = kF32;
+  ktk::Weights weights(config, table->select(""), {kF32, kF32, kF32}, source, {-1, -1, -1, -1});
+  weights.load(0, source, pool);  // cut at 96, 192 and 288
+  // Floats have no groups to cut slices at, and these ones reach over groups of 128.
+  for (ktk_source ktk::ExpertSource::* part :
+       {&ktk::ExpertSource::gate, &ktk::ExpertSource::up, &ktk::ExpertSource::down}) {
+    ktk::ExpertSource later = source;
+    (later.*part).format = {KTK_I8, KTK_F32, KTK_NONE, 32, 32};
+    weights.load(0, later, pool);
+    (later.*part).format = {KTK_I8, KTK_F32, KTK_NONE, 128, 128};
+    CHECK_THROWS(std::invalid_argument, weights.load(0, later, pool));
+  }
 }
 
 }  // namespace

@@ -97,6 +97,16 @@ def test_options_reach_every_layer(folder: Path) -> None:
         ktk.Model.from_checkpoint(folder, shards=9)
 
 
+def test_shards_reach_every_layer(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"^layer 1: .* at most 1 shards of 32, not 2$"):
+        ktk.Model.from_checkpoint(folder, shards=2)
+    for shards in (None, 1):
+        model = ktk.Model.from_checkpoint(folder, shards=shards)
+        assert [moe.shards for moe in model.values()] == [1, 1, 1]
+    with pytest.raises(ValueError, match="shards must be at least 1, got 0"):
+        ktk.Model.from_checkpoint(folder, shards=0)
+
+
 def test_experts_and_maps_may_differ_by_layer(folder: Path) -> None:
     whole = ktk.Model.from_checkpoint(folder)
     part = ktk.Model.from_checkpoint(

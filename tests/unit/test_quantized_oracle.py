@@ -161,6 +161,7 @@ def check(
                 experts,
                 reference.Activation(**activation),
                 (variant.act,) * 3,
+                moe.shard_widths,
             )
             # Two computations in float64, by transformers and by the kit.
             np.testing.assert_allclose(found.value, expected, rtol=1e-9, atol=1e-9)

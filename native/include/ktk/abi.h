@@ -88,7 +88,9 @@ typedef struct ktk_format {
   uint32_t group_k;
 } ktk_format;
 
-/* A packed weight matrix: its extents and the format it is stored in. */
+/* A packed weight matrix: its extents and the format it is stored in. Extents are any, also less
+ * than a group or a step: a layer that is divided among NUMA nodes packs parts of its weights as
+ * matrices of their own, whose groups start at their first row and column. */
 typedef struct ktk_matrix {
   size_t n, k;
   ktk_format format;
@@ -108,11 +110,12 @@ typedef struct ktk_target {
   size_t data_stride, scale_stride, zero_stride;
 } ktk_target;
 
-/* Where the core may cut. Every cut is a multiple of the step, or the end of the extent. */
+/* Where the core may cut what it does with one matrix: ranges of rows and of depth that functions
+ * are called for. Every cut is a multiple of the step, or the end of the extent. */
 typedef struct ktk_tile {
   uint32_t m_step; /* rows of act and dst are padded to a multiple of this */
   uint32_t n_step; /* weight columns that are packed together */
-  uint32_t k_step; /* depth that weights and activations can be cut at (shards, partial pack_act) */
+  uint32_t k_step; /* depth of activations that are packed together (partial pack_act) */
 } ktk_tile;
 
 /* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32.
