@@ -77,6 +77,16 @@ void check_device(const char* name, const Array& array) {
 }
 
 template <typename Array>
+void check_aligned(const char* name, const Array& array) {
+  const auto at = reinterpret_cast<uintptr_t>(array.data());
+  if (array.size() == 0 || at % array.itemsize() == 0) return;
+  throw nb::value_error((std::string(name) + " is " + describe_array(array) + " at the address " +
+                         std::to_string(at) + ", which is no multiple of its elements' " +
+                         std::to_string(array.itemsize()) + " bytes; pass a copy of it")
+                            .c_str());
+}
+
+template <typename Array>
 void check_array(const char* name, const Array& array, const std::vector<int64_t>& shape) {
   check_device(name, array);
   const std::vector<int64_t> got = shape_of(array);
@@ -97,11 +107,13 @@ void check_array(const char* name, const Array& array, const std::vector<int64_t
       throw nb::value_error((std::string(name) + " must not have negative strides").c_str());
     }
   }
+  check_aligned(name, array);
 }
 
 template std::string describe_array(const AnyArray&);
 template std::string describe_array(const AnyOutput&);
 template void check_device(const char*, const AnyArray&);
+template void check_aligned(const char*, const AnyArray&);
 template void check_array(const char*, const AnyArray&, const std::vector<int64_t>&);
 template void check_array(const char*, const AnyOutput&, const std::vector<int64_t>&);
 

@@ -29,8 +29,13 @@ ktk_element element_of(const char* name, const nb::dlpack::dtype& dtype);
 template <typename Array>
 void check_device(const char* name, const Array& array);
 
-// Throws unless the array is in CPU memory, has the shape (-1: any) and its last dimension is
-// contiguous. TypeError for the wrong device, ValueError for the rest.
+// Throws ValueError unless the array starts at a multiple of its elements' size, which numpy and
+// DLPack leave open: code that reads whole elements relies on it.
+template <typename Array>
+void check_aligned(const char* name, const Array& array);
+
+// Throws unless the array is in CPU memory, has the shape (-1: any), is aligned and its last
+// dimension is contiguous. TypeError for the wrong device, ValueError for the rest.
 template <typename Array>
 void check_array(const char* name, const Array& array, const std::vector<int64_t>& shape);
 

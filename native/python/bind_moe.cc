@@ -68,6 +68,7 @@ float take_factor(const char* name, const OptFormat& given, OptArray& scale) {
                            element_name(given->element) + ", got " + describe_array(*scale))
                               .c_str());
   }
+  check_aligned(name, *scale);
   const float factor = *static_cast<const float*>(scale->data());
   scale.reset();
   return factor;

@@ -97,14 +97,14 @@ class PackedMatrix {
   size_t padded(size_t m) const { return round_up(m, variant_.tile.m_step); }
 
   nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> pack_act(const F32Input& x) const {
-    check_depth(x.shape(1));
+    check_depth(x);
     auto act = new_bytes(padded(x.shape(0)), act_size());
     variant_.pack_act(&matrix_, x.shape(0), 0, k(), x.data(), k(), act.data(), act_size());
     return act;
   }
 
   void pack_act_range(const F32Input& x, size_t k_begin, size_t k_end, ByteOutput act) const {
-    check_depth(x.shape(1));
+    check_depth(x);
     const size_t step = variant_.tile.k_step;
     if (k_begin >= k_end || k_end > k() || k_begin % step || (k_end % step && k_end != k())) {
       throw nb::value_error("depth range is not made of whole steps");
@@ -147,6 +147,7 @@ class PackedMatrix {
                std::optional<size_t> ukernel) const {
     check_columns(n_begin, n_end);
     check_act(act.shape(0), act.shape(1), m);
+    check_aligned("dst", AnyArray(dst));
     const size_t columns = round_up(n_end - n_begin, variant_.tile.n_step);
     if (dst.shape(0) < padded(m) || dst.shape(1) < columns || dst.stride(1) != 1 ||
         dst.stride(0) % 16) {
@@ -162,10 +163,11 @@ class PackedMatrix {
       throw nb::value_error("column range is not made of whole steps");
     }
   }
-  void check_depth(size_t depth) const {
-    if (depth != k()) {
+  void check_depth(const F32Input& x) const {
+    check_aligned("x", AnyArray(x));
+    if (x.shape(1) != k()) {
       throw nb::value_error(
-          ("act has depth " + std::to_string(depth) + ", the weight " + std::to_string(k()))
+          ("act has depth " + std::to_string(x.shape(1)) + ", the weight " + std::to_string(k()))
               .c_str());
     }
   }

@@ -116,6 +116,8 @@ nb::tuple split(nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device
                 nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> weights,
                 size_t num_experts, size_t deferred, bool batch_union) {
   const size_t tokens = ids.shape(0), k = ids.shape(1);
+  check_aligned("topk_ids", AnyArray(ids));
+  check_aligned("topk_weights", AnyArray(weights));
   if (weights.shape(0) != tokens || weights.shape(1) != k) {
     throw nb::value_error("topk_ids and topk_weights have different shapes");
   }
