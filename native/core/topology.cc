@@ -188,7 +188,8 @@ std::vector<int> affinity_mask() {
 }
 
 const Topology& topology() {
-  static const Topology here = read_topology("/", affinity_mask());
+  // Never freed: threads may still compute while the process ends.
+  static const Topology& here = *new Topology(read_topology("/", affinity_mask()));
   return here;
 }
 

@@ -7,6 +7,7 @@
 
 #include "core/cpu.h"
 #include "probe/measure.h"
+#include "python/gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -47,7 +48,7 @@ double peak_of(const std::string& name, int threads, double seconds, std::vector
     if (!runs_here(unit)) {
       throw std::runtime_error("this CPU, or the operating system, does not offer " + name);
     }
-    nb::gil_scoped_release release;
+    const Unlocked unlocked;
     return peak(unit, threads, seconds, std::move(cpus));
   }
   std::string known;
@@ -58,7 +59,7 @@ double peak_of(const std::string& name, int threads, double seconds, std::vector
 double read_bandwidth(long long bytes, int threads, double seconds, std::vector<int> cpus) {
   check_seconds(seconds);
   const size_t checked = check_bytes(bytes);
-  nb::gil_scoped_release release;
+  const Unlocked unlocked;
   return Reader(checked, threads, std::move(cpus)).measure(seconds);
 }
 
@@ -79,7 +80,7 @@ NB_MODULE(_probe, m) {
           "__init__",
           [](Reader* self, long long bytes, int threads, std::vector<int> cpus) {
             const size_t checked = check_bytes(bytes);
-            nb::gil_scoped_release release;
+            const ktk::Unlocked unlocked;
             new (self) Reader(checked, threads, std::move(cpus));
           },
           "buffer_bytes"_a, "threads"_a, "cpus"_a = std::vector<int>{})
@@ -87,7 +88,7 @@ NB_MODULE(_probe, m) {
           "measure",
           [](Reader& self, double seconds) {
             check_seconds(seconds);
-            nb::gil_scoped_release release;
+            const ktk::Unlocked unlocked;
             return self.measure(seconds);
           },
           "seconds"_a, "Bytes per second of all threads together.")

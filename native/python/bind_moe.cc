@@ -94,7 +94,7 @@ void load_expert(Layer& layer, int64_t expert, const AnyArray& gate, const AnyAr
   source.up_bias = bias_from("up_bias", up_bias, layer.config().intermediate, biases[1]);
   source.down_bias = bias_from("down_bias", down_bias, layer.config().hidden, biases[2]);
   const size_t at = check_expert(layer, expert);
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   layer.load(at, source);
 }
 
@@ -102,7 +102,7 @@ void call_layer(Layer& layer, const AnyArray& hidden, const AnyArray& ids, const
                 const OptArray& mask, const AnyOutput& out) {
   Call call;
   check_call(layer, hidden, ids, weights, mask, out, call);
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   layer.forward(call.request);
 }
 
@@ -112,7 +112,7 @@ TicketHandle* submit(std::shared_ptr<Layer> layer, const AnyArray& hidden, const
                      const AnyArray& weights, const OptArray& mask, const AnyOutput& out) {
   Call call;
   check_call(*layer, hidden, ids, weights, mask, out, call);
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   return new TicketHandle(std::move(layer), call.request);
 }
 
@@ -121,7 +121,7 @@ nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
   const size_t h = layer.config().hidden, i = layer.config().intermediate;
   F32Matrix gate = new_matrix(i, h), up = new_matrix(i, h), down = new_matrix(h, i);
   {
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     const Layer::Loaded weights = layer.weights();
     if (!weights || weights->state(at) != Weights::State::kLoaded) {
       throw std::invalid_argument("expert " + std::to_string(at) + " is not loaded");
@@ -136,7 +136,7 @@ nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
 template <class Result, class Ask>
 auto of_weights(Result none, Ask ask) {
   return [none, ask](const Layer& layer) -> Result {
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     const Layer::Loaded weights = layer.weights();
     return weights ? Result(ask(*weights)) : none;
   };
@@ -155,7 +155,7 @@ std::vector<std::vector<size_t>> slice_widths(const Weights& weights) {
 
 void bind_moe(nb::module_& m) {
   nb::class_<TicketHandle>(m, "Ticket", "A call that was submitted.")
-      .def("wait", &TicketHandle::wait, nb::call_guard<nb::gil_scoped_release>(),
+      .def("wait", &TicketHandle::wait, nb::call_guard<Unlocked>(),
            "Waits for the end of the call; raises what went wrong in it.")
       .def_prop_ro("done", &TicketHandle::done, "Whether wait() would return at once.");
 
@@ -172,7 +172,7 @@ void bind_moe(nb::module_& m) {
           "leave_out",
           [](Layer& layer, int64_t expert) {
             const size_t at = check_expert(layer, expert);
-            const nb::gil_scoped_release release;
+            const Unlocked unlocked;
             layer.leave_out(at);
           },
           "expert"_a)

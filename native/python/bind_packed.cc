@@ -13,6 +13,7 @@
 #include "core/size.h"
 #include "moe/table.h"
 #include "python/bind.h"
+#include "python/gil.h"
 #include "python/source.h"
 
 namespace ktk {
@@ -41,7 +42,7 @@ class PackedMatrix {
     bytes_ = variant_.weight_bytes(matrix_);
     act_size_ = variant_.act_bytes(matrix_);
     packed_ = Memory(bytes_);
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     variant_.pack_weight(&matrix_, &source, 0, matrix_.n, packed_.data());
   }
 
@@ -86,7 +87,7 @@ class PackedMatrix {
     const ktk_target target = {data.data(),   scale.data(),   zero.data(),
                                data.shape(1), scale.shape(1), zero.shape(1)};
     {
-      const nb::gil_scoped_release release;
+      const Unlocked unlocked;
       variant_.export_weight(&matrix_, packed_.data(), 0, n(), &target);
     }
     return nb::make_tuple(data, scale, zero);
@@ -211,7 +212,7 @@ class PackedMatrix {
     mm.dst = dst;
     mm.dst_stride = stride;
     mm.scratch = scratch.data();
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     if (variant_.enter) variant_.enter();
     kernel.run(&mm);
     if (variant_.leave) variant_.leave();

@@ -32,7 +32,7 @@ class CallHandle {
   CallHandle(const CallHandle&) = delete;
   CallHandle& operator=(const CallHandle&) = delete;
   ~CallHandle() {
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     call_->abandon();
   }
 
@@ -87,7 +87,7 @@ CallHandle* make_call(std::shared_ptr<Layer> layer, const AnyArray& hidden, cons
   }
   std::shared_ptr<AsyncCall> made;
   {
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     made = std::make_shared<AsyncCall>(std::move(layer), call.request, std::move(options),
                                        std::move(errors));
   }
@@ -141,7 +141,7 @@ JobHandle* submit_write(std::shared_ptr<Layer> layer, size_t expert,
     const auto at = [&](size_t i) { return reinterpret_cast<void*>(rank[i]); };
     targets.push_back({at(0), at(1), at(2), at(3)});
   }
-  const nb::gil_scoped_release release;
+  const Unlocked unlocked;
   check_write(*layer, expert, targets);
   Engine& engine = *layer->engine();
   return new JobHandle(engine, [layer = std::move(layer), expert, targets, wide_scales] {
@@ -160,7 +160,7 @@ void bind_stream(nb::module_& m) {
                     "An array f32 [tokens, hidden] for what one layer leaves to the next.")
       .def(nb::new_(&make_carry), "sums"_a, nb::keep_alive<0, 2>());
 
-  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<CallHandle>(m, "AsyncCall",
                          "A call of a layer that may be started, and waited for, repeatedly.")
       .def(nb::new_(&make_call), "layer"_a, "hidden"_a, "topk_ids"_a, "topk_weights"_a,

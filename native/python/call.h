@@ -6,6 +6,7 @@
 
 #include "moe/layer.h"
 #include "python/array.h"
+#include "python/gil.h"
 
 namespace ktk {
 
@@ -23,7 +24,7 @@ template <typename Queued>
 struct Awaited : Queued {
   using Queued::Queued;
   ~Awaited() {
-    const nb::gil_scoped_release release;
+    const Unlocked unlocked;
     try {
       this->wait();
     } catch (...) {  // nobody asked how it ended

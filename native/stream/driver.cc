@@ -25,7 +25,7 @@ void find(void* library, const std::string& path, const char* name, Function& fu
 
 const CudaDriver& CudaDriver::get() {
   static std::mutex mutex;
-  static std::unique_ptr<CudaDriver> driver;
+  static std::unique_ptr<CudaDriver>& driver = *new std::unique_ptr<CudaDriver>;  // for streams
   const std::lock_guard lock(mutex);
   if (!driver) {
     const char* named = std::getenv(kVariable);
