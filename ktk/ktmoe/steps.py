@@ -13,6 +13,7 @@ GPU                a handle                likewise, between asynchronous copies
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
 # Calls on streams, which may have yet to get there when the last one who knew the call is gone.
 _in_flight: list[_core.AsyncCall] = []
 _in_flight_lock = threading.Lock()
+
+
+def _forget() -> None:
+    """Let go of the parent's calls; a thread of it may hold the lock for ever."""
+    global _in_flight_lock
+    _in_flight_lock = threading.Lock()
+    _in_flight.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 # What the workers read as it is; the rest is converted, as kt-kernel does.

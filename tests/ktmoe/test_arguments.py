@@ -238,3 +238,12 @@ def test_capture_sizes_may_come_from_anywhere() -> None:
     KTMoEWrapper.set_capture_batch_sizes(n for n in (1, 2))
     assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2]
     KTMoEWrapper.set_capture_batch_sizes([])
+
+
+def test_weights_need_not_be_contiguous() -> None:
+    layer = KTMoEWrapper(0, **SIZES)
+    layer.load_weights_from_tensors(
+        *(part.transpose(1, 2).contiguous().transpose(1, 2) for part in weights())
+    )
+    call = inputs(4)
+    assert torch.equal(layer.forward(*call), wrapper().forward(*call))
