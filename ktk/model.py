@@ -75,7 +75,7 @@ class Model(Mapping[int, MoE]):
             Something is missing, damaged or not what the configuration says; the message names the
             layer and the tensor.
         """
-        from ktk.checkpoint.load import load_layers, naming_layer, plan_layer
+        from ktk.checkpoint.load import announce, load_layers, naming_layer, plan_layer
         from ktk.checkpoint.open import open_checkpoint
         from ktk.checkpoint.progress import loading
         from ktk.registry import load_backend
@@ -99,6 +99,7 @@ class Model(Mapping[int, MoE]):
                         )
                     )
             checkpoint.release()
+            announce(path, plans)
             total = sum(len(plan.slots) * plan.expert_nbytes for plan in plans)
             with loading(total, shown=progress) as on_expert:
                 return cls(load_layers(checkpoint, plans, on_expert))

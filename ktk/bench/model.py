@@ -105,7 +105,8 @@ def load_model(
     with open_checkpoint(model.path) as checkpoint:
         for number in model.numbers:
             packed = sum(moe.nbytes for moe in loaded)
-            needed = _packed_bytes(checkpoint, number, backend)
+            plan = plan_layer(checkpoint, number, backend, None, None, options)
+            needed = plan.route.packed_nbytes * len(plan.slots)
             if loaded and (packed >= wanted_bytes or packed + needed > budget):
                 break
             if needed > budget:
@@ -113,16 +114,5 @@ def load_model(
                     f"layer {number} of {model.path} takes {needed / 1e9:.1f} GB as {backend.name} "
                     f"packs it, which is more than 60 % of the free memory ({budget / 1e9:.1f} GB)"
                 )
-            plan = plan_layer(checkpoint, number, backend, None, None, options)
             loaded += load_layers(checkpoint, [plan]).values()
     return loaded
-
-
-def _packed_bytes(checkpoint: Any, number: int, backend: Backend) -> int:
-    layer = checkpoint.layer(number)
-    core = backend.core
-    one_expert = sum(
-        core.packed_size(core.stored_as(matrix.format, matrix.n, matrix.k), matrix.n, matrix.k)
-        for matrix in checkpoint.formats_for(layer, backend).values()
-    )
-    return int(checkpoint.config_of(layer).num_experts * one_expert)

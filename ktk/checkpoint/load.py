@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ktk.checkpoint.default import default_backend
 from ktk.checkpoint.open import OpenCheckpoint, open_checkpoint
+from ktk.checkpoint.route import Route, chooser, route_of, summaries
 from ktk.errors import BackendError, CheckpointError
 from ktk.registry import load_backend
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
     from ktk.moe import MoE
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class LayerPlan:
         For `Backend.moe`.
     slots
         Which expert of the checkpoint goes to which slot.
-    read
-        Reads an expert for `MoE.load_expert`.
+    route
+        How experts get from the files into the backend.
     expert_nbytes
         Bytes of one expert in the files.
     """
@@ -44,7 +48,7 @@ class LayerPlan:
     backend: Backend
     arguments: dict[str, Any]
     slots: dict[int, int]
-    read: Callable[[int], dict[str, Any]]
+    route: Route
     expert_nbytes: int
 
     def make(self) -> MoE:
@@ -68,7 +72,8 @@ def load_moe(
     """Load the routed experts of one layer.
 
     Experts are packed one after the other: in memory are the packed layer and at most two experts,
-    one of them being read.
+    one of them being read. Where the backend does not take what the files hold, these are decoded
+    to f32 and quantised, as `ktk convert` does, and a line of logging says so.
 
     Parameters
     ----------
@@ -100,7 +105,21 @@ def load_moe(
         plan = plan_layer(
             checkpoint, operator.index(layer), chosen, experts, physical_to_logical_map, options
         )
+        announce(path, [plan])
         return load_layers(checkpoint, [plan])[plan.number]
+
+
+# What was said, of which files: layers that are loaded one by one are mostly alike.
+_said: set[tuple[str, str]] = set()
+
+
+def announce(path: str | Path, plans: Sequence[LayerPlan]) -> None:
+    """Log what becomes of the weights; a warning, once for a checkpoint, if codes become others."""
+    for line, again in summaries({plan.number: plan.route for plan in plans}):
+        _, _, what = line.partition(": ")
+        warn = again and (str(path), what) not in _said
+        _said.add((str(path), what))
+        _log.log(logging.WARNING if warn else logging.INFO, "%s, %s", path, line)
 
 
 def plan_layer(
@@ -125,7 +144,7 @@ def plan_layer(
         backend=chosen,
         arguments=config.arguments(**options) | size,
         slots=slots,
-        read=checkpoint.reader(found, chosen),
+        route=route_of(checkpoint, found, chosen, chooser(chosen, options.get("weight_format"))),
         expert_nbytes=checkpoint.nbytes(found) // config.num_experts,
     )
 
@@ -186,7 +205,7 @@ def _read_ahead(checkpoint: OpenCheckpoint, plans: Iterable[LayerPlan]) -> Itera
 
 
 def _read(plan: LayerPlan, expert: int) -> dict[str, Any]:
-    return plan.read(expert)
+    return dict(plan.route.expert(expert))
 
 
 def _slots(

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ktk.checkpoint import default_backend, open_checkpoint
+from ktk.checkpoint.route import route_of
 from ktk.checkpoint.spans import spans
 from ktk.cli.text import size_text
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
@@ -22,17 +23,17 @@ from ktk.registry import backends, load_backend
 from ktk.system import available_memory
 
 if TYPE_CHECKING:
-    from ktk.backend import Backend
     from ktk.checkpoint.open import OpenCheckpoint
 
 
 @dataclass(frozen=True)
 class Use:
-    """What a backend would make of a layer: bytes and format, or the reason why it does not."""
+    """What a backend would make of a layer: bytes, format and way there, or why there is none."""
 
     nbytes: int | None = None
     stored: str | None = None
     reason: str | None = None
+    how: str | None = None
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,11 @@ def totals(layers: Iterable[LayerReport]) -> dict[str, Use]:
             if before.nbytes is None or use.nbytes is None:
                 found[name] = Use(reason=before.reason or use.reason)
             else:
-                stored = dict.fromkeys(filter(None, (before.stored, use.stored)))
-                found[name] = Use(before.nbytes + use.nbytes, "; ".join(stored))
+                stored, how = (
+                    "; ".join(dict.fromkeys(filter(None, both)))
+                    for both in ((before.stored, use.stored), (before.how, use.how))
+                )
+                found[name] = Use(before.nbytes + use.nbytes, stored, how=how)
     return found
 
 
@@ -129,19 +133,13 @@ def _report(checkpoint: OpenCheckpoint, number: int) -> LayerReport:
 def _use(checkpoint: OpenCheckpoint, layer: Any, name: str, experts: int) -> Use:
     try:
         backend = load_backend(name)
-        given = checkpoint.formats_for(layer, backend)
-        stored = [backend.core.stored_as(one.format, one.n, one.k) for one in given.values()]
+        route = route_of(checkpoint, layer, backend)
     except BackendError as error:
         return Use(reason=error.brief)
-    except CheckpointFormatError:
-        here = dict.fromkeys(str(one.format) for one in checkpoint.formats(layer).values())
-        return Use(reason=f"does not take {', '.join(here)}")
-    sizes = [_packed(backend, fmt, one) for fmt, one in zip(stored, given.values(), strict=True)]
-    return Use(experts * sum(sizes), ", ".join(dict.fromkeys(map(str, stored))))
-
-
-def _packed(backend: Backend, stored: Any, matrix: Any) -> int:
-    return int(backend.core.packed_size(stored, matrix.n, matrix.k))
+    except CheckpointFormatError as error:
+        return Use(reason=str(error))
+    stored = dict.fromkeys(map(str, route.stored.values()))
+    return Use(experts * route.packed_nbytes, ", ".join(stored), how=route.how)
 
 
 def _layer_table(path: Path, layers: list[LayerReport]) -> Table:
@@ -180,5 +178,5 @@ def _backend_table(layers: list[LayerReport]) -> Table:
         memory = size_text(use.nbytes)
         if use.nbytes > free:
             memory = f"[yellow]{memory}, does not fit[/]"
-        table.add_row(title, memory, use.stored or "")
+        table.add_row(title, memory, f"{use.stored}: {use.how}")
     return table

@@ -19,6 +19,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from ktk.checkpoint.route import summaries
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 from ktk.packed.convert import Conversion, gigabytes
@@ -82,14 +83,8 @@ def _announce(console: Console, conversion: Conversion) -> None:
     kept = [plan.encoder.number for plan in conversion.plans if plan.done]
     if kept:
         console.print(f"layers {spans(kept)} are there already")
-    for how in dict.fromkeys(plan.encoder.how for plan in todo):
-        mine = [plan for plan in todo if plan.encoder.how == how]
-        formats = dict.fromkeys(
-            str(fmt) for plan in mine for fmt in plan.encoder.layout.formats.values()
-        )
-        console.print(
-            f"layers {spans([plan.encoder.number for plan in mine])}: {how}; {', '.join(formats)}"
-        )
+    for line, _ in summaries({plan.encoder.number: plan.encoder.route for plan in todo}):
+        console.print(line)
     if not todo:
         return
     needed = sum(plan.nbytes for plan in todo)

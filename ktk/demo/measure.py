@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ktk.bench.inputs import ExpertWeights
 from ktk.bench.limits import Limits, roofline, variant_units
-from ktk.bench.weights import recipe
-from ktk.checkpoint.load import load_moe
+from ktk.checkpoint.load import load_layers, plan_layer
 from ktk.checkpoint.open import open_checkpoint
 from ktk.demo.routing import Batch
-from ktk.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -59,8 +56,7 @@ class Timing:
 class Measured:
     """What came out. `error` is relative to the norm of the result in float64.
 
-    `quantized` says that the checkpoint has floats, and that the backend got what `ktk.quantize`
-    made of them.
+    `decoded` says what became of weights that the backend does not take as the checkpoint has them.
     """
 
     backend: str
@@ -70,13 +66,13 @@ class Measured:
     error: float
     decode: Timing
     prefill: Timing
-    quantized: bool = False
+    decoded: str = ""
 
 
 def measure(task: Task, backend: Backend, variant: Any, pool: Any) -> Measured:
     """Run the task with one variant of a backend."""
     began = time.perf_counter()
-    moe, quantized = _load(task, backend, variant=variant.name, pool=pool)
+    moe, decoded = _load(task, backend, variant=variant.name, pool=pool)
     load_seconds = time.perf_counter() - began
     got = moe(task.check.hidden, task.check.ids, task.check.weights).double()
     units = variant_units(variant, library=backend.library is not None)
@@ -88,26 +84,16 @@ def measure(task: Task, backend: Backend, variant: Any, pool: Any) -> Measured:
         error=float((got - task.expected).norm() / task.expected.norm()),
         decode=_time(moe, task.decode, units),
         prefill=_time(moe, task.prefill, units),
-        quantized=quantized,
+        decoded=decoded,
     )
 
 
-def _load(task: Task, backend: Backend, **options: Any) -> tuple[MoE, bool]:
-    """Load the layer; floats that the backend does not take are quantised for it."""
-    try:
-        return load_moe(task.path, task.layer, backend, **options), False
-    except CheckpointFormatError:
-        with open_checkpoint(task.path) as checkpoint:
-            layer = checkpoint.layer(task.layer)
-            if not checkpoint.has_floats(layer):
-                raise
-            chosen = recipe(backend, backend.formats[0])
-            config = checkpoint.config_of(layer)
-            moe = backend.moe(**config.arguments(**options))
-            for expert in range(config.num_experts):
-                weights = ExpertWeights(**checkpoint.expert(layer, expert))
-                moe.load_expert(expert, **chosen.arrays(weights))
-        return moe, True
+def _load(task: Task, backend: Backend, **options: Any) -> tuple[MoE, str]:
+    """Load the layer; returns it, and what became of the weights before the backend got them."""
+    with open_checkpoint(task.path) as checkpoint:
+        plan = plan_layer(checkpoint, task.layer, backend, None, None, options)
+        how = plan.route.how
+        return load_layers(checkpoint, [plan])[task.layer], how if "decoded" in how else ""
 
 
 def _time(moe: MoE, calls: list[Batch], units: tuple[str, ...]) -> Timing:

@@ -32,9 +32,9 @@ def print_report(
         f"needs to read the experts' weights once ({read:.1f} GB/s, measured with {limits.threads} "
         "threads) or to multiply, whichever is longer, over the time taken."
     )
-    names = dict.fromkeys(row.backend for row in rows if row.quantized)
-    if names:
-        legend += f" {', '.join(names)}: the checkpoint's floats, quantised before loading."
+    for how in dict.fromkeys(row.decoded for row in rows if row.decoded):
+        names = dict.fromkeys(row.backend for row in rows if row.decoded == how)
+        legend += f" {', '.join(names)}: {how}."
     if any(_fraction(row.decode, limits) is None for row in rows):
         legend += " -: faster than that, so weights came from a cache."
     console.print(legend, highlight=False, style="dim")

@@ -53,7 +53,7 @@ def load_from_path(
     With an order there may be more slots than experts, for redundant copies.
     """
     from ktk.checkpoint.detect import is_packed
-    from ktk.checkpoint.load import load_layers, naming_layer, plan_layer
+    from ktk.checkpoint.load import announce, load_layers, naming_layer, plan_layer
     from ktk.checkpoint.open import open_checkpoint
 
     if order is not None:
@@ -69,6 +69,7 @@ def load_from_path(
                 checkpoint, layer_idx, backend, experts, order, {**activation, **options}
             )
             given = None if is_packed(path) else _given(checkpoint, found)
+        announce(path, [plan])
         return load_layers(checkpoint, [plan])[layer_idx], given
 
 

@@ -149,6 +149,7 @@ class RecordingBackend:
     def __init__(self, *accepts: str) -> None:
         self.accepts = accepts
         self.core = SimpleNamespace(stored_as=self.stored_as)
+        self.name, self.formats = "RECORDING", [Format(name) for name in accepts]
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, dict[str, Any]] = {}
         self.left_out: list[int] = []
@@ -157,7 +158,7 @@ class RecordingBackend:
         self.options = options
         return SimpleNamespace(load_expert=self.load_expert, leave_out=self.left_out.append)
 
-    def stored_as(self, given: Format, n: int, k: int) -> Format:
+    def stored_as(self, given: Format, n: int, k: int, wanted: Format | None = None) -> Format:
         assert (n, k) in ((I, H), (H, I))
         if given.element not in self.accepts:
             raise ValueError(f"takes {', '.join(self.accepts)}")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import ktk
 from ktk.cli.contents import inspect
-from ktk.errors import BackendNotFound, CheckpointError, CheckpointFormatError
+from ktk.errors import BackendNotFound, CheckpointError
 from ktk.packed import convert
 from ktk.packed import header as headers
 
@@ -155,15 +155,6 @@ def test_a_layer_that_is_still_to_come_is_named(packed: Path) -> None:
 def test_a_layer_that_was_not_asked_for_is_named(packed: Path) -> None:
     with pytest.raises(CheckpointError, match=r"packed has no layer 7; .* layers 0, 1"):
         ktk.MoE.from_checkpoint(packed, 7)
-
-
-def test_another_backend_is_refused_if_it_would_change_the_weights(packed: Path) -> None:
-    for name in ("BF16", "AMXINT8", "FP8"):
-        with pytest.raises(
-            CheckpointFormatError,
-            match=f"{FILE} was converted for the backend AMXINT4, and {name} does not take it",
-        ):
-            ktk.MoE.from_checkpoint(packed, 0, name)
 
 
 def test_another_backend_that_stores_the_same_is_welcome(packed: Path) -> None:

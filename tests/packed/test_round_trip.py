@@ -120,8 +120,6 @@ def test_what_a_backend_stores_is_kept_as_it_is(fmt: Format, backend: str, tmp_p
 @pytest.mark.parametrize("fmt", [BLOCKS, GROUPS, MX], ids=str)
 def test_what_a_backend_does_not_take_is_decoded_and_quantised(fmt: Format, tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", fmt)
-    with pytest.raises(CheckpointFormatError):
-        ktk.MoE.from_checkpoint(source, 0, "AMXINT8")
     [plan] = convert(source, tmp_path / "packed", backend="AMXINT8")
     assert plan.encoder.how == "decoded to f32 and quantised by AMXINT8"
     packed = ktk.MoE.from_checkpoint(tmp_path / "packed", 0)

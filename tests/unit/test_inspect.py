@@ -74,12 +74,19 @@ def test_figures_are_those_of_loaded_layers(tmp_path: Path) -> None:
     taking = 0
     for name, use in document["backends"].items():
         if use["nbytes"] is None:
-            assert use["reason"] == (unusable(name) or "does not take bf16")
+            assert use["reason"] == unusable(name)
             continue
         taking += 1
         model = ktk.Model.from_checkpoint(tmp_path, name)
         assert use["nbytes"] == model.nbytes, name
         assert use["stored"] == str(model[1].format), name
+        assert use["how"] == {
+            "BF16": "stored as they are",
+            "LLAMAFILE": "stored as they are",
+            "FP8": "decoded to f32 and quantised by ktk.quantize",
+            "MXFP4": "decoded to f32 and quantised by ktk.quantize",
+            "RAWINT4": "decoded to f32 and quantised by ktk.quantize",
+        }.get(name, f"quantised by {name}")
     assert taking >= 3
 
 
@@ -145,7 +152,10 @@ def test_totals_keep_the_reason_of_any_layer() -> None:
             2, backends={"A": contents.Use(5, "z"), "B": contents.Use(reason="-")}
         ),
     ]
-    assert contents.totals(layers) == {"A": contents.Use(10, "x; z"), "B": contents.Use(reason="-")}
+    assert contents.totals(layers) == {
+        "A": contents.Use(10, "x; z", how=""),
+        "B": contents.Use(reason="-"),
+    }
 
 
 @pytest.mark.parametrize(
