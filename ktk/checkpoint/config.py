@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktk.checkpoint.entries import MOST_JSON, EntryError, parse_object
+from ktk.checkpoint.entries import (
+    MOST_JSON,
+    EntryError,
+    integer,
+    items,
+    number,
+    parse_object,
+    text,
+)
 from ktk.checkpoint.files import File, MissingFile
 from ktk.checkpoint.quantization import Quantization, read_quantization
 from ktk.errors import CheckpointError
@@ -32,6 +40,16 @@ _ACTIVATIONS = {
     "swigluoai": "swigluoai",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
+    # transformers has the same formula under two names.
+    "gelu_new": "gelu_tanh",
+}
+
+# What no choice of an activation makes right.
+_REFUSED = {
+    **dict.fromkeys(
+        ("llama4", "llama4_text"),
+        "multiplies what goes into an expert by its routing weight; ktk multiplies what comes out",
+    ),
 }
 
 # Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.
@@ -75,8 +93,9 @@ class ExpertConfig:
         arguments = {**sizes, **activation, **overrides}
         if arguments["activation"] is None:
             raise CheckpointError(
-                f"model type {self.model_type!r} uses the activation {self.activation!r}; ktk "
-                f"knows {', '.join(sorted(set(_ACTIVATIONS)))}. Pass activation= to choose one"
+                f"model type {self.model_type!r} uses the activation {self.activation!r}, and ktk "
+                f"computes {', '.join(sorted(set(_ACTIVATIONS.values())))} only: its experts would "
+                "not be those of this model"
             )
         return arguments
 
@@ -90,20 +109,35 @@ def read_config(folder: Path) -> ExpertConfig:
         It is missing, unreadable, or describes no routed experts.
     """
     path = folder / "config.json"
-    document = read_json(path)
-    entries = document
+    entries = read_json(path)
     for name in _NESTED:
         inner = entries.get(name)
         entries = {**entries, **inner} if isinstance(inner, dict) else entries
-    sizes: dict[str, Any] = {field: _size(path, entries, field) for field in _NAMES}
+    try:
+        return _config(entries)
+    except EntryError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _config(entries: dict[str, Any]) -> ExpertConfig:
+    model_type = text("model_type", entries.get("model_type", "unknown"))
+    if reason := refusal(model_type):
+        raise EntryError(reason)
+    sizes: dict[str, Any] = {field: _size(entries, field) for field in _NAMES}
     layers = entries.get("num_hidden_layers")
     return ExpertConfig(
-        model_type=str(entries.get("model_type", "unknown")),
-        num_layers=layers if isinstance(layers, int) else None,
+        model_type=model_type,
+        num_layers=None if layers is None else integer("num_hidden_layers", layers),
         **sizes,
         **_activation(entries),
         quantization=read_quantization(entries),
     )
+
+
+def refusal(model_type: str) -> str:
+    """Return why a model's experts are others than ktk computes; empty if they are not."""
+    reason = _REFUSED.get(model_type)
+    return f"the model type {model_type!r} {reason}" if reason else ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -119,7 +153,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _size(path: Path, entries: dict[str, Any], field: str) -> int:
+def _size(entries: dict[str, Any], field: str) -> int:
     for name in _NAMES[field]:
         value = entries.get(name)
         if value is None:
@@ -127,27 +161,27 @@ def _size(path: Path, entries: dict[str, Any], field: str) -> int:
         if isinstance(value, list) and value:
             # Hunyuan has an entry per layer.
             if any(one != value[0] for one in value):
-                raise CheckpointError(
-                    f"{path}: {name} is {value}; ktk reads models whose experts are all alike"
-                )
+                raise EntryError(f"{name} is {value}; ktk reads models whose experts are all alike")
             value = value[0]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{path}: {name} is {value!r}, expected a positive integer")
-        return value
-    raise CheckpointError(f"{path} has none of {', '.join(_NAMES[field])}: not an MoE model?")
+        return integer(name, value, least=1)
+    raise EntryError(f"it has none of {', '.join(_NAMES[field])}: not an MoE model?")
 
 
 def _activation(entries: dict[str, Any]) -> dict[str, Any]:
-    name = str(entries.get("hidden_act") or entries.get("hidden_activation") or "silu")
+    named = entries.get("hidden_act") or entries.get("hidden_activation") or "silu"
+    name = text("hidden_act", named)
     for key in _LIMITS_OF_LAYERS:
-        if any(entries.get(key) or ()):
+        if any(items(key, entries.get(key) or [])):
             name = f"{name}, then clamped as {key} says"
-    limit = entries.get("swiglu_limit")
-    alpha = entries.get("swiglu_alpha")
+    limit, alpha = (
+        None if value is None else number(key, value)
+        for key in ("swiglu_limit", "swiglu_alpha")
+        for value in [entries.get(key)]
+    )
     if entries.get("model_type") == "gpt_oss" or name == "swigluoai" or alpha is not None:
         return {
             "activation": "swigluoai",
-            "activation_limit": _OAI_LIMIT if limit is None else float(limit),
-            "activation_alpha": _OAI_ALPHA if alpha is None else float(alpha),
+            "activation_limit": _OAI_LIMIT if limit is None else limit,
+            "activation_alpha": _OAI_ALPHA if alpha is None else alpha,
         }
-    return {"activation": name, "activation_limit": None if limit is None else float(limit)}
+    return {"activation": name, "activation_limit": limit}

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ktk.checkpoint.entries import integer, integers, table, text
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -37,26 +39,33 @@ class Quantization:
 
 def read_quantization(entries: Mapping[str, Any]) -> Quantization:
     """Read the entry of config.json; what it does not say keeps the default."""
-    found = entries.get("quantization_config") or entries.get("compression_config")
-    if not isinstance(found, dict):
+    entry = entries.get("quantization_config") or entries.get("compression_config")
+    if not entry:
         return Quantization()
-    method = str(found.get("quant_method", ""))
+    found = table("quantization_config", entry)
+    method = text("quant_method", found.get("quant_method") or "")
     weights = _compressed_tensors(found) if "config_groups" in found else found
     block = weights.get("weight_block_size") or weights.get("block_structure")
+    bits = weights.get("bits", weights.get("num_bits"))
+    rows, columns = integers("weight_block_size", block, 2, least=1) if block else (128, 128)
     second_format = "gptq_v2" in str(found.get("checkpoint_format", ""))
     return Quantization(
         method=method,
-        bits=_integer(weights.get("bits", weights.get("num_bits"))),
+        bits=None if bits is None else integer("bits", bits, least=1, most=64),
         group_size=_group_size(weights),
         symmetric=_symmetric(weights),
-        block=(int(block[0]), int(block[1])) if block else (128, 128),
+        block=(rows, columns),
         zero_offset=0 if second_format else 1,
     )
 
 
 def _compressed_tensors(found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what all groups of modules agree on; the tensors say the rest."""
-    groups = [group.get("weights") or {} for group in found["config_groups"].values()]
+    named = table("config_groups", found["config_groups"])
+    groups = [
+        table(f"weights of {name}", table(name, group).get("weights") or {})
+        for name, group in named.items()
+    ]
     if not groups:
         return {}
     first = groups[0]
@@ -66,8 +75,8 @@ def _compressed_tensors(found: Mapping[str, Any]) -> dict[str, Any]:
 def _group_size(weights: Mapping[str, Any]) -> int | None:
     if weights.get("strategy") == "channel":
         return 0
-    size = _integer(weights.get("group_size"))
-    return 0 if size == -1 else size
+    size = weights.get("group_size")
+    return None if size is None else max(integer("group_size", size, least=-1), 0)
 
 
 def _symmetric(weights: Mapping[str, Any]) -> bool | None:
@@ -77,7 +86,3 @@ def _symmetric(weights: Mapping[str, Any]) -> bool | None:
     if isinstance(weights.get("zero_point"), bool):  # AWQ
         return not weights["zero_point"]
     return None
-
-
-def _integer(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

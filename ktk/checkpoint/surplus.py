@@ -12,8 +12,9 @@ from functools import cache
 
 from ktk.checkpoint.families import FAMILIES, PREFIXES
 
-# What quantised activations are made with: ktk encodes activations its own way.
-_HARMLESS = re.compile(r"[._]input_\w+")
+# What quantised activations are made with, since ktk encodes activations its own way; and what the
+# router adds to its scores.
+_HARMLESS = re.compile(r"[._]input_\w+|\.e_score_correction_bias")
 
 
 def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
@@ -30,19 +31,28 @@ def surplus(names: Iterable[str], read: Collection[str]) -> list[str]:
     found = []
     for name in names:
         match = _expert_pattern().fullmatch(name)
-        if match and name not in read and not _HARMLESS.fullmatch(match["rest"]):
+        if match is None or name in read:
+            continue
+        if not _HARMLESS.fullmatch(match["rest"] or match["other"] or ""):
             found.append(name)
     return sorted(found)
 
 
 @cache
 def _expert_pattern() -> re.Pattern[str]:
-    """Match whatever begins with the name of a matrix of any family."""
-    stems = sorted(
-        {stored.stem for family in FAMILIES for stored in family.parts.values()},
-        # Alternatives are tried in order: gate_up_proj_bias before gate_up_proj.
-        key=lambda stem: (-len(stem), stem),
-    )
+    """Match whatever begins with the name of a matrix, or lies in a module of experts."""
+    stems = {stored.stem for family in FAMILIES for stored in family.parts.values()}
+    modules = {
+        stem[: stem.index("experts") + len("experts")] for stem in stems if "experts" in stem
+    }
     prefix = "|".join(re.escape(one).replace(r"\{L\}", r"\d+") for one in PREFIXES)
-    stem = "|".join(re.escape(one).replace(r"\{e\}", r"\d+") for one in stems)
-    return re.compile(rf"(?P<prefix>{prefix})(?:{stem})(?P<rest>(?:[._].*)?)")
+    return re.compile(
+        rf"(?P<prefix>{prefix})(?:(?:{_any_of(stems)})(?P<rest>(?:[._].*)?)|"
+        rf"(?:{_any_of(modules)})(?P<other>\..*))"
+    )
+
+
+def _any_of(names: Iterable[str]) -> str:
+    # Alternatives are tried in order: gate_up_proj_bias before gate_up_proj.
+    ordered = sorted(names, key=lambda name: (-len(name), name))
+    return "|".join(re.escape(name).replace(r"\{e\}", r"\d+") for name in ordered)
