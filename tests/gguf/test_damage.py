@@ -138,7 +138,7 @@ def test_a_wrong_number_of_experts_is_named(
     [
         ("expert_count", None, "has no qwen3moe.expert_count"),
         ("embedding_length", None, "has no qwen3moe.embedding_length"),
-        ("expert_used_count", 0, "expert_used_count is 0, expected a positive integer"),
+        ("expert_used_count", 0, "expert_used_count is 0, expected an integer from 1"),
         ("embedding_length", 2 * H, f"{GATE} in"),
         ("expert_feed_forward_length", 2 * I, f"has {I} rows for gate"),
     ],
@@ -234,3 +234,129 @@ def test_an_activation_that_ktk_lacks_is_named(
     )
     with pytest.raises(CheckpointError, match=named):
         load_moe(path, 0, "BF16")
+
+
+def test_llama_4_is_refused_with_the_reason(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+    """What it multiplies by routing weights is what goes in; the numbers would be others."""
+    path = files.write(tmp_path / "model.gguf", files.stacked(parts), arch="llama4")
+    fails(path, "'llama4' multiplies what goes into an expert by its routing weight")
+    with pytest.raises(CheckpointError, match="routing weight"):
+        load_moe(path, 0, "LLAMAFILE", activation="silu")
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (files.stacked, "blk.0.ffn_gate_chexps.weight"),  # GroveMoE
+        (files.stacked, "blk.0.ffn_up_exps.weight_scale"),
+        (files.stacked, "blk.0.ffn_gate_up_exps.bias"),
+        (files.fused, GATE),
+        (files.single, "blk.0.ffn_up.1.bias"),
+        (files.single, "blk.0.ffn_up.1.scale"),
+    ],
+)
+def test_a_tensor_of_experts_that_is_not_read_is_named(
+    tmp_path: Path, parts: dict[str, Tensor], layout: Any, name: str
+) -> None:
+    same = {**parts, "up": parts["gate"]}
+    tensors = {**layout(same), name: Tensor(np.ones((E, I), np.float32), Type.F32)}
+    path = files.write(tmp_path / "model.gguf", tensors)
+    fails(path, f"tensor {name} in {path} is none that ktk reads with experts such as blk.0.ffn_")
+
+
+def test_what_is_beside_experts_does_not_matter(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+    one = Tensor(np.ones(E, np.float32), Type.F32)
+    names = ("gate_exps.input_scale", "gate_inp.weight", "norm_exps.weight", "gate_shexp.weight")
+    beside = {f"blk.0.ffn_{name}": one for name in names}
+    path = files.write(tmp_path / "model.gguf", {**files.stacked(parts), **beside})
+    with GgufCheckpoint(path) as checkpoint:
+        assert checkpoint.layer(0).config.num_experts == E
+
+
+@pytest.mark.parametrize("at", [8, 16])
+@pytest.mark.parametrize("count", [2**64 - 1, 2**40, 10**6])
+def test_more_entries_than_the_file_has_bytes_for_are_refused_at_once(
+    path: Path, at: int, count: int
+) -> None:
+    """Tensors, then entries. Zeros behind the header would make entries without end."""
+    patch(path, at, struct.pack("<Q", count))
+    fails(path, "model.gguf", "bytes expected, there are")
+
+
+def test_a_header_of_zeros_is_refused_at_once(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 2**64 - 1))
+        file.truncate(24)
+        file.truncate(1 << 33)
+    fails(path, "bytes expected, there are")
+    patch_in_place(path, 16, struct.pack("<Q", 1 << 20))
+    fails(path, "has the entry  twice")
+
+
+def patch_in_place(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+@pytest.mark.parametrize("count", [2**64 - 1, 10**7])
+def test_a_long_array_of_strings_is_refused_at_once(path: Path, count: int) -> None:
+    name = b"tokenizer.ggml.tokens"
+    at = path.read_bytes().index(name) + len(name) + 4 + 4
+    patch(path, at, struct.pack("<Q", count))
+    fails(path, "bytes expected, there are")
+
+
+def test_an_entry_that_is_there_twice_is_named(path: Path) -> None:
+    data = path.read_bytes()
+    one, other = b"qwen3moe.expert_count", b"qwen3moe.expert_used_count"
+    entry = struct.pack("<Q", len(one)) + one + struct.pack("<II", 4, 1)
+    at = data.index(other) - 8
+    count = int.from_bytes(data[16:24], "little") + 1
+    path.write_bytes(data[:16] + struct.pack("<Q", count) + data[24:at] + entry + data[at:])
+    fails(path, f"{path} has the entry qwen3moe.expert_count twice")
+
+
+def offset_of(path: Path, name: str, dims: int) -> int:
+    """Where a header says at which byte a tensor begins."""
+    return path.read_bytes().index(name.encode()) + len(name) + 4 + dims * 8 + 4
+
+
+def test_tensors_that_share_bytes_are_named(path: Path) -> None:
+    at = offset_of(path, DOWN, 3)
+    offset = int.from_bytes(path.read_bytes()[at : at + 8], "little")
+    patch(path, at, struct.pack("<Q", offset - 32))
+    fails(path, f"{path} is damaged: tensor blk.0.ffn_up_exps.weight ends at byte", DOWN)
+
+
+def test_a_tensor_that_is_not_aligned_is_named(path: Path) -> None:
+    at = offset_of(path, DOWN, 3)
+    offset = int.from_bytes(path.read_bytes()[at : at + 8], "little")
+    patch(path, at, struct.pack("<Q", offset + 1))
+    fails(path, f"tensor {DOWN} begins at byte {offset + 1} of the data, expected a multiple of 32")
+
+
+@pytest.mark.parametrize("value", [[1, 2], [1.5], "text"])
+@pytest.mark.parametrize("name", ["general.type", "split.no", "split.count", "split.tensors.count"])
+def test_entries_of_another_type_never_fail_otherwise(
+    shards: list[Path], name: str, value: Any
+) -> None:
+    """Arrays, above all: comparing them gives no answer."""
+    for shard in shards:
+        data = shard.read_bytes()
+        raw = name.encode()
+        array = isinstance(value, list)
+        body = struct.pack("<Q", 4) + b"text"
+        if array:
+            body = struct.pack("<IQ", 6, len(value)) + struct.pack(f"<{len(value)}f", *value)
+        entry = struct.pack("<Q", len(raw)) + raw + struct.pack("<I", 9 if array else 8) + body
+        # The entry that is there is renamed, this one comes first.
+        count = int.from_bytes(data[16:24], "little") + 1
+        rest = data[24:].replace(raw, raw[:-1] + b"X", 1)
+        shard.write_bytes(data[:16] + struct.pack("<Q", count) + entry + rest)
+    for path in (shards[0], shards[0].parent):
+        try:
+            with GgufCheckpoint(path) as checkpoint:
+                checkpoint.layer(0)
+        except CheckpointError:
+            pass

@@ -293,6 +293,8 @@ def test_a_backend_that_takes_neither_blocks_nor_floats_is_told(tmp_path: Path, 
         ("gpt-oss", {}, ("swigluoai", 7.0)),
         ("deepseek4", {"swiglu_clamp_exp": [9.0, 10.0]}, ("silu", 10.0)),
         ("step35", {"swiglu_clamp_exp": [9.0, 0.0]}, ("silu", None)),
+        ("maple", {}, ("silu", 7.0)),
+        ("maple", {"swiglu_clamp_exp": [9.0, 10.0]}, ("silu", 10.0)),
         ("qwen3moe", {"expert_feed_forward_length": [8, I]}, ("silu", None)),
     ],
 )

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from gguf.constants import Keys
 
-from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.config import ExpertConfig, refusal
+from ktk.checkpoint.entries import EntryError, integer, number
 from ktk.errors import CheckpointError
 
 _SILU = (
@@ -21,7 +22,7 @@ _SILU = (
     *("deepseek", "deepseek2", "deepseek2-ocr", "deepseek32", "deepseek4", "dots1", "dots3note"),
     *("ernie4_5-moe", "exaone-moe", "glm-dsa", "glm4moe", "glm5-next", "granite", "granitehybrid"),
     *("granitemoe", "granite_swa", "grovemoe", "hunyuan-moe", "hy_v3", "hy_v4", "jamba"),
-    *("kimi-linear", "laguna", "lfm2moe", "llada-moe", "llama", "llama-embed", "llama4", "maple"),
+    *("kimi-linear", "laguna", "lfm2moe", "llada-moe", "llama", "llama-embed", "maple"),
     *("mellum", "mimo2", "minicpm", "minimax-01", "minimax-m2", "mistral3", "mistral4", "olmoe"),
     *("phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp"),
     *("rnd1", "step35"),
@@ -40,6 +41,8 @@ _ACTIVATIONS = {
 _OAI_LIMIT = 7.0
 # Younger than the oldest gguf package that will do.
 _CLAMP = "{arch}.swiglu_clamp_exp"
+# The clamp of models whose first files lack the entry.
+_CLAMP_OF_OLD_FILES = {"maple": 7.0}
 # Layers at the end that predict further tokens.
 _PREDICTING = "{arch}.nextn_predict_layers"
 # With a clamp, these apply it before SiLU as ktk does; others clamp what SiLU returns.
@@ -55,6 +58,8 @@ class Metadata:
         name = fields.get(Keys.General.ARCHITECTURE)
         if not isinstance(name, str):
             raise CheckpointError(f"{path} has no {Keys.General.ARCHITECTURE} in its metadata")
+        if reason := refusal(name):
+            raise CheckpointError(f"{path}: {reason}")
         self.architecture = name
         self.num_experts = self._size(Keys.LLM.EXPERT_COUNT)
         self.num_experts_per_tok = self._size(Keys.LLM.EXPERT_USED_COUNT)
@@ -68,7 +73,7 @@ class Metadata:
     def config(self, layer: int, intermediate_size: int) -> ExpertConfig:
         """Describe the experts of a layer."""
         activation = _ACTIVATIONS.get(self.architecture, "unknown")
-        limit = self._of_layer(_CLAMP, layer) or None
+        limit = self._of_layer(_CLAMP, layer, _CLAMP_OF_OLD_FILES.get(self.architecture, 0)) or None
         if activation == "swigluoai":
             limit = _OAI_LIMIT
         elif limit and self.architecture not in _CLAMPED_BEFORE:
@@ -96,16 +101,18 @@ class Metadata:
         value = self._fields.get(name)
         if value is None:
             raise CheckpointError(f"{self._path} has no {name} in its metadata: not an MoE model?")
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CheckpointError(f"{self._path}: {name} is {value!r}, expected a positive integer")
-        return value
+        try:
+            return integer(name, value, least=1)
+        except EntryError as error:
+            raise CheckpointError(f"{self._path}: {error}") from None
 
-    def _of_layer(self, key: str, layer: int) -> float:
-        """Return an entry that may differ between layers; 0 where there is none."""
+    def _of_layer(self, key: str, layer: int, default: float = 0) -> float:
+        """Return an entry that may differ between layers; 0 where a list is too short."""
         name = key.format(arch=self.architecture)
-        value = self._fields.get(name, 0)
+        value = self._fields.get(name, default)
         if isinstance(value, np.ndarray):
             value = value[layer].item() if layer < len(value) else 0
-        if not isinstance(value, (int, float)):
-            raise CheckpointError(f"{self._path}: {name} is {value!r}, expected a number")
-        return value
+        try:
+            return number(name, value)
+        except EntryError as error:
+            raise CheckpointError(f"{self._path}: {error}") from None

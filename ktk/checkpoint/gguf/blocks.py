@@ -117,6 +117,12 @@ def type_name(info: TensorInfo) -> str:
     return _type(info).name
 
 
+def is_known(info: TensorInfo) -> bool:
+    """Whether a tensor has a type that gguf knows, and whole blocks of it."""
+    kind = _known(info.type)
+    return kind is not None and bool(info.shape) and info.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0
+
+
 def row_nbytes(info: TensorInfo) -> int:
     """Return the bytes of a row."""
     kind = _type(info)

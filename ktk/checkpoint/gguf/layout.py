@@ -25,8 +25,12 @@ from ktk.errors import CheckpointError
 
 PARTS = ("gate", "up", "down")
 _LAYER = re.compile(
-    r"blk\.(\d+)\.ffn_(?:(?:gate_up|gate|up|down)_exps|(?:gate|up|down)\.\d+)\.weight"
+    r"blk\.(\d{1,9})\.ffn_(?:(?:gate_up|gate|up|down)_exps|(?:gate|up|down)\.\d+)\.weight"
 )
+# Whatever belongs to experts: also the adjugate ones of GroveMoE, and scales of activations, which
+# do not matter, since ktk encodes activations its own way.
+_EXPERTS = r"blk\.{L}\.ffn_(?:(?:gate_up|gate|up|down)_(?:exps|chexps)|(?:gate|up|down)\.\d+)\..*"
+_HARMLESS = ".input_scale"
 
 
 @dataclass(frozen=True)
@@ -107,13 +111,27 @@ class Layers:
             else:
                 for expert in range(count):
                     self._check(place.tensor(expert), (place.total, depth))
-        return GgufLayer(
+        layer = GgufLayer(
             number,
             self._metadata.config(number, size),
             weights,
             self._biases(weights, count),
             self._scales(weights, count),
         )
+        self._check_all_is_read(layer)
+        return layer
+
+    def _check_all_is_read(self, layer: GgufLayer) -> None:
+        """Refuse tensors of experts that are not read: the experts would be others."""
+        places = [*layer.weights.values(), *layer.biases.values()]
+        read = {place.tensor(e) for place in places for e in range(layer.config.num_experts)}
+        pattern = re.compile(_EXPERTS.format(L=layer.number))
+        for name in sorted(set(self._tensors.names()) - read - set(layer.scales.values())):
+            if pattern.fullmatch(name) and not name.endswith(_HARMLESS):
+                raise CheckpointError(
+                    f"{self._tensors.info(name)} is none that ktk reads with experts such as "
+                    f"{layer.weights['gate'].tensor(0)}"
+                )
 
     def _biases(self, weights: Mapping[str, Place], count: int) -> dict[str, Place]:
         found = {}

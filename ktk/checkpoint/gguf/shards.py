@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import Keys
 
-from ktk.checkpoint.gguf.blocks import row_nbytes
+from ktk.checkpoint.gguf.blocks import is_known, row_nbytes
 from ktk.checkpoint.gguf.header import GgufFile, TensorInfo, open_file
 from ktk.errors import CheckpointError
 
@@ -31,6 +32,7 @@ class TensorSet:
         self._files = {file.path: file for file in files}
         self._tensors: dict[str, TensorInfo] = {}
         for file in files:
+            _check_overlaps(file)
             # The first file has all of it, the others may repeat some.
             self.fields = {**file.fields, **self.fields}
             for name, info in file.tensors.items():
@@ -85,6 +87,19 @@ class TensorSet:
             found.file.close()
 
 
+def _check_overlaps(file: GgufFile) -> None:
+    """Refuse tensors that share bytes. Of types that gguf does not know nobody can tell."""
+    known = [info for info in file.tensors.values() if is_known(info)]
+    ordered = sorted(known, key=lambda info: info.begin)
+    for info, following in itertools.pairwise(ordered):
+        end = info.begin + math.prod(info.shape[:-1]) * row_nbytes(info)
+        if end > following.begin:
+            raise CheckpointError(
+                f"{file.path} is damaged: tensor {info.name} ends at byte {end}, behind the "
+                f"beginning of tensor {following.name} at {following.begin}"
+            )
+
+
 def _named(folder: Path) -> GgufFile:
     """Return a file of the only model in a folder; image encoders and adapters are none."""
     models: dict[str, GgufFile] = {}
@@ -96,13 +111,18 @@ def _named(folder: Path) -> GgufFile:
     models = {name: file for name, file in models.items() if _is_model(file)}
     if len(models) != 1:
         found = ", ".join(models) or "none"
-        raise CheckpointError(f"{folder} should hold one model in GGUF files, it holds {found}")
+        raise CheckpointError(
+            f"{folder} should hold one model in GGUF files, it holds {found}"
+            + (": give one of them" if models else "")
+        )
     return next(iter(models.values()))
 
 
 def _is_model(file: GgufFile) -> bool:
-    kind = file.fields.get(Keys.General.TYPE, "model")
-    return kind == "model" and file.fields.get(Keys.General.ARCHITECTURE) != "clip"
+    kind, name = (
+        str(file.fields.get(key, "model")) for key in (Keys.General.TYPE, Keys.General.ARCHITECTURE)
+    )
+    return kind == "model" and name != "clip"
 
 
 def _complete(one: GgufFile) -> list[GgufFile]:
@@ -125,11 +145,11 @@ def _complete(one: GgufFile) -> list[GgufFile]:
     for number, file in enumerate(files):
         for key, expected in ((_COUNT, count), (_NUMBER, number)):
             value = file.fields.get(key)
-            if value != expected:
+            if not isinstance(value, int) or value != expected:
                 raise CheckpointError(f"{file.path}: {key} is {value}, its name means {expected}")
     total = one.fields.get(_TENSORS)
     found = sum(len(file.tensors) for file in files)
-    if total is not None and found != total:
+    if total is not None and (not isinstance(total, int) or found != total):
         raise CheckpointError(
             f"{files[0].path} and the {count - 1} files after it hold {found} tensors, but "
             f"{_TENSORS} is {total}"
