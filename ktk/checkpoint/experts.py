@@ -53,8 +53,11 @@ class Checkpoint:
         return [self.folder / "config.json", *self.index.paths()]
 
     def layers(self) -> list[int]:
-        """Return the layers that have experts of a family ktk knows."""
-        return self._finder.numbers()
+        """Return the layers that have experts of a family ktk knows; one at least."""
+        numbers = self._finder.numbers()
+        if not numbers:
+            raise CheckpointError(self._finder.no_experts())
+        return numbers
 
     def config_of(self, layer: Layer) -> ExpertConfig:
         """Return sizes and activation function of a layer: the same for all."""

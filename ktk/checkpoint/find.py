@@ -15,6 +15,9 @@ from ktk.checkpoint.spans import spans
 from ktk.checkpoint.storage import SCHEMES, Scheme
 from ktk.errors import CheckpointError
 
+# Names that are listed where none is known.
+_SHOWN = 8
+
 
 class Finder:
     """Looks for experts among the tensors of a checkpoint."""
@@ -32,7 +35,7 @@ class Finder:
         """Return how the experts of a layer are stored, as far as the first of them shows it."""
         named = [layer for layer in self._candidates(number) if layer.first_name in self.index]
         if not named:
-            raise CheckpointError(self._no_experts(number))
+            raise CheckpointError(self.no_experts(number))
         # A row made for this model is the only one: another might fit by accident of sizes.
         own = [layer for layer in named if layer.family.model_types]
         candidates = own or named
@@ -120,17 +123,48 @@ class Finder:
             + (f"; config.json says {method}" if method else "")
         )
 
-    def _no_experts(self, number: int) -> str:
-        message = f"{self.index.folder} has no experts that ktk knows by name in layer {number}"
-        near = sorted(
-            re.sub(r"experts\.\d+", "experts.*", name)
-            for name in self.index.names()
-            if re.search(rf"(^|\.)layers\.{number}\..*experts", name)
-        )
-        if near:
-            return f"{message}; it has {', '.join(dict.fromkeys(near))}"
-        layers = self.numbers()
-        return f"{message}; layers with experts: {spans(layers) or 'none'}"
+    def no_experts(self, number: int | None = None) -> str:
+        """Say that a layer, or the model, has no experts that ktk finds, and what is there."""
+        names = sorted(self.index.names())
+        if any(map(_OF_KT_KERNEL.fullmatch, names)):
+            return (
+                f"{self.index.folder} was made by kt-kernel's converter for its own kernels: give "
+                "the checkpoint that it was made from, as it is or after ktk convert"
+            )
+        message = f"{self.index.folder} has no experts that ktk knows by name"
+        if number is not None:
+            message = f"{message} in layer {number}"
+        like = [match for name in names if (match := _looks_like_experts(number).match(name))]
+        near = [match["layer"] + _stars(match["rest"]) for match in like]
+        if number is None:
+            near = [_stars(name) for name in near or names]
+        elif layers := self.numbers():
+            message = f"{message}; layers with experts: {spans(layers)}"
+        return f"{message}; it has {_some(near)}" if near else message
+
+
+# What kt-kernel's convert_cpu_weights.py writes: bytes in the layout of a kernel and its shards.
+_OF_KT_KERNEL = re.compile(r"blk\.\d+\.ffn_(?:up|gate|down)_exps\.\d+\.numa\.\d+\.\w+")
+
+
+def _looks_like_experts(layer: int | None) -> re.Pattern[str]:
+    number = r"\d+" if layer is None else str(layer)
+    return re.compile(
+        rf"(?P<layer>(?:.*\.)?(?:layers|blocks|blk|h)\.{number}\.)"
+        r"(?P<rest>(?:.*[._])?(?:moe|experts?|exps)(?![a-z]).*)"
+    )
+
+
+def _stars(name: str) -> str:
+    """Write a star for each number."""
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _some(names: list[str]) -> str:
+    """List a few names, each once."""
+    different = list(dict.fromkeys(names))
+    more = len(different) - _SHOWN
+    return ", ".join(different[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _suits(scheme: Scheme, stored: Stored) -> bool:
@@ -142,7 +176,7 @@ def _pattern(names: list[str]) -> re.Pattern[str]:
     """Match any of the names, with the layer in one of the groups."""
     choices = []
     for name in names:
-        escaped = re.escape(name).replace(r"\{L\}", r"(\d+)").replace(r"\{e\}", r"\d+")
+        escaped = re.escape(name).replace(r"\{L\}", r"(\d{1,9})").replace(r"\{e\}", r"\d+")
         choices.append(escaped)
     return re.compile("|".join(choices))
 

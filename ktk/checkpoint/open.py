@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.detect import is_gguf, is_packed
+from ktk.checkpoint.detect import check_path, is_gguf, is_packed
 from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.matrix import Matrix
 
@@ -96,7 +96,14 @@ class OpenCheckpoint(Protocol):
 
 
 def open_checkpoint(path: str | Path) -> OpenCheckpoint:
-    """Open a folder of safetensors files, a GGUF file or a folder of them, or packed files."""
+    """Open a folder of safetensors files, a GGUF file or a folder of them, or packed files.
+
+    Raises
+    ------
+    CheckpointError
+        There is no such thing under this path; the message says what to give instead.
+    """
+    check_path(path)
     if is_packed(path):
         from ktk.packed.read import PackedCheckpoint
 
