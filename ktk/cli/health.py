@@ -16,7 +16,7 @@ from ktk import _core, system
 from ktk.cli.report import report
 from ktk.cli.text import size_text
 from ktk.cli.version import package_version
-from ktk.errors import BackendUnsupported
+from ktk.errors import BackendUnsupported, SettingError
 from ktk.registry import providers
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
@@ -81,18 +81,18 @@ def cpu() -> Iterator[Finding]:
         yield Finding(
             "KTK_ISA_FORCE",
             NOTE,
-            f"makes ktk use {forced}, whether this CPU has it or not",
+            f"{forced}: ktk uses that whether this CPU has it or not",
             "unset it, except under an emulator: code that a CPU lacks ends the process",
         )
     try:
         allowed = _core.allowed_isa()
-    except ValueError as error:
-        yield Finding("KTK_ISA", PROBLEM, str(error), "unset KTK_ISA, or name one of those")
+    except SettingError as error:
+        variable = str(error).partition(" ")[0]
+        yield Finding(variable, PROBLEM, str(error), f"unset {variable}, or name one of those")
         return
-    if set(allowed) != set(detected):
-        yield Finding(
-            "KTK_ISA", NOTE, f"makes ktk use {', '.join(allowed)}", "unset it for full speed"
-        )
+    if withheld := [isa for isa in detected if isa not in allowed]:
+        text = f"keeps ktk from using {', '.join(withheld)}"
+        yield Finding("KTK_ISA", NOTE, text, "unset it for full speed")
 
 
 def amx() -> Iterator[Finding]:
@@ -197,6 +197,10 @@ def packages() -> Iterator[Finding]:
 
 def backends() -> Iterator[Finding]:
     """Load every backend that is installed."""
+    try:
+        _core.allowed_isa()
+    except SettingError:
+        return  # `cpu` has said so, and every backend would say the same
     runs = False
     for info in providers():
         entry = report(info)

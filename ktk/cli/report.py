@@ -109,7 +109,8 @@ def show_backends(name: str | None = None, *, as_json: bool) -> None:
         console.print(f"{alias} means {backend}: {ALIASES[alias].meaning}")
     console.print(f"CPU: {_core.cpu_model()} ({', '.join(_core.detected_isa())})")
     if set(_core.allowed_isa()) != set(_core.detected_isa()):
-        console.print(f"KTK_ISA makes ktk use: {', '.join(_core.allowed_isa())}")
+        allowed = ", ".join(_core.allowed_isa())
+        console.print(f"KTK_ISA and KTK_ISA_FORCE make ktk use: {allowed}")
     console.print("ktk backends NAME says all about one of them.", style="dim")
 
 

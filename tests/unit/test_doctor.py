@@ -208,17 +208,30 @@ def test_a_cpu_without_avx2_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_ktk_isa_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KTK_ISA", "avx2")
-    assert ("KTK_ISA", "note") in findings(health.cpu)
-    monkeypatch.setenv("KTK_ISA", "mmx")
-    assert ("KTK_ISA", "problem") in findings(health.cpu)
+    monkeypatch.setattr(_core, "detected_isa", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(_core, "allowed_isa", lambda: ["avx2"])
+    [_, capped] = health.cpu()
+    assert (capped.subject, capped.state) == ("KTK_ISA", "note")
+    assert capped.text == "keeps ktk from using avx512"
+
+
+@pytest.mark.parametrize("variable", ["KTK_ISA", "KTK_ISA_FORCE"])
+def test_a_slip_in_a_variable_is_the_one_problem(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "mmx")
+    problems = [one for one in health.examine() if one.state == "problem"]
+    assert [one.subject for one in problems] == [variable]
+    assert problems[0].advice == f"unset {variable}, or name one of those"
 
 
 def test_forced_instructions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KTK_ISA_FORCE", raising=False)
     assert ("KTK_ISA_FORCE", "note") not in findings(health.cpu)
     monkeypatch.setenv("KTK_ISA_FORCE", "amx")
-    assert ("KTK_ISA_FORCE", "note") in findings(health.cpu)
+    found = findings(health.cpu)
+    assert ("KTK_ISA_FORCE", "note") in found
+    assert ("KTK_ISA", "note") not in found, "nothing is withheld"
 
 
 @pytest.mark.parametrize(

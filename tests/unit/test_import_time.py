@@ -117,6 +117,13 @@ def cpu_seconds(body: str) -> float:
     return min(float(run(_TIMED.format(body=body))) for _ in range(5))
 
 
+def test_import_takes_little_memory() -> None:
+    """Torch takes 200 MB; Python with ktk has to do with a quarter of that."""
+    # Not ru_maxrss: a child starts with that of its parent.
+    [line] = run("import ktk; print(open('/proc/self/status').read())").split("VmRSS:")[1:]
+    assert int(line.split()[0]) < 50_000  # KiB
+
+
 def test_import_takes_a_tenth_of_a_second() -> None:
     assert cpu_seconds("import ktk") - cpu_seconds("import subprocess") < 0.1
 
