@@ -17,6 +17,7 @@ from ktk.checkpoint.find import Finder
 from ktk.checkpoint.index import TensorIndex
 from ktk.checkpoint.layer import Layer, is_bias, weight_parts
 from ktk.checkpoint.matrix import Matrix
+from ktk.checkpoint.pieces import ELEMENTS, Piece, flat
 from ktk.checkpoint.split import split_matrix, split_tensor
 from ktk.checkpoint.storage import PLAIN, StorageError
 from ktk.errors import CheckpointError, CheckpointFormatError
@@ -96,6 +97,19 @@ class Checkpoint:
         for name, matrix in self.matrices(layer, number).items():
             tensors[name] = matrix.dequantize(dtype)
         return tensors
+
+    def pieces(self, layer: Layer, number: int) -> Iterator[Piece]:
+        """Read one expert byte by byte: its part of each tensor."""
+        for part, stored in layer.family.parts.items():
+            names = [("data", layer.name(part, number))]
+            if not is_bias(part):
+                names = list(self._names_of(layer, part, number))
+            for role, name in names:
+                dtype = self.index.dtype(name)
+                # Exponents of MX formats may be called bytes.
+                element = "ue8m0" if (role, dtype) == ("scale", "U8") else ELEMENTS.get(dtype, "")
+                tensor = self.index.tensor(name, number if stored.fused else None)
+                yield Piece(name, self.index.file(name), element, flat(tensor))
 
     def has_floats(self, layer: Layer) -> bool:
         """Whether the matrices are not quantised."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,6 +13,7 @@ from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
 from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.matrix import Matrix
+from ktk.checkpoint.pieces import Piece
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -54,6 +55,10 @@ class OpenCheckpoint(Protocol):
         self, layer: Any, number: int, dtype: torch.dtype = torch.float64
     ) -> dict[str, torch.Tensor]:
         """Read what one expert means, as floats: weights and biases."""
+        ...
+
+    def pieces(self, layer: Any, number: int) -> Iterator[Piece]:
+        """Read one expert byte by byte: its part of each tensor."""
         ...
 
     def has_floats(self, layer: Any) -> bool:

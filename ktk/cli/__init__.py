@@ -156,7 +156,10 @@ def convert(
         bool,
         typer.Option(
             "--resume",
-            help="Keep the layers that an earlier run finished, if their checksums are right.",
+            help="Keep each layer that an earlier run finished, if its checksums are right and its "
+            "part of INPUT is what it was. Where files of INPUT have another time, size or inode "
+            "(a copy, say), this reads INPUT again to see that; layers whose weights differ are "
+            "made again.",
         ),
     ] = False,
     threads: Annotated[

@@ -11,23 +11,24 @@ import logging
 import operator
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ktk.checkpoint.detect import is_packed
 from ktk.checkpoint.open import open_checkpoint
+from ktk.checkpoint.pieces import digest
 from ktk.errors import CheckpointError
-from ktk.packed.durable import LOCK, TEMPORARY, locked, remove_temporaries, write_file
+from ktk.packed.durable import locked, remove_temporaries, write_file
 from ktk.packed.encode import Encoder, plan_layer
 from ktk.packed.fingerprint import fingerprint
-from ktk.packed.folder import Index, file_of, read_index, write_index
+from ktk.packed.folder import Index, file_of, write_index
 from ktk.packed.header import Header
-from ktk.packed.read import DamagedLayer, open_layer, verify
+from ktk.packed.resume import is_current, joined, merged, read_of, whole
+from ktk.packed.stamps import SourceChange, changed, stamps_of
 from ktk.packed.write import LayerWriter, file_size
 from ktk.registry import load_backend
 
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Each thread holds an expert, decoded to f32 at worst.
 _MOST_THREADS = 32
+# A source that changes more often than this during a conversion is not finished itself.
+_MOST_CHANGES = 3
 _CONFIG = "config.json"
 
 
@@ -74,15 +77,22 @@ class Conversion:
         By default all that have experts.
     resume : bool
         Keep the layers that an earlier conversion with the same arguments finished, if they are
-        still what was written: they are read to see that. Layers may be added.
+        still what was written, and made of what the source holds now. Their files are read to see
+        that. The source's files are read only where their size, times or inode are not what they
+        were (a copy on another machine, say): then each layer's part is compared with a checksum.
+        Layers may be added.
     threads : int, optional
         Experts that are encoded at a time; by default one for each CPU of this process. The files
         do not depend on it.
+    on_look : function of int, optional
+        Called with the number of a layer, after what an earlier run made of it was looked at.
 
     Attributes
     ----------
     plans : list of FilePlan
         The layers, from `with` on.
+    expected : int
+        Bytes to be written, those included that a change of the source makes again.
 
     Raises
     ------
@@ -103,40 +113,81 @@ class Conversion:
         layers: Sequence[int] | None = None,
         resume: bool = False,
         threads: int | None = None,
+        on_look: Callable[[int], None] = lambda layer: None,
     ) -> None:
         self.source, self.output = Path(source), Path(output)
         self.backend = load_backend(backend) if isinstance(backend, str) else backend
         self.group_size = group_size
         self.threads = _threads(threads)
         self.plans: list[FilePlan] = []
+        self.expected = 0
         self._wanted = None if layers is None else sorted(set(map(operator.index, layers)))
         if self._wanted == []:
             raise ValueError("layers is empty: expected at least one layer, or None for all")
         self._resume = resume
+        self._on_look = on_look
+        self._written: set[int] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> Conversion:
         with ExitStack() as stack:
-            self._checkpoint = stack.enter_context(open_checkpoint(self.source))
-            # Everything that can be wrong with the source, before the first write.
-            encoders = self._encoders()
-            source = fingerprint(self._checkpoint.files())
-            try:
-                self._begin(encoders, source, stack)
-            except OSError as error:
-                raise CheckpointError(f"{self.output} cannot be written: {error}") from error
-            self._stack = stack.pop_all()
+            opened = stack.enter_context(ExitStack())
+            encoders = self._open(opened)
+            with self._writing():
+                self.output.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.output))
+                self._begin(encoders, resume=self._resume)
+                self._copy_config()
+            self._opened, self._stack = opened, stack.pop_all()
         return self
 
-    def _begin(self, encoders: list[Encoder], source: str, stack: ExitStack) -> None:
-        self.output.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(locked(self.output))
-        index = self._index(encoders, source)
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{self.output} cannot be written: {error}") from error
+
+    def _open(self, opened: ExitStack) -> list[Encoder]:
+        """Open the source; finds everything that can be wrong with it, before the first write."""
+        with open_checkpoint(self.source) as checkpoint:
+            files = checkpoint.files()
+        self._root = self.source if self.source.is_dir() else self.source.parent
+        self._fingerprint = fingerprint(files)
+        # From here on: headers are read once more.
+        self._stamps = stamps_of(files, self._root)
+        self._checkpoint = opened.enter_context(open_checkpoint(self.source))
+        return self._encoders(self._wanted)
+
+    def _begin(self, encoders: list[Encoder], *, resume: bool) -> None:
+        """Plan what is to be written, and remove what is there of an older source."""
+        mine = Index(
+            backend=self.backend.name,
+            group_size=self.group_size,
+            source=self._fingerprint,
+            source_name=self.source.name,
+            layers=tuple(encoder.number for encoder in encoders),
+            stamps=self._stamps,
+        )
+        index = merged(self.output, mine, resume=resume)
         remove_temporaries(self.output)
-        self.plans = [self._plan(encoder, source) for encoder in encoders]
+        same = index.stamps == self._stamps
+        self.plans = [self._plan(encoder, same=same) for encoder in encoders]
+        if not same:
+            # The stamps are for all layers of the folder.
+            others = set(index.layers) - set(mine.layers)
+            there = sorted(n for n in others if file_of(self.output, n).exists())
+            plans = (self._plan(encoder, same=False) for encoder in self._encoders(there))
+            self.plans = sorted(
+                [*self.plans, *(plan for plan in plans if not plan.done)],
+                key=lambda plan: plan.encoder.number,
+            )
+            self._check_source()
+            # Nobody is to find layers of two sources side by side.
+            for plan in self.todo:
+                plan.path.unlink(missing_ok=True)
         self._check_space()
-        write_index(self.output, index)
-        self._copy_config()
+        write_index(self.output, replace(index, stamps=self._stamps))
 
     def __exit__(
         self,
@@ -148,7 +199,7 @@ class Conversion:
 
     @property
     def todo(self) -> list[FilePlan]:
-        """The layers that are not there yet."""
+        """The layers that are not there before `run`."""
         return [plan for plan in self.plans if not plan.done]
 
     def run(self) -> Iterator[FilePlan]:
@@ -157,24 +208,83 @@ class Conversion:
         Raises
         ------
         CheckpointError
-            The disk is full, or an expert damaged. Finished layers stay.
+            The disk is full, an expert damaged, or the source changes again and again. Finished
+            layers stay.
         """
+        self.expected = sum(plan.nbytes for plan in self.todo)
         with ThreadPoolExecutor(self.threads, "ktk-convert") as pool:
-            for plan in self.todo:
-                logger.info("layer %d: %s", plan.encoder.number, plan.encoder.how)
+            for left in reversed(range(_MOST_CHANGES + 1)):
                 try:
-                    yield from self._write(plan, pool)
-                except OSError as error:
-                    raise CheckpointError(self._failure(plan, error)) from error
+                    yield from self._write_all(pool)
+                    return
+                except SourceChange as change:
+                    if not left:
+                        raise SourceChange(
+                            f"{change}, again and again; wait until nobody writes there, then go "
+                            "on by --resume"
+                        ) from change
+                    logger.warning("%s: what was made of it is made again", change)
+                    self._look_again()
+
+    def _write_all(self, pool: ThreadPoolExecutor) -> Iterator[FilePlan]:
+        for plan in self.todo:
+            if plan.encoder.number in self._written:
+                continue
+            logger.info("layer %d: %s", plan.encoder.number, plan.encoder.how)
+            try:
+                yield from self._write(plan, pool)
+            except OSError as error:
+                raise CheckpointError(self._failure(plan, error)) from error
+            except CheckpointError:
+                # A file that is being written may look damaged.
+                self._check_source()
+                raise
+            self._written.add(plan.encoder.number)
+        self._check_source()
+
+    def _check_source(self) -> None:
+        """Raise SourceChange if a file of the source is not what it was."""
+        now = stamps_of((self._root / name for name in self._stamps), self._root)
+        if names := changed(self._stamps, now):
+            raise SourceChange(
+                f"{', '.join(str(self._root / name) for name in names)} changed while "
+                f"{self.source} was converted"
+            )
+
+    def _look_again(self) -> None:
+        """Open the source anew, and find out which layers were made of what it was before."""
+        before, earlier = self._fingerprint, self.plans
+        self._opened.close()
+        encoders = self._open(self._opened)
+        if self._fingerprint != before:
+            raise CheckpointError(
+                f"{self.source} is not the checkpoint any more that {self.output} was begun from: "
+                "choose another folder"
+            )
+        # Layers of this call are done by now as those of earlier runs are.
+        with self._writing():
+            self._begin(encoders, resume=True)
+        done = {plan.encoder.number for plan in self.plans if plan.done}
+        mine = {plan.encoder.number for plan in earlier if not plan.done}
+        again = self._written - done
+        self.expected += sum(p.nbytes for p in self.todo if p.encoder.number not in mine - again)
+        self.plans = [
+            replace(plan, done=plan.done and plan.encoder.number not in mine) for plan in self.plans
+        ]
+        self._written &= done
 
     def _write(self, plan: FilePlan, pool: ThreadPoolExecutor) -> Iterator[FilePlan]:
+        layer = self._checkpoint.layer(plan.encoder.number)
         writer = LayerWriter(plan.path, plan.header)
         experts = plan.header.layout.config.num_experts
+        read = [0] * experts
 
         def make(expert: int) -> None:
+            read[expert] = digest(self._checkpoint.pieces(layer, expert))
             writer.put(expert, plan.encoder.expert(expert))
 
         tasks = [pool.submit(make, expert) for expert in range(experts)]
+        done = 0
         try:
             for done, task in enumerate(as_completed(tasks), 1):
                 task.result()
@@ -182,7 +292,8 @@ class Conversion:
                     # Files that were read count as memory of this process.
                     self._checkpoint.release()
                 yield plan
-            writer.commit()
+            self._check_source()
+            writer.commit(joined(read))
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -191,68 +302,36 @@ class Conversion:
                 if not task.cancelled():
                     task.exception()
             writer.discard()
+            self.expected += done * plan.nbytes // experts
             raise
 
     # --- before the first write -----------------------------------------------------------------
 
-    def _encoders(self) -> list[Encoder]:
+    def _encoders(self, wanted: Iterable[int] | None) -> list[Encoder]:
         there = self._checkpoint.layers()
-        wanted = there if self._wanted is None else self._wanted
-        missing = [layer for layer in wanted if layer not in there]
-        if missing or not wanted:
+        numbers = there if wanted is None else list(wanted)
+        missing = [layer for layer in numbers if layer not in there]
+        if missing or not there:
             raise CheckpointError(
                 f"{self.source} has no experts that ktk knows by name"
                 + (f" in layer {missing[0]}" if missing else "")
             )
-        return [plan_layer(self._checkpoint, n, self.backend, self.group_size) for n in wanted]
+        return [plan_layer(self._checkpoint, n, self.backend, self.group_size) for n in numbers]
 
-    def _index(self, encoders: list[Encoder], source: str) -> Index:
-        """Return what the folder is to hold, what it holds already included."""
-        mine = Index(
-            backend=self.backend.name,
-            group_size=self.group_size,
-            source=source,
-            source_name=self.source.name,
-            layers=tuple(encoder.number for encoder in encoders),
-        )
-        if not is_packed(self.output):
-            self._check_empty()
-            return mine
-        if not self._resume:
-            raise CheckpointError(
-                f"{self.output} holds a conversion already: go on with it by --resume, or choose "
-                "another folder"
-            )
-        earlier = read_index(self.output)
-        for what in ("backend", "group_size"):
-            if getattr(earlier, what) != getattr(mine, what):
-                raise CheckpointError(
-                    f"{self.output} was begun with the {what} {getattr(earlier, what)}, not "
-                    f"{getattr(mine, what)}: choose another folder"
-                )
-        if earlier.source != source:
-            raise CheckpointError(
-                f"{self.output} was begun from {earlier.source_name}, whose files were not those "
-                f"of {self.source}: choose another folder"
-            )
-        return replace(earlier, layers=tuple(sorted({*earlier.layers, *mine.layers})))
-
-    def _check_empty(self) -> None:
-        """Refuse a folder with anything but what an interrupted start leaves."""
-        foreign = [
-            path.name
-            for path in sorted(self.output.iterdir())
-            if path.name != LOCK and not path.name.endswith(TEMPORARY)
-        ]
-        if foreign:
-            raise CheckpointError(
-                f"{self.output} is not empty, it holds {foreign[0]}: choose another folder"
-            )
-
-    def _plan(self, encoder: Encoder, source: str) -> FilePlan:
-        header = Header(self.backend.name, encoder.number, source, encoder.layout)
+    def _plan(self, encoder: Encoder, *, same: bool) -> FilePlan:
+        """Say what is to become of a layer; `same` if the source's stamps are those of before."""
+        header = Header(self.backend.name, encoder.number, self._fingerprint, encoder.layout)
         path = file_of(self.output, encoder.number)
-        return FilePlan(encoder, header, path, done=path.exists() and _is_whole(path, header))
+        if not path.exists():
+            return FilePlan(encoder, header, path, done=False)
+        found = whole(path, header)
+        done = found is not None and (same or is_current(found, self._read(encoder), self.source))
+        self._on_look(encoder.number)
+        return FilePlan(encoder, header, path, done=done)
+
+    def _read(self, encoder: Encoder) -> Callable[[], int]:
+        checkpoint = self._checkpoint
+        return lambda: read_of(checkpoint, checkpoint.layer(encoder.number))
 
     def _check_space(self) -> None:
         needed = sum(plan.nbytes for plan in self.todo)
@@ -306,19 +385,6 @@ def convert(
         for _ in conversion.run():
             pass
         return conversion.plans
-
-
-def _is_whole(path: Path, header: Header) -> bool:
-    """Whether a file that an earlier run finished can stay; reads all of it."""
-    try:
-        layer = open_layer(path)
-        if not layer.header.same_content(header):
-            raise CheckpointError(f"{path} is of another conversion: remove it")
-        verify(layer)
-    except DamagedLayer as error:
-        logger.warning("layer %d has to be converted again: %s", header.layer, error)
-        return False
-    return True
 
 
 def _threads(wanted: int | None) -> int:

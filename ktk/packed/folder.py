@@ -8,19 +8,22 @@ layer-00003.safetensors     the experts of layer 3
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ktk.checkpoint.config import read_json
 from ktk.checkpoint.detect import PACKED_INDEX
-from ktk.checkpoint.entries import EntryError, integer, integers, items, text
+from ktk.checkpoint.entries import EntryError, integer, integers, items, table, text
 from ktk.errors import CheckpointError
 from ktk.packed.durable import write_file
 from ktk.packed.header import LAST_LAYER, VERSION
+from ktk.packed.stamps import Stamps
 
 # No model has a tenth of that; a number keeps damage from taking minutes.
 _MOST_LAYERS = 10_000
+# Times in ns, inodes.
+_ANY = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Index:
         What that was called.
     layers
         All layers of the conversion, those that are not there yet included.
+    stamps
+        Of the source's files: all layers that are there were made of what they hold.
     """
 
     backend: str
@@ -46,6 +51,7 @@ class Index:
     source: str
     source_name: str
     layers: tuple[int, ...]
+    stamps: Stamps = field(default_factory=dict)
 
 
 def file_of(folder: Path, layer: int) -> Path:
@@ -79,6 +85,10 @@ def read_index(folder: Path) -> Index:
             source=text("source", entries.get("source")),
             source_name=text("source_name", entries.get("source_name")),
             layers=tuple(sorted(set(integers("layers", layers, most=LAST_LAYER)))),
+            stamps={
+                name: integers(f"the stamp of {name}", stamp, 4, most=_ANY)
+                for name, stamp in table("stamps", entries.get("stamps", {})).items()
+            },
         )
     except EntryError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error

@@ -1,7 +1,8 @@
 """What a packed file says about itself, as JSON in the metadata of safetensors.
 
     ktk        {"version": 1, "writer": "ktk 0.1.0", "backend": "AMXINT4", "layer": 3,
-                "source": "...", "config": {...}, "formats": {"gate": {...}, ...},
+                "source": "...", "read": "16 digits", "config": {...},
+                "formats": {"gate": {...}, ...},
                 "biases": [...], "factors": [...], "xxh3": {"gate": "16 digits per expert", ...}}
     ktk_xxh3   the checksum of that text
 
@@ -55,6 +56,8 @@ class Header:
         Number of the layer in the model.
     source
         Fingerprint of the checkpoint it was made from.
+    read
+        Checksum of what was read of that for this layer; None where the writer kept none.
     layout
         Its tensors.
     checksums
@@ -66,11 +69,12 @@ class Header:
     source: str
     layout: Layout
     checksums: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    read: int | None = None
 
     def same_content(self, other: Header) -> bool:
         """Whether two files are of one conversion, whatever their bytes are."""
         mine, theirs = (_entries(header) for header in (self, other))
-        return all(mine[key] == theirs[key] for key in mine.keys() - {"xxh3", "writer"})
+        return all(mine[key] == theirs[key] for key in mine.keys() - {"xxh3", "read", "writer"})
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -139,6 +143,7 @@ def _read(entries: Mapping[str, Any]) -> Header:
         backend=text("backend", entries.get("backend")),
         layer=integer("layer", entries.get("layer"), most=LAST_LAYER),
         source=text("source", entries.get("source")),
+        read=_checksums("read", entries["read"], 1)[0] if "read" in entries else None,
         layout=layout,
         checksums={name: _checksums(name, checksums.get(name), experts) for name in layout.specs},
     )
@@ -201,6 +206,7 @@ def _entries(header: Header) -> dict[str, Any]:
         "backend": header.backend,
         "layer": header.layer,
         "source": header.source,
+        "read": _hex(header.read or 0),
         "config": config,
         "formats": {part: format_entries(fmt) for part, fmt in layout.formats.items()},
         "biases": list(layout.biases),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,12 +15,13 @@ from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.entries import EntryError
 from ktk.checkpoint.files import MissingFile
 from ktk.checkpoint.matrix import Matrix
+from ktk.checkpoint.pieces import Piece, flat
 from ktk.checkpoint.tensor_file import TensorFile
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.formats import same_format
 from ktk.packed.folder import file_of, read_index
 from ktk.packed.header import Header, HeaderDamage, HeaderError, checksum, from_metadata
-from ktk.packed.layout import PARTS, extents, is_blocks
+from ktk.packed.layout import PARTS, Layout, extents, is_blocks
 from ktk.packed.write import bytes_of, file_size
 from ktk.quantize import Quantized
 
@@ -211,6 +212,12 @@ class PackedCheckpoint:
             found[f"{part}_bias"] = arrays[f"{part}_bias"].to(dtype)
         return found
 
+    def pieces(self, layer: PackedLayer, number: int) -> Iterator[Piece]:
+        """Read one expert byte by byte: its part of each tensor."""
+        elements = element_of(layer.header.layout)
+        for name, array in self.expert(layer, number).items():
+            yield Piece(name, layer.path, elements.get(name, "f32"), flat(array))
+
     def has_floats(self, layer: PackedLayer) -> bool:
         """Whether the matrices are not quantised."""
         formats = layer.header.layout.formats.values()
@@ -245,6 +252,16 @@ class PackedCheckpoint:
         formats = self.formats_for(layer, backend)
         given = tuple(formats[part].format for part in PARTS)
         return lambda number: {**self.expert(layer, number), "given": given}
+
+
+def element_of(layout: Layout) -> dict[str, str]:
+    """Return what the tensors of a file hold; biases and factors, which are f32, are left out."""
+    found: dict[str, str] = {}
+    for part, fmt in layout.formats.items():
+        found |= {part: fmt.element, f"{part}_zero": ""}
+        if fmt.scale != "none":
+            found[f"{part}_scale"] = fmt.scale
+    return found
 
 
 def _blocks(

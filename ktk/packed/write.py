@@ -40,11 +40,11 @@ class LayerWriter:
             self._file.write(data, self._begin + layout.offsets[name] + expert * spec.nbytes)
         self._missing.discard(expert)
 
-    def commit(self) -> None:
-        """Finish the file."""
+    def commit(self, read: int) -> None:
+        """Finish the file; `read` is the checksum of what was read for it."""
         assert not self._missing, f"experts {sorted(self._missing)} are missing"
         checksums = {name: tuple(found) for name, found in self._checksums.items()}
-        self._file.write(to_bytes(replace(self._header, checksums=checksums)), 0)
+        self._file.write(to_bytes(replace(self._header, checksums=checksums, read=read)), 0)
         self._file.commit()
 
     def discard(self) -> None:

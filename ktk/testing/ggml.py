@@ -1,12 +1,12 @@
 """ggml's block types: random blocks of chosen sizes, and what they mean.
 
-What a block means is said by ``gguf.quants.dequantize``. Here is only where a block keeps the
-floats that its other bytes are multiplied with, so that random blocks do not hold random floats.
+What a block means is said by ``gguf.quants.dequantize``, and where it keeps the floats that its
+other bytes are multiplied with by `ktk.checkpoint.gguf.scales`: random blocks do not hold random
+floats.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -14,51 +14,14 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
+from ktk.checkpoint.gguf.scales import E4M3, E8M0, F16, FLOATS, NIBBLES
 from ktk.testing.bounds import Array
 
 Bytes = npt.NDArray[np.uint8]
 
-_F16, _E8M0, _E4M3, _NIBBLES = "f16", "e8m0", "e4m3", "nibbles"
-
-
-@dataclasses.dataclass(frozen=True)
-class Floats:
-    """The floats of a block: bytes [at, at + size) hold one or more of a kind."""
-
-    at: int
-    size: int
-    kind: str = _F16
-
-
-# Types with an offset have two: d, and the one of the offset.
-FLOATS = {
-    "q4_0": Floats(0, 2),
-    "q4_1": Floats(0, 4),
-    "q5_0": Floats(0, 2),
-    "q5_1": Floats(0, 4),
-    "q8_0": Floats(0, 2),
-    "q2_k": Floats(80, 4),
-    "q3_k": Floats(108, 2),
-    "q4_k": Floats(0, 4),
-    "q5_k": Floats(0, 4),
-    "q6_k": Floats(208, 2),
-    "iq1_s": Floats(0, 2),
-    "iq1_m": Floats(48, 8, _NIBBLES),  # an f16 in the upper nibbles of four words
-    "iq2_xxs": Floats(0, 2),
-    "iq2_xs": Floats(0, 2),
-    "iq2_s": Floats(0, 2),
-    "iq3_xxs": Floats(0, 2),
-    "iq3_s": Floats(0, 2),
-    "iq4_nl": Floats(0, 2),
-    "iq4_xs": Floats(0, 2),
-    "tq1_0": Floats(52, 2),
-    "tq2_0": Floats(64, 2),
-    "mxfp4": Floats(0, 1, _E8M0),
-    "nvfp4": Floats(0, 4, _E4M3),
-}
 #: The smallest and the largest float of each kind that blocks are made with.
-_RANGE = {_F16: (2.0**-24, 65504.0), _NIBBLES: (2.0**-24, 65504.0), _E8M0: (2.0**-126, 2.0**110)}
-_RANGE[_E4M3] = (2.0**-9, 448.0)
+_RANGE = {F16: (2.0**-24, 65504.0), NIBBLES: (2.0**-24, 65504.0), E8M0: (2.0**-126, 2.0**110)}
+_RANGE[E4M3] = (2.0**-9, 448.0)
 
 
 def is_block(element: str) -> bool:
@@ -116,8 +79,8 @@ def random_blocks(
     blocks = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
     kind = FLOATS[element].kind
     low, high = _RANGE[kind]
-    lanes = FLOATS[element].size // (1 if kind in (_E8M0, _E4M3) else 2)
-    if kind == _NIBBLES:
+    lanes = FLOATS[element].size // (1 if kind in (E8M0, E4M3) else 2)
+    if kind == NIBBLES:
         lanes = 1
     wanted = size / _reach(element) * rng.uniform(0.5, 2, (count, lanes))
     wanted = np.where(wanted > 0, np.clip(wanted, low, high), 0)
@@ -127,12 +90,12 @@ def random_blocks(
 
 def has_offset(element: str) -> bool:
     """Whether something is added to the products of codes and scales."""
-    return FLOATS[element].kind == _F16 and FLOATS[element].size > 2
+    return FLOATS[element].kind == F16 and FLOATS[element].size > 2
 
 
 def has_nan(element: str) -> bool:
     """Whether a block can hold a NaN: f16 has one, the scales of MXFP4 and NVFP4 have none."""
-    return FLOATS[element].kind in (_F16, _NIBBLES)
+    return FLOATS[element].kind in (F16, NIBBLES)
 
 
 def with_nan(element: str, rows: Bytes, row: int, column: int) -> Bytes:
@@ -161,16 +124,16 @@ def _set(element: str, blocks: Bytes, values: Array) -> None:
     """Write floats [blocks, floats of a block], which may be broadcast, into blocks."""
     where = FLOATS[element]
     place = blocks[:, where.at : where.at + where.size]
-    if where.kind == _F16:
+    if where.kind == F16:
         place[:] = (
             np.broadcast_to(values, (len(blocks), where.size // 2)).astype("<f2").view(np.uint8)
         )
-    elif where.kind == _NIBBLES:
+    elif where.kind == NIBBLES:
         bits = values[:, :1].astype("<f2").view("<u2")
         words = np.ascontiguousarray(place).view("<u2") & 0x0FFF
         words |= (bits >> np.array([0, 4, 8, 12], "<u2") & 15) << 12
         place[:] = words.view(np.uint8)
-    elif where.kind == _E8M0:
+    elif where.kind == E8M0:
         # Half of what the exponent alone says: the codes are twice their values.
         exponent = np.log2(np.maximum(np.abs(values), 2.0**-127)) + 128
         place[:] = np.rint(exponent).astype(np.uint8)

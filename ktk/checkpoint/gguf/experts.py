@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ktk.checkpoint.gguf.blocks import PLAIN, Blocks, row_nbytes, type_name
 from ktk.checkpoint.gguf.layout import PARTS, GgufLayer, Layers
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.checkpoint.matrix import Matrix
+from ktk.checkpoint.pieces import Piece, flat
 from ktk.errors import CheckpointFormatError
 
 if TYPE_CHECKING:
@@ -91,6 +93,21 @@ class GgufCheckpoint:
     ) -> dict[str, torch.Tensor]:
         """Read what one expert means, as floats: weights and biases."""
         return {name: tensor.to(dtype) for name, tensor in self.expert(layer, number).items()}
+
+    def pieces(self, layer: GgufLayer, number: int) -> Iterator[Piece]:
+        """Read one expert byte by byte: its part of each tensor."""
+        for part, place in layer.weights.items():
+            yield self._piece(place.tensor(number), place.begin(number), place.count)
+            if part in layer.biases:
+                yield self._piece(layer.biases[part].name, number, 1)
+        for name in layer.scales.values():
+            whole = self._piece(name, 0, 1)
+            yield replace(whole, data=whole.data[4 * number : 4 * number + 4])
+
+    def _piece(self, name: str, begin: int, count: int) -> Piece:
+        info = self.tensors.info(name)
+        rows = self.tensors.rows(name, begin, count)
+        return Piece(name, info.file, type_name(info).lower(), flat(rows))
 
     def has_floats(self, layer: GgufLayer) -> bool:
         """Whether the matrices are not quantised."""

@@ -1,0 +1,71 @@
+"""Where ggml's blocks keep the floats that their other bytes are multiplied with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+F16, E8M0, E4M3, NIBBLES = "f16", "e8m0", "e4m3", "nibbles"
+
+
+@dataclass(frozen=True)
+class Floats:
+    """The floats of a block: bytes [at, at + size) hold one or more of a kind."""
+
+    at: int
+    size: int
+    kind: str = F16
+
+
+# Types with an offset have two: d, and the one of the offset.
+FLOATS = {
+    "q4_0": Floats(0, 2),
+    "q4_1": Floats(0, 4),
+    "q5_0": Floats(0, 2),
+    "q5_1": Floats(0, 4),
+    "q8_0": Floats(0, 2),
+    "q2_k": Floats(80, 4),
+    "q3_k": Floats(108, 2),
+    "q4_k": Floats(0, 4),
+    "q5_k": Floats(0, 4),
+    "q6_k": Floats(208, 2),
+    "iq1_s": Floats(0, 2),
+    "iq1_m": Floats(48, 8, NIBBLES),  # an f16 in the upper nibbles of four words
+    "iq2_xxs": Floats(0, 2),
+    "iq2_xs": Floats(0, 2),
+    "iq2_s": Floats(0, 2),
+    "iq3_xxs": Floats(0, 2),
+    "iq3_s": Floats(0, 2),
+    "iq4_nl": Floats(0, 2),
+    "iq4_xs": Floats(0, 2),
+    "tq1_0": Floats(52, 2),
+    "tq2_0": Floats(64, 2),
+    "mxfp4": Floats(0, 1, E8M0),
+    "nvfp4": Floats(0, 4, E4M3),
+}
+
+
+def not_finite(data: np.ndarray, element: str) -> int:
+    """Count blocks with a scale that is infinite or no number; 0 for types without such floats.
+
+    Parameters
+    ----------
+    data
+        uint8 [bytes] of whole blocks.
+    element
+        Name of their type: q4_k, say.
+    """
+    place = FLOATS.get(element)
+    if place is None or place.kind in (E8M0, E4M3):
+        # ggml reads every byte of these as a number.
+        return 0
+    _, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[element.upper()]]
+    found = data.reshape(-1, nbytes)[:, place.at : place.at + place.size]
+    if place.kind == F16:
+        bad = (found.copy().view(np.uint16) & 0x7C00) == 0x7C00
+    else:
+        # Three bits of the exponent are in the last word, two in the one before.
+        bad = (found[:, 7:8] >> 4 & 7 == 7) & (found[:, 5:6] >> 6 == 3)
+    return int(np.count_nonzero(bad.any(axis=1)))

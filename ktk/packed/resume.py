@@ -1,0 +1,112 @@
+"""What an earlier run left in a folder, and which of its layers can stay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from ktk.checkpoint.detect import is_packed
+from ktk.checkpoint.open import OpenCheckpoint
+from ktk.checkpoint.pieces import digest
+from ktk.errors import CheckpointError
+from ktk.packed.durable import LOCK, TEMPORARY
+from ktk.packed.folder import Index, read_index
+from ktk.packed.header import Header
+from ktk.packed.read import DamagedLayer, PackedLayer, open_layer, verify
+from ktk.packed.stamps import changed
+
+logger = logging.getLogger(__name__)
+
+
+def merged(folder: Path, mine: Index, *, resume: bool) -> Index:
+    """Return what the folder is to hold, what it holds already included.
+
+    The stamps are those of what it holds.
+
+    Raises
+    ------
+    CheckpointError
+        The folder holds anything else than an earlier part of this conversion.
+    """
+    if not is_packed(folder):
+        _check_empty(folder)
+        return mine
+    if not resume:
+        raise CheckpointError(
+            f"{folder} holds a conversion already: go on with it by --resume, or choose another "
+            "folder"
+        )
+    earlier = read_index(folder)
+    for what in ("backend", "group_size"):
+        if getattr(earlier, what) != getattr(mine, what):
+            raise CheckpointError(
+                f"{folder} was begun with the {what} {getattr(earlier, what)}, not "
+                f"{getattr(mine, what)}: choose another folder"
+            )
+    if earlier.source != mine.source:
+        names = ", ".join(changed(earlier.stamps, mine.stamps))
+        raise CheckpointError(
+            f"{folder} was begun from {earlier.source_name}, whose files were not those "
+            f"of {mine.source_name}{names and ': ' + names}; choose another folder"
+        )
+    return replace(earlier, layers=tuple(sorted({*earlier.layers, *mine.layers})))
+
+
+def _check_empty(folder: Path) -> None:
+    """Refuse a folder with anything but what an interrupted start leaves."""
+    foreign = [
+        path.name
+        for path in sorted(folder.iterdir())
+        if path.name != LOCK and not path.name.endswith(TEMPORARY)
+    ]
+    if foreign:
+        raise CheckpointError(
+            f"{folder} is not empty, it holds {foreign[0]}: choose another folder"
+        )
+
+
+def whole(path: Path, header: Header) -> PackedLayer | None:
+    """Return a finished layer; None, with a word, where it is damaged. Reads all of it."""
+    try:
+        layer = open_layer(path)
+        if not layer.header.same_content(header):
+            raise CheckpointError(f"{path} is of another conversion: remove it")
+        verify(layer)
+    except DamagedLayer as error:
+        logger.warning("layer %d has to be converted again: %s", header.layer, error)
+        return None
+    return layer
+
+
+def is_current(layer: PackedLayer, read: Callable[[], int], source: Path) -> bool:
+    """Whether a finished layer was made of what `read` finds in the source now."""
+    if layer.header.read is not None and layer.header.read == read():
+        return True
+    what = (
+        "does not say what it was made of"
+        if layer.header.read is None
+        else (f"was made of other weights than {source} holds now")
+    )
+    logger.warning("layer %d has to be converted again: %s %s", layer.number, layer.path, what)
+    return False
+
+
+def read_of(checkpoint: OpenCheckpoint, layer: Any) -> int:
+    """Read all experts of a layer, and return the checksum of that."""
+    found = []
+    for expert in range(checkpoint.config_of(layer).num_experts):
+        found.append(digest(checkpoint.pieces(layer, expert)))
+        # Files that were read count as memory of this process.
+        checkpoint.release()
+    return joined(found)
+
+
+def joined(digests: list[int]) -> int:
+    """Return the checksum of a layer from those of its experts."""
+    found: int = xxhash.xxh3_64_intdigest(b"".join(one.to_bytes(8, "little") for one in digests))
+    return found
