@@ -124,10 +124,9 @@ def bench(
         from ktk.bench.plot import require_matplotlib
 
         require_matplotlib()
-    from rich.console import Console
-
     from ktk.bench.records import Settings
     from ktk.bench.runner import run
+    from ktk.cli.text import doing
 
     settings = Settings(
         threads=threads,
@@ -144,11 +143,10 @@ def bench(
         backend = backend or [model.default_backend]
         shapes = [model.shape]
     subjects = _subjects(backend, variant, format)
-    screen = Console(stderr=True)
     results: list[Result] = []
     for chosen in shapes:
-        with screen.status("") as status:
-            found = run(subjects, chosen, counts, settings, progress=status.update, model=model)
+        with doing() as step:
+            found = run(subjects, chosen, counts, settings, progress=step, model=model)
         results += found
         _show_results(found, as_json=json)
         if accuracy:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from ktk import _core, system
 from ktk.cli.report import report
@@ -55,12 +56,26 @@ def show(*, as_json: bool) -> bool:
         entries = [asdict(finding) for finding in findings]
         typer.echo(json.dumps({"ok": well, "findings": entries}, indent=2))
         return well
-    console = Console(highlight=False, soft_wrap=True)
+    # For a pipe a finding is a line, on a terminal it breaks between words.
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(_table(findings))
+        return well
+    console.soft_wrap = True
     for finding in findings:
         console.print(f"{_MARKS[finding.state]}  {finding.subject}: {escape(finding.text)}")
         if finding.advice:
             console.print(f"         [dim]-> {escape(finding.advice)}[/]")
     return well
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for finding in findings:
+        text = f"{finding.subject}: {escape(finding.text)}"
+        text += f"\n[dim]-> {escape(finding.advice)}[/]" if finding.advice else ""
+        table.add_row(_MARKS[finding.state], text)
+    return table
 
 
 # --- checks -------------------------------------------------------------------------------------

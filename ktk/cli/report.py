@@ -102,7 +102,7 @@ def show_backends(name: str | None = None, *, as_json: bool) -> None:
     console = Console(highlight=False)
     if name is not None:
         for line in _details(reports[0]):
-            console.print(line, soft_wrap=True)
+            console.print(line, soft_wrap=not console.is_terminal)
         return
     console.print(_table(reports))
     for alias, backend in aliases().items():

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktk.cli.text import doing
 from ktk.errors import BackendError, CheckpointFormatError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from ktk.backend import Backend
     from ktk.demo.machine import Machine
     from ktk.demo.measure import Measured, Task
@@ -54,15 +53,15 @@ def run_demo(
     console = Console(stderr=as_json)
     notes = Notes()
     backends = _backends(names, notes)
-    with _folder(checkpoint, console) as folder:
+    with _folder(checkpoint) as folder:
         description = describe(folder)
         number = description.layers[0] if layer is None else layer
         console.print(f"{description}; layer {number}", highlight=False)
         pool = ktk.default_pool()
         machine = Machine(pool)
-        with console.status("computing the layer in float64"):
+        with doing("computing the layer in float64"):
             task = _task(folder, number)
-        rows = _measure_all(console, task, backends, machine, pool, notes)
+        rows = _measure_all(task, backends, machine, pool, notes)
     if as_json:
         print_json(str(description), number, rows, notes.not_run, machine.limits())
     else:
@@ -87,14 +86,14 @@ class Notes:
 
 
 @contextmanager
-def _folder(checkpoint: Path | None, console: Console) -> Iterator[Path]:
+def _folder(checkpoint: Path | None) -> Iterator[Path]:
     if checkpoint is not None:
         yield checkpoint
         return
     from ktk.demo.model import write_checkpoint
 
     with tempfile.TemporaryDirectory(prefix="ktk-demo-") as name:
-        with console.status("writing a small Qwen3-MoE checkpoint"):
+        with doing("writing a small Qwen3-MoE checkpoint"):
             write_checkpoint(Path(name))
         yield Path(name)
 
@@ -141,7 +140,6 @@ def _task(folder: Path, layer: int) -> Task:
 
 
 def _measure_all(
-    console: Console,
     task: Task,
     backends: Sequence[Backend],
     machine: Machine,
@@ -158,7 +156,7 @@ def _measure_all(
                 reason = f"this CPU lacks {', '.join(variant.missing_isa)}"
                 notes.add(f"{backend.name} {variant.name}", reason)
                 continue
-            with console.status(f"running {backend.name} {variant.name}"):
+            with doing(f"running {backend.name} {variant.name}"):
                 machine.look(variant_units(variant, library=backend.library is not None))
                 try:
                     rows.append(measure(task, backend, variant, pool))

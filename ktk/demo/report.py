@@ -25,7 +25,9 @@ def print_report(
     narrow = console.width < _WIDTH
     console.print(_narrow_table(rows, limits) if narrow else _table(rows, limits))
     for note in notes:
-        console.print(f"[yellow]not run:[/] {escape(note)}", highlight=False, soft_wrap=True)
+        # For a pipe a line is one, on a terminal it breaks between words.
+        whole = not console.is_terminal
+        console.print(f"[yellow]not run:[/] {escape(note)}", highlight=False, soft_wrap=whole)
     read = limits.read_bytes_per_s / 1e9
     legend = (
         "error: against float64, relative, bfloat16 in and out. of limit: the time this machine "

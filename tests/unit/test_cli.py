@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -133,6 +134,18 @@ def test_everything_about_one_backend() -> None:
     done = run_ktk("backends", "NVFP4")
     assert (done.returncode, done.stderr.startswith("ktk: no backend 'NVFP4'; ")) == (1, True)
     assert "Did you mean" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["backends"], ["backends", "BF16"]])
+def test_a_terminal_of_40_columns_breaks_no_word(command: list[str]) -> None:
+    done = run_ktk(*command, FORCE_COLOR="1", COLUMNS="40")
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()
+    assert max(map(len, lines)) <= 40
+    wide = run_ktk(*command, FORCE_COLOR="1", COLUMNS="400").stdout
+    words = set(re.sub(r"\x1b\[[0-9;]*m", "", wide).split())
+    # What changes from run to run, like the free memory, has digits.
+    torn = {word for line in lines for word in line.split()} - words
+    assert not [word for word in torn if not re.search(r"[\d─]", word)]
 
 
 @pytest.mark.parametrize("columns", [40, 80])

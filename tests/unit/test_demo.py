@@ -137,3 +137,13 @@ def test_every_variant_that_can_run_is_shown(
     assert all(variant in text for _, variant in runnable)
     assert text.splitlines()[-1].startswith("Next: ")
     assert f'ktk.MoE.from_checkpoint("{small}", 0,' in text
+
+
+def test_steps_are_lines_where_nobody_watches(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_demo(checkpoint=small, layer=0, names=["BF16"])
+    steps = capsys.readouterr().err.splitlines()
+    assert steps[0] == "computing the layer in float64"
+    variants = [one.name for one in ktk.load_backend("BF16").variants if one.runnable]
+    assert steps[1:] == [f"running BF16 {name}" for name in variants]
