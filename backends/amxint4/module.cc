@@ -29,6 +29,10 @@ constexpr ktk_format kFormats[] = {
     codes(KTK_F16, KTK_U8, 32),
     codes(KTK_F16, KTK_U8, 64),
     codes(KTK_F16, KTK_U8, 128),
+    codes(KTK_BF16, KTK_NONE, 256),
+    codes(KTK_BF16, KTK_U8, 256),
+    codes(KTK_F16, KTK_NONE, 256),
+    codes(KTK_F16, KTK_U8, 256),
 };
 constexpr uint32_t kNumFormats = sizeof kFormats / sizeof *kFormats;
 constexpr uint32_t kNumFromFloats = 10;

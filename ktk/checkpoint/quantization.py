@@ -19,6 +19,8 @@ class Quantization:
         Who wrote it: fp8, compressed-tensors, gptq, awq, mxfp4 ...
     bits
         Of an integer weight; None where it is not said.
+    is_float
+        Whether weights are said to be floats, of any width.
     group_size
         Columns that share a scale; 0 for whole rows, None where it is not said.
     symmetric
@@ -31,6 +33,7 @@ class Quantization:
 
     method: str = ""
     bits: int | None = None
+    is_float: bool = False
     group_size: int | None = None
     symmetric: bool | None = None
     block: tuple[int, int] = (128, 128)
@@ -52,6 +55,7 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
     return Quantization(
         method=method,
         bits=None if bits is None else integer("bits", bits, least=1, most=64),
+        is_float=weights.get("type") == "float",
         group_size=_group_size(weights),
         symmetric=_symmetric(weights),
         block=(rows, columns),

@@ -174,6 +174,10 @@ def _check_order(t: Tensors, layout: Layout) -> None:
 
 def _compressed_int4(t: Tensors, layout: Layout) -> Quantized:
     _check_order(t, layout)
+    if layout.quantization.is_float:
+        raise StorageError(
+            "holds 4-bit floats, as config.json says, with scales of no format ktk knows"
+        )
     if "shape" in t and t["shape"].tolist() != [layout.n, layout.k]:
         raise StorageError(
             f"holds a matrix of {t['shape'].tolist()}, but config.json means {[layout.n, layout.k]}"
@@ -275,6 +279,17 @@ SCHEMES = (
             "data": Part(".weight_packed", "N K/8", ("I32",)),
             "scale": Part(".weight_scale", "N K/G", _FLOATS),
             "zero": Part(".weight_zero_point", "N/8 K/G", ("I32",), optional=True),
+            "shape": Part(".weight_shape", "2", ("I64", "I32"), optional=True),
+            "order": Part(".weight_g_idx", "K", ("I32", "I64"), optional=True),
+        },
+        _compressed_int4,
+    ),
+    # The same bytes, stored as such; MXFP4 below differs in the type of its scales.
+    Scheme(
+        "int4 in bytes",
+        {
+            "data": Part(".weight_packed", "N K/2", ("U8",)),
+            "scale": Part(".weight_scale", "N K/G", _FLOATS),
             "shape": Part(".weight_shape", "2", ("I64", "I32"), optional=True),
             "order": Part(".weight_g_idx", "K", ("I32", "I64"), optional=True),
         },

@@ -80,6 +80,7 @@ def tensor(array: Any) -> torch.Tensor:
 U4 = Format("u4", "bf16", "none", 1, 32)
 U4_HALF = Format("u4", "f16", "none", 1, 64)
 U4_ZERO = Format("u4", "f16", "u8", 1, 32)
+U4_256 = Format("u4", "bf16", "none", 1, 256)
 U4_ROW = Format("u4", "bf16", "none", 1, 0)
 BLOCK = Format("e4m3", "f32", "none", 128, 128)
 ROW = Format("e4m3", "f32", "none", 1, 0)
@@ -118,6 +119,10 @@ def compressed(source: formats.Source) -> Tensors:
     if source.zero is not None:
         found[".weight_zero_point"] = words(source.zero, 0)
     return found
+
+
+def compressed_bytes(source: formats.Source) -> Tensors:
+    return {".weight_packed": tensor(source.data), ".weight_scale": tensor(source.scale)}
 
 
 def gptq(source: formats.Source, offset: int = 1) -> Tensors:
@@ -171,6 +176,9 @@ SCHEMES: dict[str, tuple[Format, Writer, dict[str, Any]]] = {
     "int8 by rows": (INT8, int8, ct(num_bits=8, type="int", strategy="channel")),
     "int4": (U4, compressed, ct(num_bits=4, type="int", strategy="group", group_size=32)),
     "int4, group not said": (U4, compressed, {}),
+    "int4 in bytes": (U4, compressed_bytes, ct(num_bits=4, type="int", group_size=32)),
+    "int4 in bytes, group not said": (U4, compressed_bytes, {}),
+    "int4 of 256": (U4_256, compressed, ct(num_bits=4, type="int", group_size=256)),
     "int4 by rows": (U4_ROW, compressed, ct(num_bits=4, type="int", strategy="channel")),
     "gptq": (U4_ZERO, gptq, GPTQ_CONFIG),
     "gptq, symmetric": (U4_HALF, gptq, GPTQ_SYM),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from schemes import (
@@ -37,9 +38,10 @@ from schemes import (
     write,
 )
 
-from ktk import Format
+from ktk import Format, MoE
 from ktk.checkpoint import describe
 from ktk.checkpoint.experts import Checkpoint
+from ktk.errors import CheckpointError
 from ktk.testing import formats
 
 
@@ -163,3 +165,25 @@ def test_experts_that_share_tensors_may_be_fp8(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     write(tmp_path, tensors, config)
     assert_reads(tmp_path, matrices, Format("e4m3", "f32", "none", 32, 32))
+
+
+def test_bytes_of_four_bits_are_no_integers_where_config_says_floats(tmp_path: Path) -> None:
+    matrices = sources(SCHEMES["int4 in bytes"][0])
+    made = tensors_of(matrices, SCHEMES["int4 in bytes"][1])
+    write(tmp_path, made, ct(num_bits=4, type="float", group_size=32))
+    with Checkpoint(tmp_path) as checkpoint:
+        layer = checkpoint.layer(3)
+        with pytest.raises(CheckpointError, match=r"holds 4-bit floats, as config\.json says"):
+            checkpoint.matrices(layer, 0)
+
+
+@pytest.mark.parametrize("name", ["int4 in bytes", "int4 of 256"])
+def test_rawint4_stores_them_to_the_bit(tmp_path: Path, name: str) -> None:
+    fmt, make, config = SCHEMES[name]
+    matrices = sources(fmt)
+    write(tmp_path, tensors_of(matrices, make), config)
+    moe = MoE.from_checkpoint(tmp_path, 3)
+    assert (moe.backend.name, moe.format) == ("RAWINT4", fmt)
+    for e in range(E):
+        for part, found in zip(SIZES, moe.unpack_expert(e), strict=True):
+            np.testing.assert_array_equal(found, matrices[part, e].values.astype(np.float32))
