@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import cached_property
+from typing import Any
 
 from ktk.checkpoint.index import TensorIndex
 from ktk.checkpoint.layer import Layer, is_bias
@@ -25,10 +27,15 @@ class Checker:
         CheckpointError
             The message names the first one that is missing, wrong or not expected.
         """
+        for error in self.faults(layer):
+            raise error
+
+    def faults(self, layer: Layer) -> Iterator[CheckpointError]:
+        """Yield all that `check` could raise."""
         for part, expert in layer.tensors():
-            self._check_part(layer, part, expert)
-        self._check_count(layer)
-        self._check_surplus(layer)
+            yield from _caught(self._check_part, layer, part, expert)
+        yield from _caught(self._check_count, layer)
+        yield from _caught(self._check_surplus, layer)
 
     def _check_part(self, layer: Layer, part: str, expert: int) -> None:
         """Compare the tensors of one part with what config.json and the tables mean."""
@@ -86,3 +93,10 @@ class Checker:
     @cached_property
     def _expert_names(self) -> dict[str, list[str]]:
         return by_layer(self.index.names())
+
+
+def _caught(check: Callable[..., None], *arguments: Any) -> Iterator[CheckpointError]:
+    try:
+        check(*arguments)
+    except CheckpointError as error:
+        yield error

@@ -111,6 +111,29 @@ class Checkpoint:
                 tensor = self.index.tensor(name, number if stored.fused else None)
                 yield Piece(name, self.index.file(name), element, flat(tensor))
 
+    def faults(self) -> Iterator[CheckpointError]:
+        """Look at the files themselves, without the weights, and yield what is wrong."""
+        for path in self.index.paths():
+            try:
+                self.index.look_at(path)
+            except CheckpointError as error:
+                yield error
+
+    def examine(self, number: int) -> tuple[Layer | None, list[CheckpointError]]:
+        """Do what `layer` does, but return all errors, and None where there is no layer."""
+        try:
+            found = self._finder.find(number)
+        except CheckpointError as error:
+            return None, [error]
+        return found, list(self._checker.faults(found))
+
+    def check_expert(self, layer: Layer, number: int) -> None:
+        """Raise what reading an expert would, beyond what its tensors are one by one."""
+        if layer.scheme is PLAIN:
+            self.biases(layer, number)
+        else:
+            self.expert(layer, number)
+
     def has_floats(self, layer: Layer) -> bool:
         """Whether the matrices are not quantised."""
         return bool(self.given(layer).scale == "none")

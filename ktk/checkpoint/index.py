@@ -76,6 +76,10 @@ class TensorIndex:
         """Return the like of `tensor` without values, on the device meta, without reading it."""
         return self._holder(name).stand_in(name, expert)
 
+    def look_at(self, path: Path) -> None:
+        """Read the header of a file, if that was not done."""
+        self._open(path)
+
     def close(self) -> None:
         """Close the files; what is asked for afterwards opens its file again."""
         # Another thread may open one meanwhile.

@@ -14,6 +14,7 @@ from ktk.checkpoint.detect import check_path, is_gguf, is_packed
 from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.matrix import Matrix
 from ktk.checkpoint.pieces import Piece
+from ktk.errors import CheckpointError
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -59,6 +60,18 @@ class OpenCheckpoint(Protocol):
 
     def pieces(self, layer: Any, number: int) -> Iterator[Piece]:
         """Read one expert byte by byte: its part of each tensor."""
+        ...
+
+    def faults(self) -> Iterator[CheckpointError]:
+        """Look at the files themselves, without the weights, and yield what is wrong."""
+        ...
+
+    def examine(self, number: int) -> tuple[Any, list[CheckpointError]]:
+        """Do what `layer` does, but return all errors, and None where there is no layer."""
+        ...
+
+    def check_expert(self, layer: Any, number: int) -> None:
+        """Raise what reading an expert would, beyond what its tensors are one by one."""
         ...
 
     def has_floats(self, layer: Any) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 # By what safetensors calls them. Codes of integers have no value that means nothing.
 ELEMENTS = {
@@ -47,12 +48,26 @@ class Piece:
         codes that mean something whatever they are.
     data
         uint8 [bytes].
+    written
+        The checksum it was written with, where the file says one.
     """
 
     name: str
     file: Path
     element: str
     data: np.ndarray
+    written: int | None = None
+
+    def faults(self) -> Iterator[str]:
+        """Say what is wrong with it; each ends a sentence."""
+        found = xxhash.xxh3_64_intdigest(self.data.data)
+        if self.written not in (None, found):
+            # Whatever else is wrong follows from that.
+            yield f"it has the checksum {found:016x}, and was written with {self.written:016x}"
+        elif count := self.not_finite():
+            plain = self.element in _WORDS
+            what = "infinite or not a number" if plain else "blocks whose scales are not finite"
+            yield f"it holds {count} {'elements that are ' if plain else ''}{what}"
 
     def not_finite(self) -> int:
         """Count the elements, or blocks of ggml, whose floats or scales are not finite."""
@@ -80,8 +95,6 @@ def flat(array: Any) -> np.ndarray:
 
 def digest(pieces: Iterator[Piece]) -> int:
     """Return a checksum over names and bytes."""
-    import xxhash
-
     state = xxhash.xxh3_64()
     for piece in pieces:
         state.update(f"{piece.name}\0{piece.element}\0{piece.data.size}\0".encode())

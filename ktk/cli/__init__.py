@@ -82,11 +82,35 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.
 
-    The exit status is 1 if a layer is incomplete or damaged.
+    Reads headers only: ktk verify reads the weights. The exit status is 1 if a layer is incomplete,
+    or its headers are damaged.
     """
     from ktk.cli.contents import show
 
     if not show(path, as_json=json):
+        raise typer.Exit(1)
+
+
+@app.command(short_help="Read all weights of a checkpoint and name what is wrong.")
+def verify(
+    path: Annotated[
+        Path, typer.Argument(help="Folder of safetensors or packed files, or a GGUF file.")
+    ],
+    layers: Annotated[
+        str | None, typer.Option(help="Layers such as 0-3,5; default: all that have experts.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+) -> None:
+    """Read all experts of a checkpoint and name what is wrong: file, tensor and expert.
+
+    Packed files: the checksum of every tensor of every expert, headers, index, missing and surplus
+    layers. Safetensors and GGUF files: every tensor of every expert is there, whole, and of the
+    shape that the configuration means. All: float weights and scales are finite. Memory holds one
+    expert. The exit status is 1 if something is wrong.
+    """
+    from ktk.cli.verify import show
+
+    if not show(path, layers=_layers(layers), as_json=json):
         raise typer.Exit(1)
 
 
@@ -168,12 +192,9 @@ def convert(
     ] = None,
 ) -> None:
     """Write the experts of a model as a backend stores them, to be loaded often."""
-    from ktk.cli.convert import parse_layers, run_convert
+    from ktk.cli.convert import run_convert
 
-    try:
-        wanted = None if layers is None else parse_layers(layers)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--layers") from None
+    wanted = _layers(layers)
     run_convert(
         source,
         output,
@@ -183,6 +204,15 @@ def convert(
         resume=resume,
         threads=threads,
     )
+
+
+def _layers(text: str | None) -> list[int] | None:
+    from ktk.cli.convert import parse_layers
+
+    try:
+        return None if text is None else parse_layers(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--layers") from None
 
 
 app.command()(bench)

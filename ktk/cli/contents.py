@@ -74,6 +74,7 @@ def show(path: Path, *, as_json: bool) -> bool:
     if as_json:
         document = {
             "path": str(path),
+            "checked": "headers",
             "nbytes": sum(layer.nbytes for layer in layers),
             "available_memory": available_memory(),
             "backends": {name: asdict(use) for name, use in totals(layers).items()},
@@ -84,6 +85,7 @@ def show(path: Path, *, as_json: bool) -> bool:
         console = Console()
         console.print(_layer_table(path, layers))
         console.print(_backend_table(layers))
+        console.print("Headers only; ktk verify reads the weights.", highlight=False)
     return not any(layer.error for layer in layers)
 
 

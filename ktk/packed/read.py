@@ -12,6 +12,7 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.detect import PACKED_INDEX
 from ktk.checkpoint.entries import EntryError
 from ktk.checkpoint.files import MissingFile
 from ktk.checkpoint.matrix import Matrix
@@ -214,9 +215,30 @@ class PackedCheckpoint:
 
     def pieces(self, layer: PackedLayer, number: int) -> Iterator[Piece]:
         """Read one expert byte by byte: its part of each tensor."""
-        elements = element_of(layer.header.layout)
-        for name, array in self.expert(layer, number).items():
-            yield Piece(name, layer.path, elements.get(name, "f32"), flat(array))
+        elements, checksums = element_of(layer.header.layout), layer.header.checksums
+        self._reading.add(layer.file)
+        for name in layer.header.layout.specs:
+            data = flat(layer.file.read(name, number))
+            yield Piece(name, layer.path, elements.get(name, "f32"), data, checksums[name][number])
+
+    def faults(self) -> Iterator[CheckpointError]:
+        """Look at the files themselves, and yield those that are none of the conversion."""
+        mine = {path.name for path in self.files()}
+        for path in sorted(self.folder.glob("layer-*.safetensors")):
+            if path.name not in mine:
+                yield CheckpointError(
+                    f"{path} is none of the layers that {self.folder / PACKED_INDEX} lists"
+                )
+
+    def examine(self, number: int) -> tuple[PackedLayer | None, list[CheckpointError]]:
+        """Do what `layer` does, but return the error, and None where there is no layer."""
+        try:
+            return self.layer(number), []
+        except CheckpointError as error:
+            return None, [error]
+
+    def check_expert(self, layer: PackedLayer, number: int) -> None:
+        """Do nothing: checksums say it all."""
 
     def has_floats(self, layer: PackedLayer) -> bool:
         """Whether the matrices are not quantised."""

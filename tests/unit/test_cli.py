@@ -49,7 +49,7 @@ def test_version() -> None:
         assert facts[fact] in text
 
 
-COMMANDS = ("backends", "bench", "convert", "demo", "doctor", "inspect", "version")
+COMMANDS = ("backends", "bench", "convert", "demo", "doctor", "inspect", "verify", "version")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -162,7 +162,7 @@ def test_a_backend_is_a_line_of_whole_words(columns: int) -> None:
 
 def test_help_lists_the_commands() -> None:
     text = invoke("--help")
-    for command in ("backends", "bench", "demo", "doctor", "inspect", "version"):
+    for command in ("backends", "bench", "demo", "doctor", "inspect", "verify", "version"):
         assert command in text
 
 

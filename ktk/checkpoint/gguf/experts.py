@@ -20,7 +20,7 @@ from ktk.checkpoint.gguf.layout import PARTS, GgufLayer, Layers
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.checkpoint.matrix import Matrix
 from ktk.checkpoint.pieces import Piece, flat
-from ktk.errors import CheckpointFormatError
+from ktk.errors import CheckpointError, CheckpointFormatError
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -108,6 +108,20 @@ class GgufCheckpoint:
         info = self.tensors.info(name)
         rows = self.tensors.rows(name, begin, count)
         return Piece(name, info.file, type_name(info).lower(), flat(rows))
+
+    def faults(self) -> Iterator[CheckpointError]:
+        """Look at the files themselves: all were, when they were opened."""
+        yield from ()
+
+    def examine(self, number: int) -> tuple[GgufLayer | None, list[CheckpointError]]:
+        """Do what `layer` does, but return the error, and None where there is no layer."""
+        try:
+            return self.layer(number), []
+        except CheckpointError as error:
+            return None, [error]
+
+    def check_expert(self, layer: GgufLayer, number: int) -> None:
+        """Do nothing: any bytes of a block are weights."""
 
     def has_floats(self, layer: GgufLayer) -> bool:
         """Whether the matrices are not quantised."""

@@ -1,0 +1,51 @@
+"""`ktk verify`: reads all experts of a checkpoint, and names what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import typer
+
+from ktk.checkpoint import Verification, verify
+from ktk.checkpoint.spans import spans
+from ktk.progress import Progress, gigabytes
+
+
+def show(path: Path, *, layers: Sequence[int] | None, as_json: bool) -> bool:
+    """Read and print, with a progress bar on stderr; returns whether nothing is wrong."""
+    with Progress(0, shown=True) as progress:
+
+        def on_expert(layer: int, nbytes: int, total: int) -> None:
+            progress.total = total
+            progress.advance(nbytes, f"layer {layer}")
+
+        result = verify(path, layers=layers, on_expert=on_expert)
+    if as_json:
+        typer.echo(json.dumps(_document(result), indent=2))
+    else:
+        for line in _lines(result):
+            typer.echo(line)
+    return result.sound
+
+
+def _document(result: Verification) -> dict[str, object]:
+    return {**asdict(result), "path": str(result.path), "sound": result.sound}
+
+
+def _lines(result: Verification) -> list[str]:
+    lines = [
+        fault.message if fault.layer is None else f"layer {fault.layer}: {fault.message}"
+        for fault in result.faults
+    ]
+    if result.more:
+        lines.append(f"and {result.more} more faults")
+    read = (
+        f"{result.experts} experts in layers {spans(list(result.layers))}, "
+        f"{gigabytes(result.nbytes)}, were read"
+    )
+    count = len(result.faults) + result.more
+    said = f"{count} fault{'s' * (count != 1)}" if count else "nothing is wrong"
+    return [*lines, f"{result.path}: {said}; {read}"]

@@ -1,0 +1,126 @@
+"""Shows how far long work is: a bar on a terminal, elsewhere a line for each step."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TextIO
+
+# Seconds after which a step that goes on has a line of its own.
+EVERY = 10.0
+
+
+class Progress:
+    """Work on bytes, in named steps such as layers; a context manager.
+
+    Parameters
+    ----------
+    total : int
+        Bytes of the whole work. The attribute may be changed while it goes on.
+    shown : bool, optional
+        Whether to show anything. By default only on a terminal.
+    stream : text stream, optional
+        By default stderr.
+    clock : function, optional
+        Seconds, from any beginning.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        *,
+        shown: bool | None = None,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.total = total
+        self._stream = stream or sys.stderr
+        terminal = self._stream.isatty()
+        self._bar: Any = None
+        self._task: Any = None
+        self._lines = not terminal and bool(shown)
+        self._wants_bar = terminal and shown is not False
+        self._clock = clock
+        self._begin = self._last = clock()
+        self._done = 0.0
+        self._step = ""
+
+    def __enter__(self) -> Progress:
+        if self._wants_bar:
+            from rich.console import Console
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                TextColumn,
+                TimeRemainingColumn,
+                TransferSpeedColumn,
+            )
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream),
+            )
+            self._task = self._bar.add_task("", total=self.total)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._step:
+            self._print()
+
+    def advance(self, nbytes: float, step: str) -> None:
+        """Say that some bytes are done, and what they belong to."""
+        if self._bar is not None:
+            self._bar.update(self._task, advance=nbytes, total=self.total, description=step)
+            return
+        if self._step not in ("", step):
+            self._print()
+        self._step = step
+        self._done += nbytes
+        if self._clock() - self._last >= EVERY:
+            self._print()
+            # The next byte of this step may be its end, which has a line anyway.
+
+    def _print(self) -> None:
+        self._last = self._clock()
+        if not self._lines:
+            return
+        seconds = max(self._last - self._begin, 1e-9)
+        rate = self._done / seconds
+        left = max(self.total - self._done, 0) / rate if rate else 0
+        share = 100 * self._done / self.total if self.total else 100
+        print(
+            f"{self._step}: {gigabytes(self._done)} of {gigabytes(self.total)}, {share:.0f}%, "
+            f"{gigabytes(rate)}/s, {duration(left)} left",
+            file=self._stream,
+            flush=True,
+        )
+
+
+def gigabytes(nbytes: float) -> str:
+    """Write a size for people."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Write a time for people."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
