@@ -191,6 +191,7 @@ class Layer:
                 self.config,
                 self._experts(),
                 as_list(physical_to_logical_map_cpu),
+                method=self.method,
                 activation=self._activation,
                 pool=self.cpu_infer.pool,
                 shards=self._shards,

@@ -45,12 +45,14 @@ def load_from_path(
     experts: Sequence[int],
     order: Sequence[int] | None,
     *,
+    method: str,
     activation: dict[str, Any],
     **options: Any,
 ) -> Loaded:
     """Load some slots of a layer of a checkpoint, which must have the sizes of `config`.
 
-    With an order there may be more slots than experts, for redundant copies.
+    With an order there may be more slots than experts, for redundant copies. Floats become what
+    `method` names, where its backend has several formats.
     """
     from ktk.checkpoint.detect import is_packed
     from ktk.checkpoint.load import announce, load_layers, naming_layer, plan_layer
@@ -65,6 +67,8 @@ def load_from_path(
             _check_sizes(path, config, own, mapped=order is not None)
             _check_activation(path, activation, own)
             _check_map(path, order, own.num_experts)
+            if method.upper() in FORMATS and checkpoint.has_floats(found):
+                options["weight_format"] = FORMATS[method.upper()][0]
             plan = plan_layer(
                 checkpoint, layer_idx, backend, experts, order, {**activation, **options}
             )

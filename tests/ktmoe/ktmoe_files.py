@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,7 @@ KINDS: dict[str, tuple[Format, Callable[[Quantized], Tensors], dict[str, Any] | 
 }
 
 
+@functools.cache
 def made(kind: str) -> list[dict[str, Quantized]]:
     """Return the experts of a kind, as they are in its file."""
     generator = torch.Generator().manual_seed(0)
@@ -115,3 +118,12 @@ def write(folder: Path, kind: str) -> Path:
         config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def read_back(kind: str, expert: int, part: str) -> torch.Tensor:
+    """Return what a matrix of a file means, in f32."""
+    matrix = made(kind)[expert][part]
+    if kind == "fp8 by matrix":  # the file has the first row's scale only
+        assert matrix.scale is not None
+        matrix = replace(matrix, scale=matrix.scale[:1].expand_as(matrix.scale))
+    return matrix.dequantize(torch.float32)

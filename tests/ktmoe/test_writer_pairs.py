@@ -12,6 +12,7 @@ from ktmoe_buffers import Guarded, wanted
 import ktk
 from ktk import KTMoEWrapper
 from ktk.ktmoe.arguments import warn_once
+from ktk.ktmoe.writers import FORMATS
 from ktk.packed.convert import convert
 
 #: The kind of file that each method names; for "RAWINT4" any groups that the backend has.
@@ -87,6 +88,19 @@ def test_a_method_has_its_writer_in_any_case(folders: dict[str, Path]) -> None:
     layer.submit_write_weight_scale_to_buffer(1, 0, *buffers.pointers)
     layer.sync_write_weight_scale_to_buffer()
     assert not buffers.untouched()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("method", OWN)
+def test_floats_become_what_the_method_names(
+    method: str, kind: str, folders: dict[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    layer = made(method, folders[kind])
+    layer.load_weights()
+    assert layer.moe is not None
+    assert str(layer.moe.format) == str(FORMATS[method][0])
+    assert not [record for record in caplog.records if record.name.startswith("ktk.ktmoe")]
 
 
 @pytest.mark.parametrize("method", OWN)
