@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ktk.checkpoint.open import OpenCheckpoint
+from ktk.checkpoint.route import route_of
 from ktk.errors import BackendError, CheckpointFormatError
-from ktk.registry import load_backend
+from ktk.registry import backends, load_backend
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
 
 _log = logging.getLogger(__name__)
 
-# By the element that weights are stored in. Of a list, the first backend that takes all of a layer
-# as it is stored is the one.
+# The element that weights are stored in, and backends in order of preference: the first one that
+# stores all of a layer losslessly is taken.
 PREFERRED: Mapping[str, tuple[str, ...]] = {
     "bf16": ("BF16",),
     "f16": ("BF16",),
@@ -27,7 +29,7 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {
     "i8": ("AMXINT8",),
 }
 _GGML = ("LLAMAFILE",)
-# What can be decoded to floats, and is taken as nothing else.
+# Backends for blocks that none of these takes, and that their reader decodes to floats.
 _DECODED = ("BF16",)
 
 
@@ -67,7 +69,20 @@ def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
     raise CheckpointFormatError(
         f"layer {layer.number} is stored as {stored}, and no backend takes that: "
         + "; ".join(reasons)
+        + _advice(checkpoint, layer)
     )
+
+
+def _advice(checkpoint: OpenCheckpoint, layer: Any) -> str:
+    """Name the backends that would decode a layer, and may have to be asked for by name."""
+    able = []
+    for name in backends():
+        with suppress(BackendError, CheckpointFormatError):
+            route_of(checkpoint, layer, load_backend(name))
+            able.append(name)
+    if not able:
+        return ""
+    return f". Named by backend=, any of these decodes and quantises the weights: {', '.join(able)}"
 
 
 def _candidates(elements: set[str]) -> Iterator[tuple[str, bool]]:

@@ -72,9 +72,9 @@ size_t check_bytes(const Variant& variant, const char* function, const ktk_matri
 
 uint32_t normal_group(uint32_t group, size_t extent) { return group == extent ? 0 : group; }
 
-std::string join(const std::vector<std::string>& parts) {
+std::string join(const std::vector<std::string>& parts, const char* between = ", ") {
   std::string text;
-  for (const std::string& part : parts) text += (text.empty() ? "" : ", ") + part;
+  for (const std::string& part : parts) text += (text.empty() ? "" : between) + part;
   return text;
 }
 
@@ -186,19 +186,20 @@ ktk_matrix BackendTable::matrix(const ktk_format& stored, size_t n, size_t k) co
 
 const ktk_format& BackendTable::stored(const ktk_format& given, const ktk_format* wanted, size_t n,
                                        size_t k) const {
-  std::string known;
+  std::vector<std::string> known;  // each once: a format may become several
   for (const ktk_accept& accept : accepts) {
     const ktk_format& stored = formats[accept.stored];
     if (wanted && !same_format(stored, *wanted, n, k)) continue;
     if (same_format(accept.given, given, n, k)) return stored;
-    known += (known.empty() ? "" : "; ") + describe(accept.given);
+    const std::string text = describe(accept.given);
+    if (std::find(known.begin(), known.end(), text) == known.end()) known.push_back(text);
   }
   if (known.empty()) {
     throw std::invalid_argument(name + " does not store weights as " + describe(*wanted));
   }
   throw std::invalid_argument(name + " does not take weights in " + describe(given) +
                               (wanted ? " to store them as " + describe(*wanted) : "") +
-                              "; it takes " + known);
+                              "; it takes " + join(known, "; "));
 }
 
 bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k) {

@@ -224,5 +224,11 @@ def test_a_format_that_no_backend_takes_is_named_with_all_reasons(
         default_backend(checkpoint, checkpoint.layer(0))
     for part in ("layer 0 is stored as e2m1", "RAWINT4: ", "MISSING: no backend", "BF16: tensor "):
         assert part in str(caught.value)
+    _, _, able = str(caught.value).partition(
+        ". Named by backend=, any of these decodes and quantises the weights: "
+    )
+    assert "AMXINT8" in able.split(", ")
+    for name in able.split(", "):
+        assert ktk.MoE.from_checkpoint(tmp_path, 0, name).backend.name == name
     with pytest.raises(BackendNotFound):
         ktk.load_backend("MISSING")

@@ -242,3 +242,12 @@ def test_scales_zeros_and_biases_may_be_strided_as_well() -> None:
     assert same_weights(found, expected)
     call = (torch.ones(1, H), torch.tensor([[1]]), torch.ones(1, 1))
     assert torch.equal(found(*call), expected(*call))
+
+
+def test_a_refusal_lists_each_format_once() -> None:
+    """AMXINT4 makes ten formats of floats, and takes each kind of floats once."""
+    with pytest.raises(ValueError, match="AMXINT4 does not take weights in e2m1") as caught:
+        ktk.load_backend("AMXINT4").core.stored_as(Format("e2m1", "ue8m0", "none", 1, 32), 256, 256)
+    listed = str(caught.value).partition("; it takes ")[2].split("; ")
+    assert listed[:3] == ["bf16", "f16", "f32"]
+    assert len(listed) == len(set(listed)) > 5
