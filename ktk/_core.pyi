@@ -51,6 +51,11 @@ class WorkerPool:
 
     def __init__(self, threads: int = 0, cpus: Sequence[int] | None = None, pin: bool = True) -> None: ...
 
+    def __repr__(self) -> str: ...
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Refuses to be pickled."""
+
     @property
     def size(self) -> int:
         """Number of workers."""
@@ -201,7 +206,7 @@ class PackedMatrix:
     A weight [n, k] packed by one variant of a backend, for tests and tools.
     """
 
-    def __init__(self, backend: object, variant: str, data: Annotated[NDArray, dict(writable=False)], scale: Annotated[NDArray, dict(writable=False)] | None = None, zero: Annotated[NDArray, dict(writable=False)] | None = None, *, given: Format | None = None, stored: Format | None = None, force: bool = False) -> None: ...
+    def __init__(self, backend: Backend, variant: str, data: object, scale: object | None = None, zero: object | None = None, *, given: Format | None = None, stored: Format | None = None, force: bool = False) -> None: ...
 
     @property
     def n(self) -> int: ...
@@ -230,7 +235,7 @@ class PackedMatrix:
     def buffer(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None,))]:
         """The packed bytes, writable."""
 
-    def repack(self, data: Annotated[NDArray, dict(writable=False)], scale: Annotated[NDArray, dict(writable=False)] | None = None, zero: Annotated[NDArray, dict(writable=False)] | None = None, *, given: Format | None = None, n_begin: int, n_end: int) -> None:
+    def repack(self, data: object | None, scale: object | None = None, zero: object | None = None, *, given: Format | None = None, n_begin: int, n_end: int) -> None:
         """Packs rows [n_begin, n_end) of another weight of the same shape."""
 
     def unpack(self, n_begin: int = 0, n_end: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
@@ -245,21 +250,23 @@ class PackedMatrix:
     def padded(self, m: int) -> int:
         """m rounded up to the variant's m_step."""
 
-    def pack_act(self, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None))]:
+    def pack_act(self, x: object | None) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None))]:
         """Encoded rows, uint8 [padded m, act_size]."""
 
-    def pack_act_range(self, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], k_begin: int, k_end: int, act: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+    def pack_act_range(self, x: object | None, k_begin: int, k_end: int, act: object | None) -> None:
         """Encodes columns [k_begin, k_end) of x into `act`."""
 
-    def unpack_act(self, act: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], m: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
+    def unpack_act(self, act: object | None, m: int) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
 
-    def act_round_trip(self, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)]) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
+    def act_round_trip(self, x: object | None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
 
-    def matmul(self, x: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], n_begin: int = 0, n_end: int | None = None, ukernel: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
+    def matmul(self, x: object | None, n_begin: int = 0, n_end: int | None = None, ukernel: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
         """Encodes x and multiplies: f32 [m, n_end - n_begin]."""
 
-    def run_raw(self, act: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], m: int, n_begin: int, n_end: int, dst: Annotated[NDArray[numpy.float32], dict(shape=(None, None), device='cpu')], ukernel: int | None = None) -> None:
+    def run_raw(self, act: object | None, m: int, n_begin: int, n_end: int, dst: object | None, ukernel: int | None = None) -> None:
         """Multiplies encoded rows into the caller's memory."""
+
+ACTIVATIONS: tuple = ('silu', 'swigluoai', 'gelu_tanh')
 
 class Ticket:
     """A call that was submitted."""
@@ -274,15 +281,15 @@ class Ticket:
 class MoE:
     """The experts of one layer; ktk.MoE is its public face."""
 
-    def __init__(self, backend: object, pool: WorkerPool, num_experts: int, num_experts_per_tok: int, hidden_size: int, intermediate_size: int, activation: int, alpha: float, limit: float | None, clamp_gate_below: bool, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
+    def __init__(self, backend: object, pool: WorkerPool, num_experts: int, num_experts_per_tok: int, hidden_size: int, intermediate_size: int, activation: str, alpha: float, limit: float | None, clamp_gate_below: bool, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
 
-    def load_expert(self, expert: int, gate: Annotated[NDArray, dict(writable=False)], up: Annotated[NDArray, dict(writable=False)], down: Annotated[NDArray, dict(writable=False)], gate_scale: Annotated[NDArray, dict(writable=False)] | None = None, up_scale: Annotated[NDArray, dict(writable=False)] | None = None, down_scale: Annotated[NDArray, dict(writable=False)] | None = None, gate_zero: Annotated[NDArray, dict(writable=False)] | None = None, up_zero: Annotated[NDArray, dict(writable=False)] | None = None, down_zero: Annotated[NDArray, dict(writable=False)] | None = None, gate_bias: Annotated[NDArray, dict(writable=False)] | None = None, up_bias: Annotated[NDArray, dict(writable=False)] | None = None, down_bias: Annotated[NDArray, dict(writable=False)] | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None: ...
+    def load_expert(self, expert: int, gate: object | None, up: object | None, down: object | None, gate_scale: object | None = None, up_scale: object | None = None, down_scale: object | None = None, gate_zero: object | None = None, up_zero: object | None = None, down_zero: object | None = None, gate_bias: object | None = None, up_bias: object | None = None, down_bias: object | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None: ...
 
     def leave_out(self, expert: int) -> None: ...
 
-    def forward(self, hidden: Annotated[NDArray, dict(writable=False)], topk_ids: Annotated[NDArray, dict(writable=False)], topk_weights: Annotated[NDArray, dict(writable=False)], mask: Annotated[NDArray, dict(writable=False)] | None, out: NDArray) -> None: ...
+    def forward(self, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None) -> None: ...
 
-    def submit(self, hidden: Annotated[NDArray, dict(writable=False)], topk_ids: Annotated[NDArray, dict(writable=False)], topk_weights: Annotated[NDArray, dict(writable=False)], mask: Annotated[NDArray, dict(writable=False)] | None, out: NDArray) -> Ticket: ...
+    def submit(self, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None) -> Ticket: ...
 
     def unpack_expert(self, expert: int) -> tuple: ...
 
@@ -330,7 +337,7 @@ class Carry:
 class AsyncCall:
     """A call of a layer that may be started, and waited for, repeatedly."""
 
-    def __init__(self, layer: MoE, hidden: Annotated[NDArray, dict(writable=False)], topk_ids: Annotated[NDArray, dict(writable=False)], topk_weights: Annotated[NDArray, dict(writable=False)], mask: Annotated[NDArray, dict(writable=False)] | None, out: NDArray, errors: Latch, *, name: str, live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None, left_out: Annotated[NDArray, dict(writable=False)] | None = None) -> None: ...
+    def __init__(self, layer: MoE, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None, errors: Latch, *, name: str, live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None, left_out: Annotated[NDArray, dict(writable=False)] | None = None) -> None: ...
 
     def start(self) -> None:
         """Queues the call behind others of its pool."""

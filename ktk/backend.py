@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ktk import _core
 
@@ -63,6 +63,12 @@ class Backend:
         from ktk.moe import MoE
 
         return MoE(self, **config)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a ktk.Backend cannot be pickled or copied: it is code of this process; load it where "
+            f"it is needed, with ktk.load_backend({self.name!r})"
+        )
 
     def __repr__(self) -> str:
         names = ", ".join(v.name for v in self.variants if v.runnable) or "none runs here"

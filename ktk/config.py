@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
-ACTIVATIONS = ("silu", "swigluoai", "gelu_tanh")
+from ktk._core import ACTIVATIONS
+
+#: No layer has more experts, or wider matrices.
+_MOST = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +63,17 @@ class MoEConfig:
             )
         for name in ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if not isinstance(value, int) or not 1 <= value <= _MOST:
+                raise ValueError(f"{name} must be an integer from 1 to {_MOST}, got {value!r}")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}, "
                 f"but there are only {self.num_experts} experts"
             )
-        if self.activation_limit is not None and not self.activation_limit > 0:
-            raise ValueError(f"activation_limit must be positive, got {self.activation_limit!r}")
+        limit, alpha = self.activation_limit, self.activation_alpha
+        if limit is not None and not (isinstance(limit, Real) and limit > 0):
+            raise ValueError(f"activation_limit must be a positive number or None, got {limit!r}")
+        if not isinstance(alpha, Real):
+            raise ValueError(f"activation_alpha must be a number, got {alpha!r}")
+        if not isinstance(self.clamp_gate_below, bool):
+            raise ValueError(f"clamp_gate_below must be a bool, got {self.clamp_gate_below!r}")

@@ -8,11 +8,11 @@ import operator
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
-from ktk.config import ACTIVATIONS, MoEConfig
+from ktk.config import MoEConfig
 from ktk.errors import BackendUnsupported
 from ktk.given import formats_of, prepared, read_matrix
 from ktk.pool import default_pool
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 #: A format for gate, up and down, or one for each of them.
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
+_MOST_SHARDS = 1024
 _CONFIG_FIELDS = {f.name for f in fields(MoEConfig)}
 _PARTS = ("gate", "up", "down")
 _BESIDE = ("scale", "zero", "bias")
@@ -50,6 +51,15 @@ class Ticket:
         return self._out
 
     result = wait
+
+    def __repr__(self) -> str:
+        return f"<ktk.Ticket: {'done' if self.done else 'not done'}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a ktk.Ticket cannot be pickled or copied: its call runs in this process; "
+            "pass on what its wait() returns"
+        )
 
 
 class MoE:
@@ -101,8 +111,18 @@ class MoE:
             raise TypeError(f"MoE got an unexpected keyword argument {min(unknown)!r}")
         if config is not None and sizes:
             raise TypeError("give either config or its fields, not both")
-        if shards is not None and operator.index(shards) < 1:
+        if not isinstance(getattr(backend, "core", None), _core.Backend):
+            raise TypeError(f"backend must be a Backend of ktk.load_backend, got {backend!r}")
+        if pool is not None and not isinstance(pool, _core.WorkerPool):
+            raise TypeError(f"pool must be a ktk.WorkerPool or None, got {pool!r}")
+        if config is not None and not isinstance(config, MoEConfig):
+            raise TypeError(f"config must be a ktk.MoEConfig or None, got {config!r}")
+        if variant is not None and not isinstance(variant, str):
+            raise TypeError(f"variant must be the name of a variant or None, got {variant!r}")
+        if shards is not None and _integer("shards", shards) < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
+        if shards is not None and shards > _MOST_SHARDS:
+            raise ValueError(f"shards must be at most {_MOST_SHARDS}, got {shards}")
         self.backend = backend
         self.config = config or MoEConfig(**sizes)
         try:
@@ -113,12 +133,12 @@ class MoE:
                 num_experts_per_tok=self.config.num_experts_per_tok,
                 hidden_size=self.config.hidden_size,
                 intermediate_size=self.config.intermediate_size,
-                activation=ACTIVATIONS.index(self.config.activation),
+                activation=self.config.activation,
                 alpha=self.config.activation_alpha,
                 limit=self.config.activation_limit,
                 clamp_gate_below=self.config.clamp_gate_below,
                 variant=variant or "",
-                force=force,
+                force=bool(force),
                 shards=shards or 0,
                 stored=weight_format,
             )
@@ -294,14 +314,16 @@ class MoE:
             read |= {part: one.data, f"{part}_scale": one.scale, f"{part}_zero": one.zero}
             read[f"{part}_bias"] = prepared(f"{part}_bias", bias)
             formats.append(one.format)
-        self._core.load_expert(expert, **read, given=(formats[0], formats[1], formats[2]))
+        self._core.load_expert(
+            self._slot(expert), **read, given=(formats[0], formats[1], formats[2])
+        )
         if self._hoped_shards is not None:
             _tell_shards(self.config.intermediate_size, self._hoped_shards, self.shards)
             self._hoped_shards = None
 
     def leave_out(self, expert: int) -> None:
         """Give an expert's memory back; rows routed to it contribute nothing."""
-        self._core.leave_out(expert)
+        self._core.leave_out(self._slot(expert))
 
     def __call__(
         self,
@@ -339,7 +361,10 @@ class MoE:
             A tensor requires grad while torch records gradients: nothing here has a backward.
         """
         result = empty_like(hidden) if out is None else out
-        self._core.forward(*_inputs(hidden, topk_ids, topk_weights, mask), readable("out", result))
+        # Unbound: torch.compile, which lets this run as it is, would lose what it is bound to.
+        _core.MoE.forward(
+            self._core, *_inputs(hidden, topk_ids, topk_weights, mask), readable("out", result)
+        )
         return result
 
     def submit(
@@ -360,12 +385,13 @@ class MoE:
         if is_tensor(result):
             refuse_gradient("out", result)
         # The core ticket keeps `result` itself, so that its memory outlives the call.
-        core = self._core.submit(*_inputs(hidden, topk_ids, topk_weights, mask), result)
+        inputs = _inputs(hidden, topk_ids, topk_weights, mask)
+        core = _core.MoE.submit(self._core, *inputs, result)
         return Ticket(core, result)
 
     def unpack_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return gate, up and down of an expert as they are stored, in f32."""
-        gate, up, down = self._core.unpack_expert(expert)
+        gate, up, down = self._core.unpack_expert(self._slot(expert))
         return gate, up, down
 
     @property
@@ -413,13 +439,39 @@ class MoE:
         """Packed bytes of one expert; 0 before one is loaded."""
         return int(self._core.expert_nbytes)
 
+    def _slot(self, expert: int) -> int:
+        slot, slots = _integer("expert", expert), self.config.num_experts
+        if not 0 <= slot < slots:
+            raise IndexError(f"expert {slot} is not one of {slots}")
+        return slot
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a ktk.MoE cannot be pickled or copied: its weights lie packed in the memory of this "
+            "process; load another one from the same checkpoint or arrays"
+        )
+
     def __repr__(self) -> str:
         c = self.config
+        loaded = self.nbytes // max(self.expert_nbytes, 1)
+        of = "" if loaded == c.num_experts else f"{loaded} loaded of "
         return (
-            f"<ktk.MoE {self.backend.name}/{self.variant}: {c.num_experts} experts, "
+            f"<ktk.MoE {self.backend.name}/{self.variant}: {of}{c.num_experts} experts, "
             f"top-{c.num_experts_per_tok}, {c.hidden_size} x {c.intermediate_size}, "
             f"{self.nbytes / 2**20:.0f} MiB>"
         )
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {value!r}") from None
+
+
+# torch.compile must run calls rather than trace them: what it traces with has no values.
+MoE.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
+MoE.submit._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _inputs(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import ktk
+from ktk.activation import glu
 from ktk.bench.inputs import (
     DISTRIBUTIONS,
     Call,
@@ -109,7 +110,8 @@ def reference(shape: Shape, call: Call, weights_of: Callable[[int], ExpertWeight
         token, slot = torch.where(call.ids == expert)
         gate = _linear(hidden[token], weights.gate, weights.gate_bias)
         up = _linear(hidden[token], weights.up, weights.up_bias)
-        down = _linear(_activate(shape, gate, up), weights.down, weights.down_bias)
+        inner = glu(gate, up, shape.activation, shape.activation_limit)
+        down = _linear(inner, weights.down, weights.down_bias)
         out.index_add_(0, token, down * call.weights[token, slot, None].double())
     return out
 
@@ -117,12 +119,3 @@ def reference(shape: Shape, call: Call, weights_of: Callable[[int], ExpertWeight
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     product = x @ weight.double().T
     return product if bias is None else product + bias.double()
-
-
-def _activate(shape: Shape, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    if shape.activation_limit is not None:
-        gate = gate.clamp(max=shape.activation_limit)
-        up = up.clamp(-shape.activation_limit, shape.activation_limit)
-    if shape.activation == "swigluoai":
-        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
-    return gate * torch.sigmoid(gate) * up

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ktk.activation import glu
 from ktk.checkpoint.open import OpenCheckpoint
 
 _Tensors = Mapping[str, torch.Tensor]
@@ -33,13 +34,6 @@ def reference(
 def _expert(x: torch.Tensor, tensors: _Tensors, arguments: Mapping[str, Any]) -> torch.Tensor:
     gate = torch.nn.functional.linear(x, tensors["gate"], tensors.get("gate_bias"))
     up = torch.nn.functional.linear(x, tensors["up"], tensors.get("up_bias"))
-    limit = arguments["activation_limit"]
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    if arguments["activation"] == "swigluoai":
-        inner = gate * torch.sigmoid(arguments["activation_alpha"] * gate) * (up + 1)
-    elif arguments["activation"] == "gelu_tanh":
-        inner = torch.nn.functional.gelu(gate, approximate="tanh") * up
-    else:
-        inner = torch.nn.functional.silu(gate) * up
+    limit, alpha = arguments["activation_limit"], arguments["activation_alpha"]
+    inner = glu(gate, up, arguments["activation"], limit, alpha)
     return torch.nn.functional.linear(inner, tensors["down"], tensors.get("down_bias"))

@@ -115,8 +115,10 @@ def glu(gate: Uncertain, up: Uncertain, config: Activation) -> Uncertain:
     elif config.activation == "swigluoai":
         argument = config.activation_alpha * g
         u = u + 1
-    else:
+    elif config.activation == "silu":
         argument = g
+    else:
+        raise ValueError(f"the reference does not know the activation {config.activation!r}")
     gated = g * _sigmoid(argument)
 
     # The function itself in float32. Its argument is off by some units, which matters where

@@ -66,6 +66,17 @@ std::vector<Place> place_workers(const WorkerPool::Options& options, const Topol
     throw std::invalid_argument("expected a number of threads >= 0, got " +
                                 std::to_string(options.threads));
   }
+  // Tests and simulations of larger machines may overload a small one, but not without end.
+  constexpr size_t kMostPerCpu = 16, kLeastMost = 256;
+  size_t here = 0;
+  for (const Node& node : topology.nodes) here += node.cpus.size();
+  const size_t most = std::max(kMostPerCpu * here, kLeastMost);
+  if (static_cast<size_t>(options.threads) > most || options.cpus.size() > most) {
+    throw std::invalid_argument(
+        std::to_string(std::max(static_cast<size_t>(options.threads), options.cpus.size())) +
+        " threads are more than a machine with " + std::to_string(here) +
+        " CPUs has use for; expected at most " + std::to_string(most));
+  }
   if (options.cpus.empty()) {
     return spread(topology, options.threads > 0 ? options.threads : topology.default_threads());
   }

@@ -13,7 +13,8 @@ struct Place {
   int node;  // position in Topology::nodes
 };
 
-// The workers that `options` ask for, grouped by node. Throws std::invalid_argument as WorkerPool.
+// The workers that `options` ask for, grouped by node. Throws std::invalid_argument as WorkerPool,
+// also for far more threads than the machine has use for.
 std::vector<Place> place_workers(const WorkerPool::Options& options, const Topology& topology);
 
 // Whether every worker may spin while it waits. Not with more threads than CPUs: who spins keeps

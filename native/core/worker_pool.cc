@@ -11,6 +11,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -108,7 +109,14 @@ struct WorkerPool::Impl {
   void start_threads() {
     const BlockSignals block;
     for (size_t w = 1; w < places.size(); ++w) {
-      threads.emplace_back([this, w] { serve(static_cast<int>(w)); });
+      try {
+        threads.emplace_back([this, w] { serve(static_cast<int>(w)); });
+      } catch (const std::system_error& error) {
+        throw std::runtime_error("the system started " + std::to_string(w - 1) + " of " +
+                                 std::to_string(places.size() - 1) + " threads, and no more (" +
+                                 error.code().message() +
+                                 "): use fewer, or raise the limits (ulimit -u, pids.max)");
+      }
       const pthread_t handle = threads.back().native_handle();
       pthread_setname_np(handle, ("ktk-" + std::to_string(w)).substr(0, 15).c_str());
       if (pinned && !CpuMask(places[w].cpu).apply_to(handle)) places[w].cpu = -1;

@@ -27,7 +27,7 @@ class WorkerPool {
     bool pin = true;
   };
   // Throws std::invalid_argument for thread counts < 0 or CPUs outside the topology,
-  // std::system_error when threads cannot be made.
+  // std::runtime_error when threads cannot be made.
   explicit WorkerPool(const Options& options, const Topology& topology = ktk::topology());
   // Waits for the region that is running.
   ~WorkerPool();

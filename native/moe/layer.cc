@@ -46,7 +46,11 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
   check_positive("num_experts_per_tok", config.top_k, config.num_experts);
   check_positive("hidden_size", config.hidden, kMostExtent);
   check_positive("intermediate_size", config.intermediate, kMostExtent);
-  if (shards < 0) throw std::invalid_argument("shards must not be negative");
+  constexpr int kMostShards = 1024;  // the largest number of NUMA nodes that Linux knows
+  if (shards < 0 || shards > kMostShards) {
+    throw std::invalid_argument("shards must be between 1 and " + std::to_string(kMostShards) +
+                                ", or 0 for one per node, got " + std::to_string(shards));
+  }
   if (static_cast<size_t>(shards) > config.intermediate) {
     throw std::invalid_argument("intermediate_size " + std::to_string(config.intermediate) +
                                 " cannot be split into " + std::to_string(shards) + " shards");
@@ -122,6 +126,9 @@ void Layer::check_loaded(const Request& request) const {
       if (id < 0 || id >= static_cast<int64_t>(config_.num_experts)) continue;
       const size_t e = static_cast<size_t>(id);
       if (left_out_[e] || (!request.skip.empty() && request.skip[e])) continue;
+      if (loaded_ == 0) {
+        throw std::runtime_error("no expert is loaded: call load() or load_expert() first");
+      }
       if (!weights_ || weights_->state(e) == Weights::State::kMissing) {
         throw std::runtime_error("expert " + std::to_string(e) + " is not loaded (token " +
                                  std::to_string(token) + " wants it)");

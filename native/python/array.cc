@@ -34,7 +34,73 @@ std::string dtype_name(const nb::dlpack::dtype& dtype) {
   if (code == Code::Float) return "float" + bits;
   if (code == Code::Bfloat) return "bfloat" + bits;
   if (code == Code::Bool) return "bool";
+  if (code == Code::Complex) return "complex" + bits;
   return "dtype code " + std::to_string(dtype.code) + " of " + bits + " bits";
+}
+
+// An element type, or KTK_NONE for a dtype that ktk does not read.
+ktk_element known_element(const nb::dlpack::dtype& dtype) {
+  const auto code = static_cast<Code>(dtype.code);
+  if (code == Code::Float && dtype.bits == 32) return KTK_F32;
+  if (code == Code::Float && dtype.bits == 16) return KTK_F16;
+  if (code == Code::Bfloat && dtype.bits == 16) return KTK_BF16;
+  if (code == Code::Int && dtype.bits == 8) return KTK_I8;
+  if (code == Code::UInt && dtype.bits == 8) return KTK_U8;
+  return KTK_NONE;
+}
+
+[[noreturn]] void refuse_dtype(const char* name, const nb::dlpack::dtype& dtype,
+                               const char* expected) {
+  throw nb::type_error(
+      (std::string(name) + " has dtype " + dtype_name(dtype) + "; expected " + expected).c_str());
+}
+
+// str() of an attribute, without the name of its module; empty where there is none.
+std::string attribute(nb::handle object, const char* name) {
+  const nb::object value = nb::getattr(object, name, nb::none());
+  if (value.is_none()) return {};
+  const std::string text = nb::str(value).c_str();
+  return text.starts_with("torch.") ? text.substr(6) : text;
+}
+
+[[noreturn]] void refuse_traced(const char* name) {
+  throw nb::type_error((std::string(name) +
+                        " is a tensor without values, with which torch traces; "
+                        "keep ktk out of what is traced (torch.compiler.disable)")
+                           .c_str());
+}
+
+// Why an object cannot be had as an array.
+[[noreturn]] void refuse_array(const char* name, nb::handle argument, bool written) {
+  std::string what = std::string(name) + " must be an array in CPU memory (numpy, torch, DLPack)";
+  if (argument.is_none()) throw nb::type_error((what + ", got None").c_str());
+  const std::string type = nb::type_name(nb::handle(argument.type())).c_str();
+  if (type.ends_with("FakeTensor")) refuse_traced(name);
+  const std::string device = attribute(argument, "device"), layout = attribute(argument, "layout");
+  what += ", got " + type;
+  if (!device.empty() && device != "cpu") {
+    what += " on " + device;
+  } else if (!layout.empty() && layout != "strided") {
+    what += " of layout " + layout;
+  } else if (const std::string dtype = attribute(argument, "dtype"); !dtype.empty()) {
+    const bool readable = nb::ndarray_check(argument) || nb::hasattr(argument, "__dlpack__");
+    nb::ndarray<nb::ro> array;
+    if (written && readable && nb::try_cast(argument, array)) {
+      what = std::string(name) + " is read-only; expected an array that may be written";
+    } else {
+      what += " of " + dtype + " that has no memory to share";
+    }
+  }
+  throw nb::type_error(what.c_str());
+}
+
+template <typename Array>
+Array array_from(const char* name, nb::handle argument, bool written) {
+  Array array;
+  if (argument.is_none() || !nb::try_cast(argument, array)) refuse_array(name, argument, written);
+  // What torch traces with (FakeTensor) says that it is in CPU memory, and has none.
+  if (!array.data() && array.size() > 0) refuse_traced(name);
+  return array;
 }
 
 template <typename T>
@@ -55,16 +121,29 @@ std::string describe_array(const Array& array) {
   return shape_text(shape_of(array)) + " " + dtype_name(array.dtype());
 }
 
+AnyArray input_from(const char* name, nb::handle argument) {
+  return array_from<AnyArray>(name, argument, false);
+}
+
+std::optional<AnyArray> optional_input_from(const char* name, nb::handle argument) {
+  if (argument.is_none()) return std::nullopt;
+  return input_from(name, argument);
+}
+
+AnyOutput output_from(const char* name, nb::handle argument) {
+  return array_from<AnyOutput>(name, argument, true);
+}
+
 ktk_element element_of(const char* name, const nb::dlpack::dtype& dtype) {
-  const auto code = static_cast<Code>(dtype.code);
-  if (code == Code::Float && dtype.bits == 32) return KTK_F32;
-  if (code == Code::Float && dtype.bits == 16) return KTK_F16;
-  if (code == Code::Bfloat && dtype.bits == 16) return KTK_BF16;
-  if (code == Code::Int && dtype.bits == 8) return KTK_I8;
-  if (code == Code::UInt && dtype.bits == 8) return KTK_U8;
-  const std::string text = std::string(name) + " has dtype " + dtype_name(dtype) +
-                           "; expected float32, float16, bfloat16, int8 or uint8";
-  throw nb::type_error(text.c_str());
+  const ktk_element element = known_element(dtype);
+  if (element != KTK_NONE) return element;
+  refuse_dtype(name, dtype, "float32, float16, bfloat16, int8 or uint8");
+}
+
+ktk_element float_of(const char* name, const nb::dlpack::dtype& dtype) {
+  const ktk_element element = known_element(dtype);
+  if (element == KTK_F32 || element == KTK_F16 || element == KTK_BF16) return element;
+  refuse_dtype(name, dtype, "float32, float16 or bfloat16");
 }
 
 template <typename Array>

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,12 +19,22 @@ using AnyArray = nb::ndarray<nb::ro>;
 using AnyOutput = nb::ndarray<>;
 using F32Matrix = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 
+// An array argument that is read. Throws TypeError with a sentence for all that is no array in CPU
+// memory with values in it.
+AnyArray input_from(const char* name, nb::handle argument);
+// The same, or nothing for None.
+std::optional<AnyArray> optional_input_from(const char* name, nb::handle argument);
+// An array argument that is written; it must allow that.
+AnyOutput output_from(const char* name, nb::handle argument);
+
 // "[4, 8] bf16", for messages.
 template <typename Array>
 std::string describe_array(const Array& array);
 
 // The element type; throws TypeError for `name` when ktk has none for its dtype.
 ktk_element element_of(const char* name, const nb::dlpack::dtype& dtype);
+// The same where only float32, float16 and bfloat16 will do.
+ktk_element float_of(const char* name, const nb::dlpack::dtype& dtype);
 
 // Throws TypeError unless the array is in CPU memory.
 template <typename Array>

@@ -10,6 +10,7 @@
 
 #include "core/cpu.h"
 #include "moe/table.h"
+#include "python/arguments.h"
 #include "python/bind.h"
 
 namespace ktk {
@@ -55,11 +56,21 @@ void bind_format(nb::module_& m) {
       "types (\"q4_k\", or \"ggml:12\") have their scales in their blocks.")
       .def(
           "__init__",
-          [](ktk_format* self, const std::string& element, const std::string& scale,
-             const std::string& zero, uint32_t group_n, uint32_t group_k) {
-            new (self) ktk_format(make_format(element, scale, zero, group_n, group_k));
+          [](ktk_format* self, const nb::args& args, const nb::kwargs& kwargs) {
+            const Arguments given("Format", {"element", "scale", "zero", "group_n", "group_k"},
+                                  args, kwargs);
+            const auto name = [&](const char* which) {
+              return given.get(which, "the name of an element, as \"f32\"", std::string("none"));
+            };
+            const auto group = [&](const char* which, uint32_t otherwise) {
+              return given.get(which, "an int from 0 to 2^32 - 1", otherwise);
+            };
+            given.get<std::string>("element", "the name of an element, as \"f32\"");
+            new (self) ktk_format(make_format(name("element"), name("scale"), name("zero"),
+                                              group("group_n", 1), group("group_k", 0)));
           },
-          "element"_a, "scale"_a = "none", "zero"_a = "none", "group_n"_a = 1, "group_k"_a = 0)
+          nb::sig("def __init__(self, element: str, scale: str = 'none', zero: str = 'none', "
+                  "group_n: int = 1, group_k: int = 0) -> None"))
       .def_prop_ro("element", [](const ktk_format& f) { return element_name(f.element); })
       .def_prop_ro("scale", [](const ktk_format& f) { return element_name(f.scale); })
       .def_prop_ro("zero", [](const ktk_format& f) { return element_name(f.zero); })

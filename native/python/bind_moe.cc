@@ -9,6 +9,7 @@
 #include <cmath>
 #include <optional>
 
+#include "moe/activation.h"
 #include "moe/layer.h"
 #include "moe/ticket.h"
 #include "python/bind.h"
@@ -21,7 +22,7 @@ namespace {
 
 std::shared_ptr<Layer> make_layer(nb::handle backend, std::shared_ptr<Engine> pool,
                                   size_t num_experts, size_t top_k, size_t hidden,
-                                  size_t intermediate, int activation, float alpha,
+                                  size_t intermediate, const std::string& activation, float alpha,
                                   std::optional<float> limit, bool clamp_gate_below,
                                   const std::string& variant, bool force, int shards,
                                   const std::optional<PartFormats>& stored) {
@@ -31,7 +32,7 @@ std::shared_ptr<Layer> make_layer(nb::handle backend, std::shared_ptr<Engine> po
   config.hidden = hidden;
   config.intermediate = intermediate;
   if (limit && !(*limit > 0)) throw nb::value_error("activation_limit must be positive");
-  config.glu = {static_cast<ktk_activation>(activation), alpha, limit.value_or(HUGE_VALF),
+  config.glu = {activation_from_name(activation), alpha, limit.value_or(HUGE_VALF),
                 clamp_gate_below && limit.has_value()};
   return std::make_shared<Layer>(nb::cast<std::shared_ptr<BackendTable>>(backend), variant, force,
                                  config, std::move(pool), shards, parts_from(stored));
@@ -46,13 +47,11 @@ size_t check_expert(const Layer& layer, int64_t expert) {
   return static_cast<size_t>(expert);
 }
 
-const float* bias_from(const char* name, const OptArray& bias, size_t n, std::vector<float>& copy) {
+const float* bias_from(const char* name, nb::handle given, size_t n, std::vector<float>& copy) {
+  const OptArray bias = optional_input_from(name, given);
   if (!bias) return nullptr;
   check_array(name, *bias, {static_cast<int64_t>(n)});
-  const ktk_element type = element_of(name, bias->dtype());
-  if (type != KTK_F32 && type != KTK_F16 && type != KTK_BF16) {
-    throw nb::type_error((std::string(name) + " must be float32, float16 or bfloat16").c_str());
-  }
+  const ktk_element type = float_of(name, bias->dtype());
   copy.resize(n);
   ops().to_f32(bias->data(), type, n, copy.data());
   return copy.data();
@@ -74,44 +73,51 @@ float take_factor(const char* name, const OptFormat& given, OptArray& scale) {
   return factor;
 }
 
-void load_expert(Layer& layer, int64_t expert, const AnyArray& gate, const AnyArray& up,
-                 const AnyArray& down, OptArray gate_scale, OptArray up_scale, OptArray down_scale,
-                 const OptArray& gate_zero, const OptArray& up_zero, const OptArray& down_zero,
-                 const OptArray& gate_bias, const OptArray& up_bias, const OptArray& down_bias,
+void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, nb::handle down,
+                 nb::handle gate_scale, nb::handle up_scale, nb::handle down_scale,
+                 nb::handle gate_zero, nb::handle up_zero, nb::handle down_zero,
+                 nb::handle gate_bias, nb::handle up_bias, nb::handle down_bias,
                  const std::optional<PartFormats>& given) {
   const auto h = static_cast<int64_t>(layer.config().hidden);
   const auto i = static_cast<int64_t>(layer.config().intermediate);
   const Parts<OptFormat> formats = parts_from(given);
   ExpertSource source{};
-  source.factor = {take_factor("gate_scale", formats.gate, gate_scale),
-                   take_factor("up_scale", formats.up, up_scale),
-                   take_factor("down_scale", formats.down, down_scale)};
-  source.gate = source_from("gate", gate, gate_scale, gate_zero, formats.gate, i, h);
-  source.up = source_from("up", up, up_scale, up_zero, formats.up, i, h);
-  source.down = source_from("down", down, down_scale, down_zero, formats.down, h, i);
-  std::vector<float> biases[3];
-  source.gate_bias = bias_from("gate_bias", gate_bias, layer.config().intermediate, biases[0]);
-  source.up_bias = bias_from("up_bias", up_bias, layer.config().intermediate, biases[1]);
-  source.down_bias = bias_from("down_bias", down_bias, layer.config().hidden, biases[2]);
+  // They hold what the source points at.
+  const Parts<AnyArray> data = {input_from("gate", gate), input_from("up", up),
+                                input_from("down", down)};
+  Parts<OptArray> scale = {optional_input_from("gate_scale", gate_scale),
+                           optional_input_from("up_scale", up_scale),
+                           optional_input_from("down_scale", down_scale)};
+  const Parts<OptArray> zero = {optional_input_from("gate_zero", gate_zero),
+                                optional_input_from("up_zero", up_zero),
+                                optional_input_from("down_zero", down_zero)};
+  source.factor = {take_factor("gate_scale", formats.gate, scale.gate),
+                   take_factor("up_scale", formats.up, scale.up),
+                   take_factor("down_scale", formats.down, scale.down)};
+  source.gate = source_from("gate", data.gate, scale.gate, zero.gate, formats.gate, i, h);
+  source.up = source_from("up", data.up, scale.up, zero.up, formats.up, i, h);
+  source.down = source_from("down", data.down, scale.down, zero.down, formats.down, h, i);
+  Parts<std::vector<float>> bias;
+  source.gate_bias = bias_from("gate_bias", gate_bias, layer.config().intermediate, bias.gate);
+  source.up_bias = bias_from("up_bias", up_bias, layer.config().intermediate, bias.up);
+  source.down_bias = bias_from("down_bias", down_bias, layer.config().hidden, bias.down);
   const size_t at = check_expert(layer, expert);
   const Unlocked unlocked;
   layer.load(at, source);
 }
 
-void call_layer(Layer& layer, const AnyArray& hidden, const AnyArray& ids, const AnyArray& weights,
-                const OptArray& mask, const AnyOutput& out) {
-  Call call;
-  check_call(layer, hidden, ids, weights, mask, out, call);
+void call_layer(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights,
+                nb::handle mask, nb::handle out) {
+  const Call call(layer, hidden, ids, weights, mask, out);
   const Unlocked unlocked;
   layer.forward(call.request);
 }
 
 using TicketHandle = Awaited<Ticket>;
 
-TicketHandle* submit(std::shared_ptr<Layer> layer, const AnyArray& hidden, const AnyArray& ids,
-                     const AnyArray& weights, const OptArray& mask, const AnyOutput& out) {
-  Call call;
-  check_call(*layer, hidden, ids, weights, mask, out, call);
+TicketHandle* submit(std::shared_ptr<Layer> layer, nb::handle hidden, nb::handle ids,
+                     nb::handle weights, nb::handle mask, nb::handle out) {
+  const Call call(*layer, hidden, ids, weights, mask, out);
   const Unlocked unlocked;
   return new TicketHandle(std::move(layer), call.request);
 }
@@ -154,6 +160,10 @@ std::vector<std::vector<size_t>> slice_widths(const Weights& weights) {
 }  // namespace
 
 void bind_moe(nb::module_& m) {
+  nb::list activations;
+  for (const Activation& one : kActivations) activations.append(one.name);
+  m.attr("ACTIVATIONS") = nb::tuple(activations);
+
   nb::class_<TicketHandle>(m, "Ticket", "A call that was submitted.")
       .def("wait", &TicketHandle::wait, nb::call_guard<Unlocked>(),
            "Waits for the end of the call; raises what went wrong in it.")
@@ -163,7 +173,7 @@ void bind_moe(nb::module_& m) {
       .def(nb::new_(&make_layer), "backend"_a, "pool"_a, "num_experts"_a, "num_experts_per_tok"_a,
            "hidden_size"_a, "intermediate_size"_a, "activation"_a, "alpha"_a, "limit"_a.none(),
            "clamp_gate_below"_a, "variant"_a, "force"_a, "shards"_a, "stored"_a.none())
-      .def("load_expert", &load_expert, "expert"_a, "gate"_a, "up"_a, "down"_a,
+      .def("load_expert", &load_expert, "expert"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
            "gate_scale"_a = nb::none(), "up_scale"_a = nb::none(), "down_scale"_a = nb::none(),
            "gate_zero"_a = nb::none(), "up_zero"_a = nb::none(), "down_zero"_a = nb::none(),
            "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
@@ -176,10 +186,10 @@ void bind_moe(nb::module_& m) {
             layer.leave_out(at);
           },
           "expert"_a)
-      .def("forward", &call_layer, "hidden"_a, "topk_ids"_a, "topk_weights"_a, "mask"_a.none(),
-           "out"_a)
-      .def("submit", &submit, "hidden"_a, "topk_ids"_a, "topk_weights"_a, "mask"_a.none(), "out"_a,
-           nb::keep_alive<0, 6>())
+      .def("forward", &call_layer, "hidden"_a.none(), "topk_ids"_a.none(), "topk_weights"_a.none(),
+           "mask"_a.none(), "out"_a.none())
+      .def("submit", &submit, "hidden"_a.none(), "topk_ids"_a.none(), "topk_weights"_a.none(),
+           "mask"_a.none(), "out"_a.none(), nb::keep_alive<0, 6>())
       .def("unpack_expert", &unpack_expert, "expert"_a)
       .def_prop_ro("variant", [](const Layer& l) { return l.variant().name; })
       .def_prop_ro("pool", [](const Layer& l) { return l.engine(); })

@@ -8,10 +8,12 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
+#include <type_traits>
 
 #include "core/memory.h"
 #include "core/size.h"
 #include "moe/table.h"
+#include "python/arguments.h"
 #include "python/bind.h"
 #include "python/gil.h"
 #include "python/source.h"
@@ -20,10 +22,30 @@ namespace ktk {
 
 namespace {
 
-using F32Input = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using ByteInput = nb::ndarray<const uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using ByteOutput = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using F32Output = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+// A matrix of T, which stays alive with it.
+template <typename Array, typename T>
+struct Rows2D {
+  Rows2D(const char* name, const Array& from, bool contiguous) : array(from) {
+    check_array(name, array, {-1, -1});
+    const bool whole = array.shape(0) < 2 || static_cast<size_t>(array.stride(0)) == array.shape(1);
+    if (array.dtype() == nb::dtype<std::remove_const_t<T>>() && (whole || !contiguous)) return;
+    throw nb::type_error((std::string(name) + " must be " + (contiguous ? "contiguous " : "") +
+                          (sizeof(T) == 4 ? "float32" : "uint8") + " in two dimensions, got " +
+                          describe_array(array))
+                             .c_str());
+  }
+  size_t shape(size_t axis) const { return array.shape(axis); }
+  T* data() const { return static_cast<T*>(array.data()); }
+
+  Array array;
+};
+using F32Input = Rows2D<AnyArray, const float>;
+using ByteInput = Rows2D<AnyArray, const uint8_t>;
+using ByteOutput = Rows2D<AnyOutput, uint8_t>;
+using F32Output = Rows2D<AnyOutput, float>;
+
+F32Input f32_from(nb::handle x) { return {"x", input_from("x", x), true}; }
+ByteInput act_from(nb::handle act) { return {"act", input_from("act", act), true}; }
 
 class PackedMatrix {
  public:
@@ -56,10 +78,12 @@ class PackedMatrix {
     return {reinterpret_cast<uint8_t*>(packed_.data()), {bytes_}, self};
   }
 
-  void repack(const AnyArray& data, const std::optional<AnyArray>& scale,
-              const std::optional<AnyArray>& zero, const std::optional<ktk_format>& given,
-              size_t n_begin, size_t n_end) {
+  void repack(nb::handle data_, nb::handle scale_, nb::handle zero_,
+              const std::optional<ktk_format>& given, size_t n_begin, size_t n_end) {
     check_columns(n_begin, n_end);
+    const AnyArray data = input_from("weight", data_);
+    const std::optional<AnyArray> scale = optional_input_from("weight_scale", scale_);
+    const std::optional<AnyArray> zero = optional_input_from("weight_zero", zero_);
     const ktk_source source = source_from("weight", data, scale, zero, given,
                                           static_cast<int64_t>(n()), static_cast<int64_t>(k()));
     table_->stored(source.format, &matrix_.format, n(), k());
@@ -97,14 +121,17 @@ class PackedMatrix {
   size_t act_size() const { return act_size_; }
   size_t padded(size_t m) const { return round_up(m, variant_.tile.m_step); }
 
-  nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> pack_act(const F32Input& x) const {
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> pack_act(nb::handle x_) const {
+    const F32Input x = f32_from(x_);
     check_depth(x);
     auto act = new_bytes(padded(x.shape(0)), act_size());
     variant_.pack_act(&matrix_, x.shape(0), 0, k(), x.data(), k(), act.data(), act_size());
     return act;
   }
 
-  void pack_act_range(const F32Input& x, size_t k_begin, size_t k_end, ByteOutput act) const {
+  void pack_act_range(nb::handle x_, size_t k_begin, size_t k_end, nb::handle act_) const {
+    const F32Input x = f32_from(x_);
+    const ByteOutput act{"act", output_from("act", act_), true};
     check_depth(x);
     const size_t step = variant_.tile.k_step;
     if (k_begin >= k_end || k_end > k() || k_begin % step || (k_end % step && k_end != k())) {
@@ -115,25 +142,28 @@ class PackedMatrix {
                       act_size());
   }
 
-  F32Matrix unpack_act(const ByteInput& act, size_t m) const {
+  F32Matrix unpack_act(nb::handle act_, size_t m) const {
+    const ByteInput act = act_from(act_);
     check_act(act.shape(0), act.shape(1), m);
     F32Matrix out = new_matrix(m, k());
     variant_.unpack_act(&matrix_, m, act.data(), act_size(), out.data(), k());
     return out;
   }
 
-  F32Matrix act_round_trip(const F32Input& x) const {
-    const auto act = pack_act(x);
+  F32Matrix act_round_trip(nb::handle x_) const {
+    const F32Input x = f32_from(x_);
+    const auto act = pack_act(x_);
     F32Matrix out = new_matrix(x.shape(0), k());
     variant_.unpack_act(&matrix_, x.shape(0), act.data(), act_size(), out.data(), k());
     return out;
   }
 
-  F32Matrix matmul(const F32Input& x, size_t n_begin, std::optional<size_t> n_end,
+  F32Matrix matmul(nb::handle x_, size_t n_begin, std::optional<size_t> n_end,
                    std::optional<size_t> ukernel) const {
+    const F32Input x = f32_from(x_);
     const size_t m = x.shape(0), end = n_end.value_or(n());
     check_columns(n_begin, end);
-    const auto act = pack_act(x);
+    const auto act = pack_act(x_);
     const size_t stride = round_up(round_up(end - n_begin, variant_.tile.n_step), 16);
     F32Matrix panel = new_matrix(padded(m), stride);
     run(act.data(), m, n_begin, end, panel.data(), stride, ukernel);
@@ -144,17 +174,17 @@ class PackedMatrix {
     return out;
   }
 
-  void run_raw(const ByteInput& act, size_t m, size_t n_begin, size_t n_end, F32Output dst,
+  void run_raw(nb::handle act_, size_t m, size_t n_begin, size_t n_end, nb::handle dst_,
                std::optional<size_t> ukernel) const {
+    const ByteInput act = act_from(act_);
+    const F32Output dst{"dst", output_from("dst", dst_), false};
     check_columns(n_begin, n_end);
     check_act(act.shape(0), act.shape(1), m);
-    check_aligned("dst", AnyArray(dst));
     const size_t columns = round_up(n_end - n_begin, variant_.tile.n_step);
-    if (dst.shape(0) < padded(m) || dst.shape(1) < columns || dst.stride(1) != 1 ||
-        dst.stride(0) % 16) {
+    if (dst.shape(0) < padded(m) || dst.shape(1) < columns || row_stride(dst.array) % 16) {
       throw nb::value_error("dst is too small, or its rows are not a multiple of 16 floats apart");
     }
-    run(act.data(), m, n_begin, n_end, dst.data(), static_cast<size_t>(dst.stride(0)), ukernel);
+    run(act.data(), m, n_begin, n_end, dst.data(), row_stride(dst.array), ukernel);
   }
 
  private:
@@ -165,7 +195,6 @@ class PackedMatrix {
     }
   }
   void check_depth(const F32Input& x) const {
-    check_aligned("x", AnyArray(x));
     if (x.shape(1) != k()) {
       throw nb::value_error(
           ("act has depth " + std::to_string(x.shape(1)) + ", the weight " + std::to_string(k()))
@@ -225,23 +254,49 @@ class PackedMatrix {
   Memory packed_;
 };
 
-PackedMatrix* make_packed(nb::handle backend, const std::string& variant, const AnyArray& data,
-                          const std::optional<AnyArray>& scale, const std::optional<AnyArray>& zero,
-                          const std::optional<ktk_format>& given,
-                          const std::optional<ktk_format>& stored, bool force) {
-  return new PackedMatrix(nb::cast<std::shared_ptr<BackendTable>>(backend), variant, data, scale,
-                          zero, given, stored, force);
+PackedMatrix* make_packed(const nb::args& args, const nb::kwargs& kwargs) {
+  const Arguments given("PackedMatrix",
+                        {"backend", "variant", "data", "scale", "zero", "given", "stored", "force"},
+                        args, kwargs);
+  using Format = std::optional<ktk_format>;
+  const auto format = [&](const char* name) {
+    return given.get(name, "a ktk.Format or None", Format());
+  };
+  const auto array = [&](const char* name, const char* argument) {
+    const nb::handle value = given.find(argument);
+    return value.is_valid() ? optional_input_from(name, value) : std::nullopt;
+  };
+  auto table = given.get<std::shared_ptr<BackendTable>>("backend", "a backend's core");
+  if (!table) throw nb::type_error("PackedMatrix(): backend must be a backend's core, got None");
+  const std::string variant = given.get<std::string>("variant", "the name of a variant");
+  const nb::handle data = given.find("data");
+  return new PackedMatrix(std::move(table), variant,
+                          input_from("weight", data.is_valid() ? data : nb::handle(nb::none())),
+                          array("weight_scale", "scale"), array("weight_zero", "zero"),
+                          format("given"), format("stored"), given.get("force", "a bool", false));
 }
 
 }  // namespace
+
+#define KTK_PACKED                                                                             \
+  "backend: Backend, variant: str, data: object, scale: object | None = None, zero: object | " \
+  "None "                                                                                      \
+  "= None, *, given: Format | None = None, stored: Format | None = None, force: bool = False) -> "
 
 void bind_packed(nb::module_& m) {
   using nb::literals::operator""_a;
   nb::class_<PackedMatrix>(
       m, "PackedMatrix", "A weight [n, k] packed by one variant of a backend, for tests and tools.")
-      .def(nb::new_(&make_packed), "backend"_a, "variant"_a, "data"_a, "scale"_a = nb::none(),
-           "zero"_a = nb::none(), nb::kw_only(), "given"_a = nb::none(), "stored"_a = nb::none(),
-           "force"_a = false)
+      // As nb::new_, whose two functions cannot have a signature each.
+      .def_static(
+          "__new__",
+          [](nb::handle, const nb::args& args, const nb::kwargs& kwargs) {
+            return make_packed(args, kwargs);
+          },
+          nb::rv_policy::take_ownership, nb::sig("def __new__(cls, " KTK_PACKED "PackedMatrix"))
+      .def(
+          "__init__", [](nb::handle, const nb::args&, const nb::kwargs&) {},
+          nb::sig("def __init__(self, " KTK_PACKED "None"))
       .def_prop_ro("n", &PackedMatrix::n)
       .def_prop_ro("k", &PackedMatrix::k)
       .def_prop_ro("nbytes", &PackedMatrix::nbytes)
@@ -252,8 +307,8 @@ void bind_packed(nb::module_& m) {
       .def_prop_ro(
           "buffer", [](nb::handle self) { return nb::cast<PackedMatrix&>(self).buffer(self); },
           "The packed bytes, writable.")
-      .def("repack", &PackedMatrix::repack, "data"_a, "scale"_a = nb::none(), "zero"_a = nb::none(),
-           nb::kw_only(), "given"_a = nb::none(), "n_begin"_a, "n_end"_a,
+      .def("repack", &PackedMatrix::repack, "data"_a.none(), "scale"_a = nb::none(),
+           "zero"_a = nb::none(), nb::kw_only(), "given"_a = nb::none(), "n_begin"_a, "n_end"_a,
            "Packs rows [n_begin, n_end) of another weight of the same shape.")
       .def("unpack", &PackedMatrix::unpack, "n_begin"_a = 0, "n_end"_a = nb::none(),
            "Rows [n_begin, n_end), whole steps, as stored, f32.")
@@ -261,15 +316,17 @@ void bind_packed(nb::module_& m) {
            "Data, scale and zero point in the stored format, as the bytes of their rows; packing\n"
            "them again gives the same matrix. ValueError if the backend cannot.")
       .def("padded", &PackedMatrix::padded, "m"_a, "m rounded up to the variant's m_step.")
-      .def("pack_act", &PackedMatrix::pack_act, "x"_a, "Encoded rows, uint8 [padded m, act_size].")
-      .def("pack_act_range", &PackedMatrix::pack_act_range, "x"_a, "k_begin"_a, "k_end"_a, "act"_a,
-           "Encodes columns [k_begin, k_end) of x into `act`.")
-      .def("unpack_act", &PackedMatrix::unpack_act, "act"_a, "m"_a)
-      .def("act_round_trip", &PackedMatrix::act_round_trip, "x"_a)
-      .def("matmul", &PackedMatrix::matmul, "x"_a, "n_begin"_a = 0, "n_end"_a = nb::none(),
+      .def("pack_act", &PackedMatrix::pack_act, "x"_a.none(),
+           "Encoded rows, uint8 [padded m, act_size].")
+      .def("pack_act_range", &PackedMatrix::pack_act_range, "x"_a.none(), "k_begin"_a, "k_end"_a,
+           "act"_a.none(), "Encodes columns [k_begin, k_end) of x into `act`.")
+      .def("unpack_act", &PackedMatrix::unpack_act, "act"_a.none(), "m"_a)
+      .def("act_round_trip", &PackedMatrix::act_round_trip, "x"_a.none())
+      .def("matmul", &PackedMatrix::matmul, "x"_a.none(), "n_begin"_a = 0, "n_end"_a = nb::none(),
            "ukernel"_a = nb::none(), "Encodes x and multiplies: f32 [m, n_end - n_begin].")
-      .def("run_raw", &PackedMatrix::run_raw, "act"_a, "m"_a, "n_begin"_a, "n_end"_a, "dst"_a,
-           "ukernel"_a = nb::none(), "Multiplies encoded rows into the caller's memory.");
+      .def("run_raw", &PackedMatrix::run_raw, "act"_a.none(), "m"_a, "n_begin"_a, "n_end"_a,
+           "dst"_a.none(), "ukernel"_a = nb::none(),
+           "Multiplies encoded rows into the caller's memory.");
 }
 
 }  // namespace ktk

@@ -60,14 +60,13 @@ void check_carry(const char* name, const std::shared_ptr<Carry>& carry, const Re
                             .c_str());
 }
 
-CallHandle* make_call(std::shared_ptr<Layer> layer, const AnyArray& hidden, const AnyArray& ids,
-                      const AnyArray& weights, const OptArray& mask, const AnyOutput& out,
+CallHandle* make_call(std::shared_ptr<Layer> layer, nb::handle hidden, nb::handle ids,
+                      nb::handle weights, nb::handle mask, nb::handle out,
                       std::shared_ptr<Latch> errors, const std::string& name, bool live,
                       bool stable, size_t deferred, bool batch_union, nb::object give_to,
                       nb::object take_from, const OptArray& left_out) {
-  Call call;
-  check_call(*layer, hidden, ids, weights, mask, out, call);
-  if (!call.weights.empty() && (live || stable)) {
+  const Call call(*layer, hidden, ids, weights, mask, out);
+  if (!call.converted.empty() && (live || stable)) {
     throw nb::type_error("topk_weights must be float32 where the call reads them later");
   }
   const auto carry_of = [](nb::handle object) {
@@ -92,9 +91,9 @@ CallHandle* make_call(std::shared_ptr<Layer> layer, const AnyArray& hidden, cons
                                        std::move(errors));
   }
   std::vector<AnyArray> inputs;
-  if (live || stable) inputs = {hidden, ids, weights};
-  if (live && mask) inputs.push_back(*mask);
-  return new CallHandle(std::move(made), std::move(inputs), out, {give_to, take_from});
+  if (live || stable) inputs = {call.hidden, call.ids, call.weights};
+  if (live && call.mask) inputs.push_back(*call.mask);
+  return new CallHandle(std::move(made), std::move(inputs), call.out, {give_to, take_from});
 }
 
 using Sums = nb::ndarray<float, nb::ndim<2>, nb::c_contig>;
@@ -163,10 +162,10 @@ void bind_stream(nb::module_& m) {
   const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<CallHandle>(m, "AsyncCall",
                          "A call of a layer that may be started, and waited for, repeatedly.")
-      .def(nb::new_(&make_call), "layer"_a, "hidden"_a, "topk_ids"_a, "topk_weights"_a,
-           "mask"_a.none(), "out"_a, "errors"_a, nb::kw_only(), "name"_a, "live"_a = false,
-           "stable"_a = false, "deferred"_a = 0, "batch_union"_a = false,
-           "give"_a.none() = nb::none(), "take"_a.none() = nb::none(),
+      .def(nb::new_(&make_call), "layer"_a, "hidden"_a.none(), "topk_ids"_a.none(),
+           "topk_weights"_a.none(), "mask"_a.none(), "out"_a.none(), "errors"_a, nb::kw_only(),
+           "name"_a, "live"_a = false, "stable"_a = false, "deferred"_a = 0,
+           "batch_union"_a = false, "give"_a.none() = nb::none(), "take"_a.none() = nb::none(),
            "left_out"_a.none() = nb::none())
       .def("start", &CallHandle::start, unlocked, "Queues the call behind others of its pool.")
       .def("wait", &CallHandle::wait, "all"_a = false, unlocked,

@@ -9,6 +9,7 @@
 #include "core/cpu.h"
 #include "core/topology.h"
 #include "moe/engine.h"
+#include "python/arguments.h"
 #include "python/bind.h"
 
 namespace ktk {
@@ -35,12 +36,13 @@ nb::dict describe_topology(const Topology& topology) {
   return result;
 }
 
-std::shared_ptr<Engine> make_pool(int threads, const std::optional<std::vector<int>>& cpus,
-                                  bool pin) {
+std::shared_ptr<Engine> make_pool(const nb::args& args, const nb::kwargs& kwargs) {
+  const Arguments given("WorkerPool", {"threads", "cpus", "pin"}, args, kwargs);
   WorkerPool::Options options;
-  options.threads = threads;
-  if (cpus) options.cpus = *cpus;
-  options.pin = pin;
+  options.threads = given.get("threads", "a number of threads (an int)", 0);
+  using Cpus = std::optional<std::vector<int>>;
+  if (const Cpus cpus = given.get("cpus", "a list of ints or None", Cpus())) options.cpus = *cpus;
+  options.pin = given.get("pin", "a bool", true);
   return Engine::make(options);
 }
 
@@ -81,7 +83,37 @@ void bind_system(nb::module_& m) {
       "    affinity mask and the cgroup's quota.\n"
       "cpus : list of int, optional\n    CPU of each worker; their number is `threads`.\n"
       "pin : bool\n    Whether workers stay on their CPU.")
-      .def(nb::new_(&make_pool), "threads"_a = 0, "cpus"_a = nb::none(), "pin"_a = true)
+      // As nb::new_, whose two functions cannot have a signature each.
+      .def_static(
+          "__new__",
+          [](nb::handle, const nb::args& args, const nb::kwargs& kwargs) {
+            return make_pool(args, kwargs);
+          },
+          nb::sig("def __new__(cls, threads: int = 0, cpus: Sequence[int] | None = None, pin: bool "
+                  "= True) -> WorkerPool"))
+      .def(
+          "__init__", [](nb::handle, const nb::args&, const nb::kwargs&) {},
+          nb::sig("def __init__(self, threads: int = 0, cpus: Sequence[int] | None = None, pin: "
+                  "bool = True) -> None"))
+      .def("__repr__",
+           [](const Engine& e) {
+             std::string cpus;
+             for (int w = 0; w < e.pool.size(); ++w) {
+               cpus += (w ? ", " : "") + std::to_string(e.pool.cpu_of(w));
+             }
+             const std::string workers =
+                 e.pool.size() == 1 ? "1 worker" : std::to_string(e.pool.size()) + " workers";
+             return "<ktk.WorkerPool: " + workers +
+                    (e.pool.cpu_of(0) < 0 ? ", not pinned>" : " on CPUs " + cpus + ">");
+           })
+      .def(
+          "__reduce__",
+          [](const Engine&) -> nb::object {
+            throw nb::type_error(
+                "a ktk.WorkerPool cannot be pickled or copied: its threads belong to this process; "
+                "make another one where it is needed");
+          },
+          nb::sig("def __reduce__(self) -> tuple[object, ...]"), "Refuses to be pickled.")
       .def_prop_ro(
           "size", [](const Engine& e) { return e.pool.size(); }, "Number of workers.")
       .def_prop_ro(

@@ -4,8 +4,13 @@
 
 namespace ktk {
 
-void check_call(const Layer& layer, const AnyArray& hidden, const AnyArray& ids,
-                const AnyArray& weights, const OptArray& mask, const AnyOutput& out, Call& call) {
+Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle weights_,
+           nb::handle mask_, nb::handle out_)
+    : hidden(input_from("hidden", hidden_)),
+      ids(input_from("topk_ids", ids_)),
+      weights(input_from("topk_weights", weights_)),
+      mask(optional_input_from("mask", mask_)),
+      out(output_from("out", out_)) {
   const Config& config = layer.config();
   const auto h = static_cast<int64_t>(config.hidden), k = static_cast<int64_t>(config.top_k);
   check_array("hidden", hidden, {-1, h});
@@ -13,15 +18,10 @@ void check_call(const Layer& layer, const AnyArray& hidden, const AnyArray& ids,
   check_array("topk_ids", ids, {tokens, k});
   check_array("topk_weights", weights, {tokens, k});
   check_array("out", out, {tokens, h});
-  Request& r = call.request;
-  const auto float_type = [](const char* name, const nb::dlpack::dtype& dtype) {
-    const ktk_element type = element_of(name, dtype);
-    if (type == KTK_F32 || type == KTK_F16 || type == KTK_BF16) return type;
-    throw nb::type_error((std::string(name) + " must be float32, float16 or bfloat16").c_str());
-  };
-  r.hidden = {const_cast<void*>(hidden.data()), float_type("hidden", hidden.dtype()),
+  Request& r = request;
+  r.hidden = {const_cast<void*>(hidden.data()), float_of("hidden", hidden.dtype()),
               row_stride(hidden)};
-  r.out = {out.data(), float_type("out", out.dtype()), row_stride(out)};
+  r.out = {out.data(), float_of("out", out.dtype()), row_stride(out)};
   if (tokens > 1 && r.out.stride < config.hidden) {
     throw nb::value_error("out must not overlap itself");
   }
@@ -35,17 +35,17 @@ void check_call(const Layer& layer, const AnyArray& hidden, const AnyArray& ids,
   c.ids_stride = row_stride(ids);
   c.tokens = static_cast<size_t>(tokens);
   c.top_k = config.top_k;
-  const ktk_element type = float_type("topk_weights", weights.dtype());
+  const ktk_element type = float_of("topk_weights", weights.dtype());
   if (type == KTK_F32) {
     c.weights = static_cast<const float*>(weights.data());
     c.weights_stride = row_stride(weights);
   } else {
-    call.weights.resize(product(c.tokens, c.top_k));
+    converted.resize(product(c.tokens, c.top_k));
     const char* row = static_cast<const char*>(weights.data());
     for (size_t t = 0; t < c.tokens; ++t, row += row_stride(weights) * weights.itemsize()) {
-      ops().to_f32(row, type, c.top_k, &call.weights[t * c.top_k]);
+      ops().to_f32(row, type, c.top_k, &converted[t * c.top_k]);
     }
-    c.weights = call.weights.data();
+    c.weights = converted.data();
     c.weights_stride = c.top_k;
   }
   if (mask) {

@@ -12,10 +12,19 @@ namespace ktk {
 
 using OptArray = std::optional<AnyArray>;
 
-// A call's arrays, checked; the request points into them and into `weights`.
+// A call's arrays, checked; the request points into them and into `converted`.
 struct Call {
+  // Throws TypeError or ValueError with what was expected and what came.
+  Call(const Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle mask,
+       nb::handle out);
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  AnyArray hidden, ids, weights;
+  OptArray mask;
+  AnyOutput out;
   Request request;
-  std::vector<float> weights;  // when they did not come as f32
+  std::vector<float> converted;  // weights that did not come as f32
 };
 
 // Python's hold on what is waited for when it goes, with the GIL released: that may take as long as
@@ -31,9 +40,5 @@ struct Awaited : Queued {
     }
   }
 };
-
-// Fills `call` from arrays; throws TypeError or ValueError with what was expected and what came.
-void check_call(const Layer& layer, const AnyArray& hidden, const AnyArray& ids,
-                const AnyArray& weights, const OptArray& mask, const AnyOutput& out, Call& call);
 
 }  // namespace ktk
