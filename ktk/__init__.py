@@ -80,15 +80,17 @@ def get_include() -> str:
 _LAZY = {"KTMoEWrapper": "ktk.ktmoe", "generate_gpu_experts_masks": "ktk.ktmoe"}
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        value = version(__name__)
-    elif name in _LAZY:
-        value = getattr(import_module(_LAZY[name]), name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # or any name at all would be one of ktk to a type checker
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            value = version(__name__)
+        elif name in _LAZY:
+            value = getattr(import_module(_LAZY[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

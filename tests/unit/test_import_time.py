@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -154,6 +155,17 @@ def test_what_needs_torch_is_there_when_it_is_asked_for() -> None:
     run(f"import ktk; assert {{*{names}}} <= {{*dir(ktk)}}; assert callable(ktk.KTMoEWrapper)")
     run(f"from ktk import *; from ktk import {', '.join(names)}; import torch")
     run("import ktk\ntry: ktk.nothing\nexcept AttributeError as e: assert 'nothing' in str(e)")
+
+
+def test_type_checkers_know_the_names_and_no_others(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    names = "ktk.KTMoEWrapper, ktk.generate_gpu_experts_masks, ktk.MoE"
+    program.write_text(f"import ktk\nnumber: str = ktk.__version__\n{names}\nktk.nothing\n")
+    api = pytest.importorskip("mypy.api")
+    text, _, status = api.run([str(program), "--follow-imports=silent", "--no-error-summary"])
+    assert status == 1
+    [line] = text.splitlines()
+    assert line.endswith(':4: error: Module has no attribute "nothing"  [attr-defined]')
 
 
 def test_import_starts_no_threads() -> None:
