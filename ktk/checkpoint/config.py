@@ -79,6 +79,11 @@ class ExpertConfig:
     quantization: Quantization = field(default_factory=Quantization)
     num_layers: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.num_experts_per_tok > self.num_experts:
+            chosen, there = self.num_experts_per_tok, self.num_experts
+            raise EntryError(f"{chosen} experts per token are more than the {there} that there are")
+
     def arguments(self, **overrides: Any) -> dict[str, Any]:
         """Return keyword arguments for `Backend.moe`; `overrides` win over the activation's."""
         sizes = {name: getattr(self, name) for name in _NAMES}

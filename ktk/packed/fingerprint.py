@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from ktk.checkpoint.files import File, MissingFile
 from ktk.errors import CheckpointError
 
 # Of either end of a file: the headers of small files, and weights.
@@ -18,20 +19,18 @@ def fingerprint(files: Iterable[Path]) -> str:
     Raises
     ------
     CheckpointError
-        One of them is missing.
+        One of them is missing, or no regular file.
     """
     digest = hashlib.sha256()
     for path in sorted(files):
         try:
-            size = path.stat().st_size
-        except FileNotFoundError:
+            file = File(path)
+        except MissingFile as error:
             raise CheckpointError(
-                f"{path} is missing: a conversion needs all files of its source, also for some "
-                "layers only"
+                f"{error}: a conversion needs all files of its source, also for some layers only"
             ) from None
+        size, sample = file.size, min(file.size, _SAMPLE)
         digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(_SAMPLE))
-            file.seek(max(size - _SAMPLE, 0))
-            digest.update(file.read(_SAMPLE))
+        digest.update(file.read(0, sample).data)
+        digest.update(file.read(size - sample, sample).data)
     return digest.hexdigest()

@@ -78,16 +78,19 @@ class Metadata:
             limit = _OAI_LIMIT
         elif limit and self.architecture not in _CLAMPED_BEFORE:
             activation = f"{activation}, then clamped to {limit:g}"
-        return ExpertConfig(
-            model_type=self.architecture,
-            num_experts=self.num_experts,
-            num_experts_per_tok=self.num_experts_per_tok,
-            hidden_size=self.hidden_size,
-            intermediate_size=intermediate_size,
-            activation=activation,
-            activation_limit=limit,
-            num_layers=self._num_layers(),
-        )
+        try:
+            return ExpertConfig(
+                model_type=self.architecture,
+                num_experts=self.num_experts,
+                num_experts_per_tok=self.num_experts_per_tok,
+                hidden_size=self.hidden_size,
+                intermediate_size=intermediate_size,
+                activation=activation,
+                activation_limit=limit,
+                num_layers=self._num_layers(),
+            )
+        except EntryError as error:
+            raise CheckpointError(f"{self._path}: {error}") from None
 
     def _num_layers(self) -> int | None:
         count = self._fields.get(Keys.LLM.BLOCK_COUNT.format(arch=self.architecture))
