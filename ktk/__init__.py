@@ -29,6 +29,7 @@ from ktk.errors import (
     BackendUnsupported,
     CheckpointError,
     CheckpointFormatError,
+    CheckpointTooLarge,
     SettingError,
 )
 from ktk.model import Model
@@ -52,6 +53,7 @@ __all__ = [
     "BackendUnsupported",
     "CheckpointError",
     "CheckpointFormatError",
+    "CheckpointTooLarge",
     "Format",
     "KTMoEWrapper",
     "MoE",

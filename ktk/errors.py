@@ -16,6 +16,7 @@ __all__ = [
     "BackendUnsupported",
     "CheckpointError",
     "CheckpointFormatError",
+    "CheckpointTooLarge",
     "SettingError",
 ]
 
@@ -66,6 +67,10 @@ class CheckpointError(RuntimeError):
 
 class CheckpointFormatError(CheckpointError):
     """The checkpoint is fine, but the backend does not take weights in its format."""
+
+
+class CheckpointTooLarge(CheckpointError):
+    """The checkpoint is fine, but takes more memory than is available."""
 
 
 def _first_clause(text: str) -> str:

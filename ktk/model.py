@@ -67,13 +67,17 @@ class Model(Mapping[int, MoE]):
         progress : bool, optional
             Whether to show a progress bar on stderr. By default if that is a terminal.
         **options
-            Keywords of :class:`MoE`, for all layers.
+            Keywords of :class:`MoE`, for all layers. ``force=True`` loads even what seems to be
+            more than memory can hold.
 
         Raises
         ------
         CheckpointError
             Something is missing, damaged or not what the configuration says; the message names the
             layer and the tensor.
+        CheckpointTooLarge
+            Memory, or the cgroup's limit, cannot hold the layers. The message has both sizes, and
+            what would fit. Nothing was loaded.
         """
         from ktk.checkpoint.load import announce, load_layers, naming_layer, plan_layer
         from ktk.checkpoint.open import open_checkpoint

@@ -173,12 +173,15 @@ class MoE:
             As of :class:`MoE`: by default one per NUMA node.
         **options
             ``experts``: the slots to load, by default all; the others take no memory.
-            ``physical_to_logical_map``: as of :meth:`load`. And the keywords of :class:`MoE`.
+            ``physical_to_logical_map``: as of :meth:`load`. And the keywords of :class:`MoE`;
+            ``force=True`` also loads what seems to be more than memory can hold.
 
         Raises
         ------
         CheckpointError
             When a file is missing, truncated or does not fit; the message names it.
+        CheckpointTooLarge
+            Memory, or the cgroup's limit, cannot hold the layer; the message says what would fit.
 
         Notes
         -----

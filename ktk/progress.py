@@ -8,6 +8,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TextIO
 
+from ktk.sizes import duration, gigabytes
+
 # Seconds after which a step that goes on has a line of its own.
 EVERY = 10.0
 
@@ -93,7 +95,6 @@ class Progress:
         self._done += nbytes
         if self._clock() - self._last >= EVERY:
             self._print()
-            # The next byte of this step may be its end, which has a line anyway.
 
     def _print(self) -> None:
         self._last = self._clock()
@@ -109,18 +110,3 @@ class Progress:
             file=self._stream,
             flush=True,
         )
-
-
-def gigabytes(nbytes: float) -> str:
-    """Write a size for people."""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
-
-
-def duration(seconds: float) -> str:
-    """Write a time for people."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

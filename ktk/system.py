@@ -78,11 +78,13 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = (*line.split(":", 2), "", "")[:3]
         if controllers == "":
-            mount, names = "sys/fs/cgroup", ("memory.max", "memory.current")
+            mount, used_by = "sys/fs/cgroup", "memory.current"
+            # Above `high` a process is not ended, but hardly moves.
+            limits: tuple[str, ...] = ("memory.max", "memory.high")
             cached = ("inactive_file", "active_file")
         elif "memory" in controllers.split(","):
             mount = "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            limits, used_by = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
             cached = ("total_inactive_file", "total_active_file")
         else:
             continue
@@ -90,11 +92,14 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
         path = Path(group.lstrip("/"))
         for inside in (path, *path.parents):
             folder = root / mount / inside
-            limit, used = (_read(folder / name).strip() for name in names)
-            if limit.isdigit() and used.isdigit():  # "max": none
+            used = _read(folder / used_by).strip()
+            texts = (_read(folder / name).strip() for name in limits)
+            # "max": none
+            limit = min((int(text) for text in texts if text.isdigit()), default=None)
+            if limit is not None and used.isdigit():
                 statistics = dict(map(str.split, _read(folder / "memory.stat").splitlines()))
                 free = sum(int(statistics.get(name, 0)) for name in cached)
-                yield int(limit), max(0, int(used) - free)
+                yield limit, max(0, int(used) - free)
 
 
 def _meminfo(name: str, root: Path) -> int:

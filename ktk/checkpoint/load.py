@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktk.checkpoint.default import default_backend
 from ktk.checkpoint.open import OpenCheckpoint, open_checkpoint
+from ktk.checkpoint.room import check_room
 from ktk.checkpoint.route import Route, chooser, route_of, summaries
 from ktk.errors import BackendError, CheckpointError
 from ktk.registry import load_backend
@@ -91,14 +92,16 @@ def load_moe(
         Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p. With a map,
         ``num_experts=`` may ask for more slots than the checkpoint has experts: redundant copies.
     **options
-        For `Backend.moe`: variant, pool, shards, ... The sizes come from config.json or the
+        For `Backend.moe`: variant, pool, shards, ... ``force=True`` loads even what seems to be
+        more than memory can hold. The sizes come from config.json or the
         metadata of the GGUF file; so does the activation function unless it is given here.
 
     Raises
     ------
     CheckpointError
         Something is missing, damaged or not what config.json says; the message names it. A
-        `CheckpointFormatError` where all is well, but the backend does not take such weights.
+        `CheckpointFormatError` where all is well, but the backend does not take such weights, and a
+        `CheckpointTooLarge` where memory, or the cgroup's limit, cannot hold the layer.
     """
     chosen = load_backend(backend) if isinstance(backend, str) else backend
     with open_checkpoint(path) as checkpoint:
@@ -167,7 +170,13 @@ def load_layers(
         From `plan_layer`.
     on_expert
         Called after each expert, with the plan it belongs to.
+
+    Raises
+    ------
+    CheckpointTooLarge
+        See `check_room`.
     """
+    check_room(checkpoint, plans)
     jobs = _read_ahead(checkpoint, plans)
     loaded = {}
     with ThreadPoolExecutor(1, thread_name_prefix="ktk-read") as reader:

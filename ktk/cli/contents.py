@@ -17,9 +17,9 @@ from rich.table import Table
 from ktk.checkpoint import default_backend, open_checkpoint
 from ktk.checkpoint.route import route_of
 from ktk.checkpoint.spans import spans
-from ktk.cli.text import size_text
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.registry import backends, load_backend
+from ktk.sizes import size_text
 from ktk.system import available_memory
 
 if TYPE_CHECKING:

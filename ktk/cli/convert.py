@@ -22,7 +22,8 @@ from rich.progress import (
 from ktk.checkpoint.route import summaries
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
-from ktk.packed.convert import Conversion, gigabytes
+from ktk.packed.convert import Conversion
+from ktk.sizes import gigabytes
 
 # Models have up to some hundred layers; a slip of the finger must not become a set of 1e12 numbers.
 _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")

@@ -15,10 +15,10 @@ from rich.table import Table
 
 from ktk import _core, system
 from ktk.cli.report import report
-from ktk.cli.text import size_text
 from ktk.cli.version import package_version
 from ktk.errors import BackendUnsupported, SettingError
 from ktk.registry import providers
+from ktk.sizes import size_text
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 _MARKS = {OK: "[green]ok[/]     ", NOTE: "[yellow]note[/]   ", PROBLEM: "[red]problem[/]"}

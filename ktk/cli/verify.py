@@ -11,7 +11,8 @@ import typer
 
 from ktk.checkpoint import Verification, verify
 from ktk.checkpoint.spans import spans
-from ktk.progress import Progress, gigabytes
+from ktk.progress import Progress
+from ktk.sizes import gigabytes
 
 
 def show(path: Path, *, layers: Sequence[int] | None, as_json: bool) -> bool:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.cli.text import doing
-from ktk.errors import BackendError, CheckpointFormatError
+from ktk.errors import BackendError, CheckpointFormatError, CheckpointTooLarge
+from ktk.sizes import doing
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -150,6 +150,7 @@ def _measure_all(
     from ktk.demo.measure import measure
 
     rows = []
+    refused: CheckpointTooLarge | None = None
     for backend in backends:
         for variant in backend.variants:
             if not variant.runnable:
@@ -164,8 +165,14 @@ def _measure_all(
                     # Formats are the backend's: none of its variants takes what is there.
                     notes.add(backend.name, str(error))
                     break
+                except CheckpointTooLarge as error:
+                    notes.add(backend.name, str(error))
+                    refused = error
+                    break
                 except (BackendError, ValueError) as error:
                     notes.add(f"{backend.name} {variant.name}", str(error))
+    if refused and not rows:
+        raise refused
     return rows
 
 

@@ -167,7 +167,10 @@ class Layer:
     # --- loading --------------------------------------------------------------------------------
 
     def load_weights(
-        self, physical_to_logical_map_cpu: torch.Tensor | Sequence[int] | None = None
+        self,
+        physical_to_logical_map_cpu: torch.Tensor | Sequence[int] | None = None,
+        *,
+        force: bool = False,
     ) -> None:
         """Load the layer from `weight_path`.
 
@@ -175,11 +178,14 @@ class Layer:
         ----------
         physical_to_logical_map_cpu : int tensor [num_experts], optional
             Slot p is filled with expert ``map[p]`` of the checkpoint; by default p.
+        force : bool
+            Load even what seems to be more than memory can hold.
 
         Raises
         ------
         CheckpointError
-            When something is missing, damaged, or not of the sizes of this layer.
+            When something is missing, damaged, or not of the sizes of this layer; a
+            CheckpointTooLarge when memory cannot hold it.
         """
         if not self.weight_path:
             raise ValueError("load_weights needs the weight_path that the layer was made without")
@@ -195,6 +201,7 @@ class Layer:
                 activation=self._activation,
                 pool=self.cpu_infer.pool,
                 shards=self._shards,
+                force=force,
             )
         )
 

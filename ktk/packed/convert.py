@@ -31,6 +31,7 @@ from ktk.packed.resume import is_current, joined, merged, read_of, whole
 from ktk.packed.stamps import SourceChange, changed, stamps_of
 from ktk.packed.write import LayerWriter, file_size
 from ktk.registry import load_backend
+from ktk.sizes import gigabytes
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -393,8 +394,3 @@ def _threads(wanted: int | None) -> int:
     if operator.index(wanted) < 1:
         raise ValueError(f"threads must be at least 1, got {wanted}")
     return wanted
-
-
-def gigabytes(nbytes: int) -> str:
-    """Write a size for people."""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
