@@ -42,7 +42,9 @@ def _run() -> int:
     except BrokenPipeError:
         raise
     except _FORESEEN as error:
-        return _fault(error)
+        _fault(error)
+        # A command may say what an interruption left behind.
+        return _INTERRUPTED if isinstance(error.__context__, KeyboardInterrupt) else 1
     return 0
 
 

@@ -112,6 +112,22 @@ def test_ctrl_c_ends_with_130() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_an_interrupted_command_may_say_what_it_leaves() -> None:
+    program = (
+        "import sys\n"
+        "from ktk import CheckpointError\n"
+        "from ktk.cli import report\n"
+        "def stop():\n"
+        "    try: raise KeyboardInterrupt\n"
+        "    except KeyboardInterrupt: raise CheckpointError('go on with --resume') from None\n"
+        "report.providers = stop\n"
+        "sys.argv = ['ktk', 'backends']\n"
+        "from ktk.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "ktk: go on with --resume\n")
+
+
 @pytest.mark.parametrize("arguments", [["backends"], ["backends", "--json"], ["version"]])
 def test_a_reader_that_went_away_ends_the_command_quietly(arguments: list[str]) -> None:
     reader, writer = os.pipe()
