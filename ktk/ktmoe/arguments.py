@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import os
 from functools import cache
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,14 @@ def integer(value: Any) -> Any:
         return value
 
 
+def at_least(name: str, value: Any, least: int) -> int:
+    """Return an argument that counts something."""
+    number = integer(value)
+    if not isinstance(number, int) or number < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return number
+
+
 def warn_of_variables() -> None:
     """Say that what kt-kernel reads from the environment is not read."""
     names = [
@@ -86,11 +96,9 @@ def activation(swiglu_limit: float, swiglu_alpha: float) -> dict[str, Any]:
     both are clamped on both sides, and the function is gate * sigmoid(alpha * gate) * (up + 1)
     (MiniMax-M3).
     """
-    if not (swiglu_limit >= 0 and swiglu_alpha >= 0):
-        raise ValueError(
-            f"swiglu_limit and swiglu_alpha must not be negative, got {swiglu_limit} and "
-            f"{swiglu_alpha}"
-        )
+    for name, number in (("swiglu_limit", swiglu_limit), ("swiglu_alpha", swiglu_alpha)):
+        if not isinstance(number, Real) or not 0 <= number < math.inf:
+            raise ValueError(f"{name} must be a number and not negative, got {number!r}")
     limit = float(swiglu_limit) or None
     if swiglu_alpha:
         return {

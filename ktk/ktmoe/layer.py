@@ -11,7 +11,14 @@ import torch
 
 from ktk import _core
 from ktk.config import MoEConfig
-from ktk.ktmoe.arguments import activation, integer, refuse_sft, warn_of_path, warn_of_variables
+from ktk.ktmoe.arguments import (
+    activation,
+    at_least,
+    integer,
+    refuse_sft,
+    warn_of_path,
+    warn_of_variables,
+)
 from ktk.ktmoe.deferral import check_policy
 from ktk.ktmoe.loading import Loaded, as_list, check_method, load_from_path, load_from_tensors
 from ktk.ktmoe.masks import check_mask, initial_mask
@@ -100,9 +107,7 @@ class Layer:
             hidden_size=integer(hidden_size),
             intermediate_size=integer(moe_intermediate_size),
         )
-        self.layer_idx = integer(layer_idx)
-        if not isinstance(self.layer_idx, int) or self.layer_idx < 0:
-            raise ValueError(f"layer_idx must be the number of a layer, got {layer_idx!r}")
+        self.layer_idx = at_least("layer_idx", layer_idx, 0)
         self.num_experts = self.config.num_experts
         self.num_experts_per_tok = self.config.num_experts_per_tok
         self.hidden_size = self.config.hidden_size
@@ -111,12 +116,9 @@ class Layer:
         self.method = method
         self.weight_path = weight_path
         self.deferral_policy = check_policy(deferral_policy)
-        self.max_deferred_experts_per_token = max_deferred_experts_per_token or 0
-        if self.max_deferred_experts_per_token < 0:
-            raise ValueError(
-                "max_deferred_experts_per_token must not be negative, "
-                f"got {max_deferred_experts_per_token}"
-            )
+        self.max_deferred_experts_per_token = at_least(
+            "max_deferred_experts_per_token", max_deferred_experts_per_token or 0, 0
+        )
         self._mask = initial_mask(self.num_experts, gpu_experts_mask, num_gpu_experts)
         self._keep_gpu_experts = keep_gpu_experts
         self._shards = shards

@@ -66,12 +66,12 @@ def load_from_path(
             own = checkpoint.config_of(found)
             _check_sizes(path, config, own, mapped=order is not None)
             _check_activation(path, activation, own)
-            _check_map(path, order, own.num_experts)
             if method.upper() in FORMATS and checkpoint.has_floats(found):
                 options["weight_format"] = FORMATS[method.upper()][0]
             plan = plan_layer(
                 checkpoint, layer_idx, backend, experts, order, {**activation, **options}
             )
+            _check_map(path, order, own.num_experts)
             given = None if is_packed(path) else _given(checkpoint, found)
         announce(path, [plan])
         return load_layers(checkpoint, [plan])[layer_idx], given
@@ -86,26 +86,41 @@ def load_from_tensors(
     **options: Any,
 ) -> Loaded:
     """Pack some slots of a layer from its stacked gate, up and down."""
-    gate, up, down = tensors
+    gate, up, down = map(_stack, ("gate_proj", "up_proj", "down_proj"), tensors)
     for name, stack in (("up_proj", up), ("down_proj", down)):
         if len(stack) != len(gate):
             raise ValueError(f"{name} has {len(stack)} experts, gate_proj has {len(gate)}")
     sources = range(len(gate)) if order is None else order
     if len(sources) != config.num_experts:
         raise ValueError(f"{len(sources)} experts are given for a layer of {config.num_experts}")
+    for slot, expert in enumerate(sources):
+        if not 0 <= expert < len(gate):
+            raise ValueError(f"slot {slot} is to hold expert {expert} of {len(gate)}")
     _check_map("the tensors", order, len(gate))
     moe = MoE(backend, config, **options)
     wanted = set(experts)
     for slot, expert in enumerate(sources):
-        if not 0 <= expert < len(gate):
-            raise ValueError(f"slot {slot} is to hold expert {expert} of {len(gate)}")
         if slot in wanted:
             moe.load_expert(slot, gate[expert], up[expert], down[expert])
         else:
             moe.leave_out(slot)
-    elements = [_ELEMENTS.get(stack.dtype) for stack in tensors]
+    elements = [_ELEMENTS.get(stack.dtype) for stack in (gate, up, down)]
     known = [Format(element) for element in elements if element]
     return moe, (known[0], known[1], known[2]) if len(known) == 3 else None
+
+
+def _stack(name: str, given: Any) -> torch.Tensor:
+    """Return an argument as a tensor of three dimensions in CPU memory."""
+    try:
+        stack = torch.as_tensor(given)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(f"{name} must be a tensor, got {type(given).__name__}") from None
+    if stack.ndim != 3 or stack.device.type != "cpu":
+        raise ValueError(
+            f"{name} must have three dimensions, the first of experts, and be in CPU memory; got "
+            f"{list(stack.shape)} on {stack.device}"
+        )
+    return stack
 
 
 def check_method(method: str, moe: MoE) -> None:

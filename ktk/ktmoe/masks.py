@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
 
 import torch
+
+from ktk.ktmoe.arguments import at_least
 
 
 def generate_gpu_experts_masks(
@@ -26,7 +30,12 @@ def generate_gpu_experts_masks(
         True: on the GPU. Layers may get different numbers. Of equally used ones, those of earlier
         layers and lower numbers come first.
     """
-    frequency = torch.as_tensor(activation_freq).detach().to("cpu", torch.float64)
+    try:
+        frequency = torch.as_tensor(activation_freq).detach().to("cpu", torch.float64)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"activation_freq must have a number for each expert of each layer: {error}"
+        ) from None
     if frequency.ndim != 2:
         raise ValueError(f"activation_freq must be [layers, experts], got {list(frequency.shape)}")
     flat = frequency.flatten().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
@@ -44,11 +53,14 @@ def initial_mask(
     Until early 2026 an int said how many experts, from number 0 on, are on the GPU; since then a
     mask says which. The int came where the mask comes now, so that it may be found there.
     """
-    if isinstance(mask, int):  # by position, in the old order of arguments
+    # By position, in the old order of arguments.
+    if isinstance(mask, Integral) and not isinstance(mask, bool):
         if num_gpu_experts not in (None, mask):
             raise ValueError(f"num_gpu_experts is given twice: {mask} and {num_gpu_experts}")
-        mask, num_gpu_experts = None, mask
-    if num_gpu_experts is not None and not 0 <= num_gpu_experts <= num_experts:
+        mask, num_gpu_experts = None, int(mask)
+    if num_gpu_experts is not None:
+        num_gpu_experts = at_least("num_gpu_experts", num_gpu_experts, 0)
+    if num_gpu_experts is not None and num_gpu_experts > num_experts:
         raise ValueError(
             f"num_gpu_experts must be between 0 and num_experts ({num_experts}), "
             f"got {num_gpu_experts}"
@@ -65,9 +77,14 @@ def initial_mask(
     return copied
 
 
-def check_mask(num_experts: int, mask: torch.Tensor) -> torch.Tensor:
+def check_mask(num_experts: int, mask: Any) -> torch.Tensor:
     """Return a copy of a mask in CPU memory."""
-    copied = torch.as_tensor(mask).detach().to("cpu", copy=True)
+    try:
+        copied = torch.as_tensor(mask).detach().to("cpu", copy=True)
+    except (RuntimeError, TypeError, ValueError):
+        raise TypeError(
+            f"gpu_experts_mask must be a bool tensor [{num_experts}], got {type(mask).__name__}"
+        ) from None
     if list(copied.shape) != [num_experts] or copied.dtype not in (torch.bool, torch.uint8):
         raise ValueError(
             f"gpu_experts_mask must be a bool tensor [{num_experts}], "

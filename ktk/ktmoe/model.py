@@ -158,8 +158,7 @@ class ModelState:
     # --- memory ---------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Drop buffers, and graphs' calls with them."""
-        self._carried = None
+        """Drop buffers, and graphs' calls with them; what a layer has just left stays."""
         self.staging.clear()
         self.captured_calls.clear()
         self._sums.clear()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from ktk import _core
+from ktk.ktmoe.arguments import at_least
 from ktk.pool import default_pool
 
 logger = logging.getLogger(__name__)
@@ -35,10 +36,11 @@ def shared_pool(
     ValueError
         For a node that the process has no CPU on, and numbers that contradict each other.
     """
-    for name, value in (("cpuinfer_threads", threads), ("threadpool_count", pool_count)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    threads = None if threads is None else at_least("cpuinfer_threads", threads, 1)
+    pool_count = None if pool_count is None else at_least("threadpool_count", pool_count, 1)
     if numa_nodes is not None:
+        if not len(numa_nodes):
+            raise ValueError("numa_nodes names no node; leave it out for all of the machine")
         if pool_count is not None and len(numa_nodes) != pool_count:
             raise ValueError(
                 f"numa_nodes names {len(numa_nodes)} nodes, but threadpool_count is {pool_count}"

@@ -78,6 +78,11 @@ class Inputs:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
             refuse_gradient(name, tensor)
+            if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+                raise TypeError(
+                    f"{name} must be a dense tensor in CPU memory or on a CUDA GPU, got a "
+                    f"{tensor.layout} one on {tensor.device}"
+                )
             if tensor.ndim < 1 or tensor.shape[-1] != columns:
                 raise ValueError(f"{name} must be [..., {columns}], got {list(tensor.shape)}")
             if tensor.device != hidden.device:

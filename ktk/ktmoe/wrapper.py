@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from ktk import _core
+from ktk.ktmoe.arguments import at_least
 from ktk.ktmoe.deferral import select_deferred
 from ktk.ktmoe.layer import Layer
 from ktk.ktmoe.model import Carried, clear_all
@@ -306,10 +307,7 @@ class KTMoEWrapper(Layer):
         Buffers for these are made by the first call of such a size that is not captured, the
         warm-up, so that a capture has none to make.
         """
-        sizes = [int(size) for size in capture_bs]
-        if any(size < 1 for size in sizes):
-            raise ValueError(f"capture batch sizes must be positive, got {sizes}")
-        _capture_sizes[:] = sizes
+        _capture_sizes[:] = [at_least("a capture batch size", size, 1) for size in capture_bs]
 
     @staticmethod
     def get_capture_batch_sizes() -> list[int]:

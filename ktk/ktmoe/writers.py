@@ -24,9 +24,11 @@ So a method writes its own format, and only where the weights were loaded in it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from ktk import Format, _core
+from ktk.ktmoe.arguments import at_least, integer
 from ktk.moe import MoE
 
 #: What a method's weights are, and its writer writes.
@@ -108,7 +110,9 @@ def submit_write(
     w2_scale_ptrs: Sequence[int],
 ) -> _core.Job:
     """Queue writing one expert to the GPUs' buffers, which must stay until the job has ended."""
-    if not 0 <= expert_id < moe.config.num_experts:
+    gpu_tp_count = at_least("gpu_tp_count", gpu_tp_count, 1)
+    expert_id = integer(expert_id)
+    if not isinstance(expert_id, int) or not 0 <= expert_id < moe.config.num_experts:
         raise IndexError(f"expert {expert_id} is not one of {moe.config.num_experts}")
     stored = stored_in(moe)
     if stored is None:
@@ -121,14 +125,24 @@ def submit_write(
         "w2_weight_ptrs": w2_weight_ptrs,
         "w2_scale_ptrs": w2_scale_ptrs,
     }
-    for name, addresses in pointers.items():
+    lists = []
+    for name, given_addresses in pointers.items():
+        try:
+            addresses = [operator.index(address) for address in given_addresses]
+        except TypeError:
+            raise TypeError(
+                f"{name} must be a list of addresses, got {given_addresses!r}"
+            ) from None
+        lists.append(addresses)
         if len(addresses) != gpu_tp_count:
             raise ValueError(
                 f"{name} has {len(addresses)} addresses, gpu_tp_count is {gpu_tp_count}"
             )
+        if any(not 0 <= address < 1 << 64 for address in addresses):
+            raise ValueError(f"{name} has an address that is none: {addresses}")
         if not all(addresses) and (scaled or "scale" not in name):
             raise ValueError(f"{name} has an address of 0, but {stored[0]} needs memory there")
     # Engines stage the scales of MXFP4 as bf16, those of MXFP8 as exponents.
     wide = stored[0].element == "e2m1"
-    ranks = list(zip(*pointers.values(), strict=True))
+    ranks = list(zip(*lists, strict=True))
     return _core.submit_write(moe._core, expert_id, ranks, wide)

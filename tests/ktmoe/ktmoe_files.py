@@ -75,6 +75,7 @@ KINDS: dict[str, tuple[Format, Callable[[Quantized], Tensors], dict[str, Any] | 
     "mxfp8": (Format("e4m3", "ue8m0", "none", 1, 32), _e4m3(".weight_scale_inv"), None),
     "int4 by 32": _int4(32),
     "int4 by 128": _int4(128),
+    "int4 by 256": _int4(256),
     "int4 with f16": _int4(32, "f16"),
     "mxfp4": (Format("e2m1", "ue8m0", "none", 1, 32), _e2m1, None),
 }

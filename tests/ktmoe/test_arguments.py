@@ -71,10 +71,10 @@ def test_sizes_may_be_integers_of_any_library() -> None:
     assert (layer.layer_idx, layer.num_experts, layer.moe_intermediate_size) == (4, E, INNER)
     call = inputs(3)
     assert torch.equal(layer.forward(*call), wrapper().forward(*call))
-    with pytest.raises(ValueError, match="num_experts must be a positive integer, got '8'"):
+    with pytest.raises(ValueError, match=r"num_experts must be an integer from 1 to .*, got '8'"):
         KTMoEWrapper(0, **{**SIZES, "num_experts": "8"})
     for wrong in (-1, "0", 1.0, None):
-        with pytest.raises(ValueError, match="layer_idx must be the number of a layer, got"):
+        with pytest.raises(ValueError, match="layer_idx must be an integer of at least 0, got"):
             KTMoEWrapper(wrong, **SIZES)
 
 
@@ -247,3 +247,67 @@ def test_weights_need_not_be_contiguous() -> None:
     )
     call = inputs(4)
     assert torch.equal(layer.forward(*call), wrapper().forward(*call))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("cpuinfer_threads", "2", "cpuinfer_threads must be an integer of at least 1, got '2'"),
+        ("threadpool_count", 1.5, "threadpool_count must be an integer of at least 1, got 1.5"),
+        ("numa_nodes", [], "numa_nodes names no node"),
+        ("max_deferred_experts_per_token", 0.5, "must be an integer of at least 0, got 0.5"),
+        ("num_gpu_experts", 1.5, "num_gpu_experts must be an integer of at least 0, got 1.5"),
+        ("gpu_experts_mask", "x", r"gpu_experts_mask must be a bool tensor \[8\], got str"),
+        ("gpu_experts_mask", True, r"gpu_experts_mask must be a bool tensor \[8\], got \[\]"),
+        ("gpu_experts_mask", list(range(E)), r"must be a bool tensor \[8\], got \[8\] torch.int64"),
+        ("swiglu_limit", "7", "swiglu_limit must be a number and not negative, got '7'"),
+        ("swiglu_alpha", math.nan, "swiglu_alpha must be a number and not negative, got nan"),
+    ],
+)
+def test_arguments_of_the_constructor_are_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        KTMoEWrapper(0, **{**SIZES, name: value})
+
+
+def test_counts_may_come_from_any_library() -> None:
+    layer = KTMoEWrapper(0, E, K, H, INNER, np.int64(2), np.int64(2), method="BF16")
+    assert layer.num_gpu_experts == 2
+
+
+def test_tensors_that_cannot_be_read_are_named() -> None:
+    layer = wrapper()
+    x, ids, w = inputs(2)
+    for given in (x.to("meta"), x.float().to_sparse()):
+        with pytest.raises(TypeError, match="hidden_states must be a dense tensor in CPU memory"):
+            layer.forward(given, ids, w)
+    gate, up, down = weights()
+    for wrong, message in (
+        (up.to("meta"), r"up_proj must have three .* on meta"),
+        (up[0], r"up_proj must have three dimensions, .* got \[96, 64\]"),
+        ("up", "up_proj must be a tensor, got str"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            layer.load_weights_from_tensors(gate, wrong, down)
+    expected = layer.forward(x, ids, w)
+    layer.load_weights_from_tensors(*(part.float().numpy() for part in weights()))
+    assert torch.equal(layer.forward(x, ids, w), expected)
+
+
+@pytest.mark.parametrize(
+    ("position", "wrong", "message"),
+    [
+        (0, 0, "gpu_tp_count must be an integer of at least 1, got 0"),
+        (1, "0", "expert 0 is not one of 8"),
+        (2, None, "w13_weight_ptrs must be a list of addresses, got None"),
+        (3, [-4096], r"w13_scale_ptrs has an address that is none: \[-4096\]"),
+        (4, [4096.0], r"w2_weight_ptrs must be a list of addresses, got \[4096.0\]"),
+        (5, [1 << 64], "w2_scale_ptrs has an address that is none"),
+    ],
+)
+def test_addresses_are_checked(position: int, wrong: Any, message: str) -> None:
+    arguments: list[Any] = [1, 0, [4096], [0], [4096], [0]]
+    arguments[position] = wrong
+    layer = wrapper()
+    layer._given = (ktk.Format("bf16"),) * 3
+    with pytest.raises((IndexError, TypeError, ValueError), match=message):
+        layer.submit_write_weight_scale_to_buffer(*arguments)

@@ -208,3 +208,16 @@ def test_models_keep_what_they_defer_to_themselves() -> None:
     for n in range(2):
         for m in range(3):
             assert torch.equal(mixed[n][m], alone[m][n])
+
+
+def test_dropping_buffers_keeps_what_was_deferred() -> None:
+    first, second, _ = chain(2, "per-token", 0)
+    calls = [inputs(4, seed=n) for n in range(2)]
+    expected = [layer.forward(*call) for layer, call in zip((first, second), calls, strict=True)]
+    second.model.reset()
+    made = [first.forward(*calls[0])]
+    KTMoEWrapper.clear_buffer_cache()
+    made.append(second.forward(*calls[1]))
+    second.model.reset()
+    for got, wanted in zip(made, expected, strict=True):
+        assert torch.equal(got, wanted)
