@@ -3,7 +3,8 @@
 An alias is no backend. `ktk.load_backend` returns the backend it stands for, the first of its list
 that is installed and can run on this machine; where a package registers a backend under the same
 name, that one is taken. What a layer is stored as follows from the weights that are loaded into it,
-so `format` matters only where there are none yet: it says which weights `ktk bench` makes.
+so `format` matters only where there are none of its kind yet: it says which weights `ktk bench`
+makes, and what floats become for a backend that takes codes only.
 """
 
 from __future__ import annotations

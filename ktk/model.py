@@ -86,7 +86,8 @@ class Model(Mapping[int, MoE]):
 
         if shards is not None:
             options["shards"] = shards
-        chosen = load_backend(backend) if isinstance(backend, str) else backend
+        if isinstance(backend, str):
+            load_backend(backend)  # a name that is none is said before anything is read
         with open_checkpoint(path) as checkpoint:
             numbers = layers_of(checkpoint, path) if layers is None else map(operator.index, layers)
             plans = []
@@ -96,7 +97,7 @@ class Model(Mapping[int, MoE]):
                         plan_layer(
                             checkpoint,
                             number,
-                            chosen,
+                            backend,
                             _of_layer(experts, number),
                             _of_layer(physical_to_logical_map, number),
                             options,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ktk.checkpoint.default import default_backend
 from ktk.checkpoint.open import OpenCheckpoint, open_checkpoint
 from ktk.checkpoint.room import check_room
-from ktk.checkpoint.route import Route, chooser, route_of, summaries
+from ktk.checkpoint.route import Route, chooser, format_named_by, route_of, summaries
 from ktk.errors import BackendError, CheckpointError
 from ktk.registry import load_backend
 
@@ -103,10 +103,11 @@ def load_moe(
         `CheckpointFormatError` where all is well, but the backend does not take such weights, and a
         `CheckpointTooLarge` where memory, or the cgroup's limit, cannot hold the layer.
     """
-    chosen = load_backend(backend) if isinstance(backend, str) else backend
+    if isinstance(backend, str):
+        load_backend(backend)  # a name that is none is said before anything is read
     with open_checkpoint(path) as checkpoint:
         plan = plan_layer(
-            checkpoint, operator.index(layer), chosen, experts, physical_to_logical_map, options
+            checkpoint, operator.index(layer), backend, experts, physical_to_logical_map, options
         )
         announce(path, [plan])
         return load_layers(checkpoint, [plan])[plan.number]
@@ -128,7 +129,7 @@ def announce(path: str | Path, plans: Sequence[LayerPlan]) -> None:
 def plan_layer(
     checkpoint: OpenCheckpoint,
     number: int,
-    backend: Backend | None,
+    backend: str | Backend | None,
     experts: Sequence[int] | None,
     physical_to_logical_map: Sequence[int] | None,
     options: dict[str, Any],
@@ -141,13 +142,15 @@ def plan_layer(
         options = dict(options)
         size["num_experts"] = operator.index(options.pop("num_experts"))
     slots = _slots(config.num_experts, size["num_experts"], experts, physical_to_logical_map)
-    chosen = default_backend(checkpoint, found) if backend is None else backend
+    chosen = load_backend(backend) if isinstance(backend, str) else backend
+    chosen = chosen or default_backend(checkpoint, found)
+    choose = chooser(chosen, options.get("weight_format"), format_named_by(backend))
     return LayerPlan(
         number=number,
         backend=chosen,
         arguments=config.arguments(**options) | size,
         slots=slots,
-        route=route_of(checkpoint, found, chosen, chooser(chosen, options.get("weight_format"))),
+        route=route_of(checkpoint, found, chosen, choose),
         expert_nbytes=checkpoint.nbytes(found) // config.num_experts,
     )
 

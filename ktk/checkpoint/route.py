@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ktk._core import Format
+from ktk.aliases import find_alias
 from ktk.checkpoint.matrix import Matrix
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.formats import same_format
 from ktk.quantize import Quantized, quantize
+from ktk.registry import backends
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -165,21 +167,30 @@ def route_of(
     )
 
 
-def chooser(backend: Backend, wanted: Formats | None = None) -> Choose:
-    """Return what chooses the format that is wanted, else the one that the backend likes best."""
+def format_named_by(backend: str | Backend | None) -> Format | None:
+    """Return the format that a name stands for beside its backend: MXFP8 is a format of FP8."""
+    alias = find_alias(backend, backends()) if isinstance(backend, str) else None
+    return alias.format if alias else None
+
+
+def chooser(backend: Backend, wanted: Formats | None = None, named: Format | None = None) -> Choose:
+    """Return what chooses the format that is wanted, else the one that the backend likes best.
+
+    `named` is what `ktk.quantize` makes for a backend that takes codes only.
+    """
     formats = wanted if isinstance(wanted, tuple) else (wanted,) * len(PARTS)
     each = dict(zip(PARTS, formats, strict=True))
 
     def choose(part: str, given: Matrix, decoded: bool) -> Format:
-        wanted = each[part]
+        asked = each[part]
         try:
-            made: Format = backend.core.stored_as(given.format, given.n, given.k, wanted)
+            made: Format = backend.core.stored_as(given.format, given.n, given.k, asked)
         except ValueError:
             if not decoded:
                 raise
         else:
             return made
-        stored = wanted or backend.formats[0]
+        stored = asked or (named if named in backend.formats else None) or backend.formats[0]
         if stored not in backend.formats:
             raise ValueError(f"{backend.name} does not store weights as {stored}")
         if stored.scale == "none" and stored.element not in _FLOATS.values():

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.pieces import digest
+from ktk.checkpoint.route import format_named_by
 from ktk.errors import CheckpointError
 from ktk.packed.durable import locked, remove_temporaries, write_file
 from ktk.packed.encode import Encoder, plan_layer
@@ -118,6 +119,7 @@ class Conversion:
     ) -> None:
         self.source, self.output = Path(source), Path(output)
         self.backend = load_backend(backend) if isinstance(backend, str) else backend
+        self._named = format_named_by(backend)
         self.group_size = group_size
         self.threads = _threads(threads)
         self.plans: list[FilePlan] = []
@@ -317,7 +319,10 @@ class Conversion:
                 f"{self.source} has no experts that ktk knows by name"
                 + (f" in layer {missing[0]}" if missing else "")
             )
-        return [plan_layer(self._checkpoint, n, self.backend, self.group_size) for n in numbers]
+        return [
+            plan_layer(self._checkpoint, n, self.backend, self.group_size, self._named)
+            for n in numbers
+        ]
 
     def _plan(self, encoder: Encoder, *, same: bool) -> FilePlan:
         """Say what is to become of a layer; `same` if the source's stamps are those of before."""

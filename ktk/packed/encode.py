@@ -92,7 +92,11 @@ class Encoder:
 
 
 def plan_layer(
-    checkpoint: OpenCheckpoint, number: int, backend: Backend, group_size: int | None
+    checkpoint: OpenCheckpoint,
+    number: int,
+    backend: Backend,
+    group_size: int | None,
+    named: Format | None = None,
 ) -> Encoder:
     """Find out what a backend makes of a layer; reads one expert.
 
@@ -105,7 +109,7 @@ def plan_layer(
     """
     layer = checkpoint.layer(number)
     config = checkpoint.config_of(layer)
-    likes = chooser(backend) if group_size is None else _of_groups(backend, group_size)
+    likes = chooser(backend, None, named) if group_size is None else _of_groups(backend, group_size)
 
     def choose(part: str, given: Matrix, decoded: bool) -> Format:
         # Rows of a file are whole bytes.

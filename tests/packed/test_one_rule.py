@@ -93,6 +93,28 @@ def test_groups_that_are_asked_for_are_made_of_codes(sources: dict[str, Path]) -
         assert np.array_equal(found, meant.numpy())
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("FP8", BLOCKS),
+        ("FP8_PERCHANNEL", Format("e4m3", "f32", "none", 1, 0)),
+        ("mxfp8", Format("e4m3", "ue8m0", "none", 1, 32)),
+    ],
+)
+def test_a_name_that_stands_for_a_format_is_obeyed(
+    name: str, expected: Format, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    convert(sources["bf16"], tmp_path / "packed", backend=name)
+    converted = ktk.MoE.from_checkpoint(tmp_path / "packed", 0)
+    direct = ktk.MoE.from_checkpoint(sources["bf16"], 0, name)
+    assert direct.format == converted.format == expected
+    assert same_weights(direct, converted)
+    model = ktk.Model.from_checkpoint(sources["bf16"], name, progress=False)
+    assert same_weights(model[0], direct)
+    # What is stored in another format of the backend is kept all the same.
+    assert ktk.MoE.from_checkpoint(sources["fp8"], 0, name).format == BLOCKS
+
+
 def test_codes_that_become_others_are_a_warning_once(
     sources: dict[str, Path], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
