@@ -204,9 +204,15 @@ class Backend:
 class PackedMatrix:
     """
     A weight [n, k] packed by one variant of a backend, for tests and tools.
+
+    `guard` names an operand, one of GUARDS: its memory ends at a page without access, and is
+    0xff before it is written. A function that goes further than the size that the backend says
+    ends in a RuntimeError or a signal. Inputs and outputs are those of pack and unpack.
     """
 
-    def __init__(self, backend: Backend, variant: str, data: object, scale: object | None = None, zero: object | None = None, *, given: Format | None = None, stored: Format | None = None, force: bool = False) -> None: ...
+    def __init__(self, backend: Backend, variant: str, data: object, scale: object | None = None, zero: object | None = None, *, given: Format | None = None, stored: Format | None = None, force: bool = False, guard: str = "") -> None: ...
+
+    GUARDS: tuple = ...
 
     @property
     def n(self) -> int: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 USAGE = """\
@@ -27,16 +28,16 @@ def main(arguments: list[str]) -> int:
     if not names:
         print(USAGE)
         return 0 if {"-h", "--help"} & set(arguments) else 2
-    try:
-        import hypothesis  # noqa: F401
-        import pytest
-    except ImportError as error:
-        print(
-            f'the conformance kit needs {error.name}: pip install "ktk[kit]" (or, in ktk\'s source'
-            ' tree, pip install ".[kit]")',
-            file=sys.stderr,
-        )
-        return 2
+    for library in ("pytest", "hypothesis"):
+        if importlib.util.find_spec(library) is None:
+            print(
+                f'the conformance kit needs {library}: pip install "ktk[kit]" (or, in ktk\'s source'
+                ' tree, pip install ".[kit]")',
+                file=sys.stderr,
+            )
+            return 2
+    import pytest
+
     chosen = [part for name in names for part in ("--ktk-backend", name)]
     return int(pytest.main(["-p", "ktk.testing.plugin", "--pyargs", *MODULES, *chosen, *arguments]))
 

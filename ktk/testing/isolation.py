@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -172,8 +173,10 @@ def _crash(
     item: pytest.Item, why: str, example: str, trace: str, seconds: float
 ) -> pytest.TestReport:
     """Return the report of a test whose process is gone."""
+    assert isinstance(item, pytest.Function)
     parts = [
         why,
+        f"The property:\n{inspect.cleandoc(item.function.__doc__ or '')}",
         f"The example was:\n{example}" if example else "It had tried no example.",
         f"It came from:\n{_shortened(trace)}" if trace else "",
         "Run it with --ktk-no-isolation under a debugger to see more.",

@@ -98,7 +98,7 @@ def load(name: str) -> ktk.Backend:
         return ktk.load_backend(name)
     entry = importlib.metadata.EntryPoint(name=name, value=name, group=registry.GROUP)
     label = name.rpartition(":")[2]
-    info = ktk.BackendInfo(label, "(not installed)", "", name, entry=entry)
+    info = ktk.BackendInfo(label, "", "", name, entry=entry)
     return registry.open_backend(info)
 
 

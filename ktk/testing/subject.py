@@ -43,8 +43,8 @@ class Subject(formats.Summary):
         acts = (self.act_of(stored) for stored in self.backend.formats)
         return next((act for act in acts if not formats.has_resolution(act)), None)
 
-    def pack(self, source: Source) -> _core.PackedMatrix:
-        """Pack a weight matrix as what it shall be stored as."""
+    def pack(self, source: Source, guard: str = "") -> _core.PackedMatrix:
+        """Pack a weight matrix as what it shall be stored as; ``guard`` is as in PackedMatrix."""
         return _core.PackedMatrix(
             self.backend.core,
             self.variant.name,
@@ -53,6 +53,7 @@ class Subject(formats.Summary):
             zero=source.zero,
             given=source.format,
             stored=source.stored,
+            guard=guard,
         )
 
     def repack(self, matrix: _core.PackedMatrix, source: Source, begin: int, end: int) -> None:

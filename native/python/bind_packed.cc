@@ -6,54 +6,33 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <array>
+#include <cstring>
 #include <memory>
 #include <optional>
-#include <type_traits>
+#include <vector>
 
-#include "core/memory.h"
+#include "core/guarded.h"
 #include "core/size.h"
 #include "moe/table.h"
 #include "python/arguments.h"
 #include "python/bind.h"
 #include "python/gil.h"
+#include "python/lent.h"
+#include "python/rows.h"
 #include "python/source.h"
 
 namespace ktk {
 
 namespace {
 
-// A matrix of T, which stays alive with it.
-template <typename Array, typename T>
-struct Rows2D {
-  Rows2D(const char* name, const Array& from, bool contiguous) : array(from) {
-    check_array(name, array, {-1, -1});
-    const bool whole = array.shape(0) < 2 || static_cast<size_t>(array.stride(0)) == array.shape(1);
-    if (array.dtype() == nb::dtype<std::remove_const_t<T>>() && (whole || !contiguous)) return;
-    throw nb::type_error((std::string(name) + " must be " + (contiguous ? "contiguous " : "") +
-                          (sizeof(T) == 4 ? "float32" : "uint8") + " in two dimensions, got " +
-                          describe_array(array))
-                             .c_str());
-  }
-  size_t shape(size_t axis) const { return array.shape(axis); }
-  T* data() const { return static_cast<T*>(array.data()); }
-
-  Array array;
-};
-using F32Input = Rows2D<AnyArray, const float>;
-using ByteInput = Rows2D<AnyArray, const uint8_t>;
-using ByteOutput = Rows2D<AnyOutput, uint8_t>;
-using F32Output = Rows2D<AnyOutput, float>;
-
-F32Input f32_from(nb::handle x) { return {"x", input_from("x", x), true}; }
-ByteInput act_from(nb::handle act) { return {"act", input_from("act", act), true}; }
-
 class PackedMatrix {
  public:
   PackedMatrix(std::shared_ptr<BackendTable> table, const std::string& variant,
                const AnyArray& data, const std::optional<AnyArray>& scale,
                const std::optional<AnyArray>& zero, const std::optional<ktk_format>& given,
-               const std::optional<ktk_format>& stored, bool force)
-      : table_(std::move(table)), variant_(table_->select(variant, force)) {
+               const std::optional<ktk_format>& stored, bool force, const std::string& guard)
+      : table_(std::move(table)), variant_(table_->select(variant, force)), lender_(guard) {
     const ktk_source source = source_from("weight", data, scale, zero, given, -1, -1);
     const size_t n = data.shape(0);
     const Block block = block_of(source.format.element);
@@ -63,9 +42,9 @@ class PackedMatrix {
         table_->matrix(table_->stored(source.format, stored ? &*stored : nullptr, n, k), n, k);
     bytes_ = variant_.weight_bytes(matrix_);
     act_size_ = variant_.act_bytes(matrix_);
-    packed_ = Memory(bytes_);
+    packed_.emplace(lender_.lend(Operand::kWeight, nullptr, bytes_, KTK_ALIGNMENT));
     const Unlocked unlocked;
-    variant_.pack_weight(&matrix_, &source, 0, matrix_.n, packed_.data());
+    pack(source, 0, n);
   }
 
   size_t n() const { return matrix_.n; }
@@ -75,7 +54,7 @@ class PackedMatrix {
   const char* variant() const { return variant_.name; }
 
   nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> buffer(nb::handle self) {
-    return {reinterpret_cast<uint8_t*>(packed_.data()), {bytes_}, self};
+    return {reinterpret_cast<uint8_t*>(packed_->data()), {bytes_}, self};
   }
 
   void repack(nb::handle data_, nb::handle scale_, nb::handle zero_,
@@ -87,14 +66,16 @@ class PackedMatrix {
     const ktk_source source = source_from("weight", data, scale, zero, given,
                                           static_cast<int64_t>(n()), static_cast<int64_t>(k()));
     table_->stored(source.format, &matrix_.format, n(), k());
-    variant_.pack_weight(&matrix_, &source, n_begin, n_end, packed_.data());
+    pack(source, n_begin, n_end);
   }
 
   F32Matrix unpack(size_t n_begin, std::optional<size_t> n_end) const {
     const size_t end = n_end.value_or(n());
     check_columns(n_begin, end);
     F32Matrix out = new_matrix(end - n_begin, k());
-    variant_.unpack_weight(&matrix_, packed_.data(), n_begin, end, out.data(), k());
+    const Lent rows = output(out.nbytes(), sizeof(float));
+    variant_.unpack_weight(&matrix_, packed_->data(), n_begin, end, floats(rows), k());
+    finish(rows, out.data(), "unpack_weight");
     return out;
   }
 
@@ -108,12 +89,19 @@ class PackedMatrix {
     auto data = new_bytes(n(), block_of(f.element).bytes_of(k()));
     auto scale = new_bytes(groups_n, groups_k * element_bits(f.scale) / 8);
     auto zero = new_bytes(groups_n, groups_k * element_bits(f.zero) / 8);
-    const ktk_target target = {data.data(),   scale.data(),   zero.data(),
+    const Lent codes = output(data.nbytes(), 1);
+    const Lent scales = output(scale.nbytes(), 1);
+    const Lent zeros = output(zero.nbytes(), 1);
+    const auto given = [](const Lent& part) { return part.size() ? part.data() : nullptr; };
+    const ktk_target target = {given(codes),  given(scales),  given(zeros),
                                data.shape(1), scale.shape(1), zero.shape(1)};
     {
       const Unlocked unlocked;
-      variant_.export_weight(&matrix_, packed_.data(), 0, n(), &target);
+      variant_.export_weight(&matrix_, packed_->data(), 0, n(), &target);
     }
+    finish(codes, data.data(), "export_weight");
+    finish(scales, scale.data(), "export_weight");
+    finish(zeros, zero.data(), "export_weight");
     return nb::make_tuple(data, scale, zero);
   }
 
@@ -123,39 +111,37 @@ class PackedMatrix {
 
   nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> pack_act(nb::handle x_) const {
     const F32Input x = f32_from(x_);
-    check_depth(x);
     auto act = new_bytes(padded(x.shape(0)), act_size());
-    variant_.pack_act(&matrix_, x.shape(0), 0, k(), x.data(), k(), act.data(), act_size());
+    const Lent rows = acts(nullptr, x.shape(0));
+    encode(x, 0, k(), rows);
+    rows.copy_to(act.data());
     return act;
   }
 
   void pack_act_range(nb::handle x_, size_t k_begin, size_t k_end, nb::handle act_) const {
     const F32Input x = f32_from(x_);
     const ByteOutput act{"act", output_from("act", act_), true};
-    check_depth(x);
     const size_t step = variant_.tile.k_step;
     if (k_begin >= k_end || k_end > k() || k_begin % step || (k_end % step && k_end != k())) {
       throw nb::value_error("depth range is not made of whole steps");
     }
     check_act(act.shape(0), act.shape(1), x.shape(0));
-    variant_.pack_act(&matrix_, x.shape(0), k_begin, k_end, x.data() + k_begin, k(), act.data(),
-                      act_size());
+    const Lent rows = acts(act.data(), x.shape(0));
+    encode(x, k_begin, k_end, rows);
+    rows.copy_to(act.data());
   }
 
   F32Matrix unpack_act(nb::handle act_, size_t m) const {
     const ByteInput act = act_from(act_);
     check_act(act.shape(0), act.shape(1), m);
-    F32Matrix out = new_matrix(m, k());
-    variant_.unpack_act(&matrix_, m, act.data(), act_size(), out.data(), k());
-    return out;
+    return decode(acts(act.data(), m), m);
   }
 
   F32Matrix act_round_trip(nb::handle x_) const {
     const F32Input x = f32_from(x_);
-    const auto act = pack_act(x_);
-    F32Matrix out = new_matrix(x.shape(0), k());
-    variant_.unpack_act(&matrix_, x.shape(0), act.data(), act_size(), out.data(), k());
-    return out;
+    const Lent rows = acts(nullptr, x.shape(0));
+    encode(x, 0, k(), rows);
+    return decode(rows, x.shape(0));
   }
 
   F32Matrix matmul(nb::handle x_, size_t n_begin, std::optional<size_t> n_end,
@@ -163,13 +149,14 @@ class PackedMatrix {
     const F32Input x = f32_from(x_);
     const size_t m = x.shape(0), end = n_end.value_or(n());
     check_columns(n_begin, end);
-    const auto act = pack_act(x_);
+    const Lent rows = acts(nullptr, m);
+    encode(x, 0, k(), rows);
     const size_t stride = round_up(round_up(end - n_begin, variant_.tile.n_step), 16);
-    F32Matrix panel = new_matrix(padded(m), stride);
-    run(act.data(), m, n_begin, end, panel.data(), stride, ukernel);
+    const Lent panel = dst(nullptr, m, end - n_begin, stride);
+    run(rows, m, n_begin, end, panel, stride, ukernel);
     F32Matrix out = new_matrix(m, end - n_begin);
     for (size_t row = 0; row < m; ++row) {
-      std::copy_n(panel.data() + row * stride, end - n_begin, out.data() + row * (end - n_begin));
+      std::copy_n(floats(panel) + row * stride, end - n_begin, out.data() + row * (end - n_begin));
     }
     return out;
   }
@@ -177,17 +164,82 @@ class PackedMatrix {
   void run_raw(nb::handle act_, size_t m, size_t n_begin, size_t n_end, nb::handle dst_,
                std::optional<size_t> ukernel) const {
     const ByteInput act = act_from(act_);
-    const F32Output dst{"dst", output_from("dst", dst_), false};
+    const F32Output out{"dst", output_from("dst", dst_), false};
     check_columns(n_begin, n_end);
     check_act(act.shape(0), act.shape(1), m);
     const size_t columns = round_up(n_end - n_begin, variant_.tile.n_step);
-    if (dst.shape(0) < padded(m) || dst.shape(1) < columns || row_stride(dst.array) % 16) {
+    const size_t stride = row_stride(out.array);
+    if (out.shape(0) < padded(m) || out.shape(1) < columns || stride % 16) {
       throw nb::value_error("dst is too small, or its rows are not a multiple of 16 floats apart");
     }
-    run(act.data(), m, n_begin, n_end, dst.data(), row_stride(dst.array), ukernel);
+    const Lent rows = acts(act.data(), m);
+    const Lent panel = dst(out.data(), m, n_end - n_begin, stride);
+    run(rows, m, n_begin, n_end, panel, stride, ukernel);
+    panel.copy_to(out.data());
+    if (std::memcmp(rows.data(), act.data(), rows.size()) != 0) {
+      throw std::runtime_error(variant_.where + ": run changed its activations");
+    }
   }
 
  private:
+  Lent output(size_t bytes, size_t align) const {
+    return lender_.lend(Operand::kOutput, nullptr, bytes, align);
+  }
+  Lent acts(const void* from, size_t m) const {
+    return lender_.lend(Operand::kAct, from, product(padded(m), act_size()), KTK_ALIGNMENT);
+  }
+  // From the first column of the first row to the last column of the last row, whole steps.
+  Lent dst(const void* from, size_t m, size_t columns, size_t stride) const {
+    const size_t width = round_up(columns, variant_.tile.n_step);
+    const size_t floats = m == 0 ? 0 : product(padded(m) - 1, stride) + width;
+    return lender_.lend(Operand::kDst, from, product(floats, sizeof(float)), KTK_ALIGNMENT);
+  }
+  static float* floats(const Lent& memory) { return reinterpret_cast<float*>(memory.data()); }
+
+  void check(const Lent& memory, const char* function) const {
+    memory.check(variant_.where + ": " + function);
+  }
+  void finish(const Lent& memory, void* to, const char* function) const {
+    check(memory, function);
+    memory.copy_to(to);
+  }
+
+  void pack(ktk_source source, size_t n_begin, size_t n_end) {
+    std::vector<Guarded> keep;
+    const ktk_format& f = source.format;
+    const size_t scales = groups_of(n(), f.group_n), columns = groups_of(k(), f.group_k);
+    const auto bytes = [](size_t rows, size_t stride, size_t row) {
+      return product(rows - 1, stride) + row;
+    };
+    source.data = lender_.input(
+        source.data, bytes(n(), source.data_stride, block_of(f.element).bytes_of(k())), keep);
+    source.scale = lender_.input(
+        source.scale, bytes(scales, source.scale_stride, columns * element_bits(f.scale) / 8),
+        keep);
+    source.zero = lender_.input(
+        source.zero, bytes(scales, source.zero_stride, columns * element_bits(f.zero) / 8), keep);
+    variant_.pack_weight(&matrix_, &source, n_begin, n_end, packed_->data());
+    check(*packed_, "pack_weight");
+  }
+
+  void encode(const F32Input& x, size_t k_begin, size_t k_end, const Lent& act) const {
+    check_depth(x);
+    std::vector<Guarded> keep;
+    const auto* values = static_cast<const float*>(
+        lender_.input(x.data(), product(x.shape(0), k(), sizeof(float)), keep));
+    variant_.pack_act(&matrix_, x.shape(0), k_begin, k_end, values + k_begin, k(), act.data(),
+                      act_size());
+    check(act, "pack_act");
+  }
+
+  F32Matrix decode(const Lent& act, size_t m) const {
+    F32Matrix out = new_matrix(m, k());
+    const Lent values = output(out.nbytes(), sizeof(float));
+    variant_.unpack_act(&matrix_, m, act.data(), act_size(), floats(values), k());
+    finish(values, out.data(), "unpack_act");
+    return out;
+  }
+
   void check_columns(size_t n_begin, size_t n_end) const {
     const size_t step = variant_.tile.n_step;
     if (n_begin >= n_end || n_end > n() || n_begin % step || (n_end % step && n_end != n())) {
@@ -224,40 +276,47 @@ class PackedMatrix {
     return kernel;
   }
 
-  void run(const uint8_t* act, size_t m, size_t n_begin, size_t n_end, float* dst, size_t stride,
-           std::optional<size_t> ukernel) const {
+  void run(const Lent& act, size_t m, size_t n_begin, size_t n_end, const Lent& panel,
+           size_t stride, std::optional<size_t> ukernel) const {
     if (m == 0) return;
     const ktk_ukernel& kernel = ukernel ? chosen(*ukernel, m) : variant_.kernel_for(m);
-    const Memory scratch(variant_.scratch_bytes(kernel, matrix_, m));
+    const Lent scratch = lender_.lend(Operand::kScratch, nullptr,
+                                      variant_.scratch_bytes(kernel, matrix_, m), KTK_ALIGNMENT);
     ktk_matmul mm{};
     mm.struct_size = sizeof mm;
     mm.matrix = &matrix_;
-    mm.weight = packed_.data();
+    mm.weight = packed_->data();
     mm.n_begin = n_begin;
     mm.n_end = n_end;
     mm.m = m;
-    mm.act = act;
+    mm.act = act.data();
     mm.act_stride = act_size();
-    mm.dst = dst;
+    mm.dst = floats(panel);
     mm.dst_stride = stride;
     mm.scratch = scratch.data();
-    const Unlocked unlocked;
-    if (variant_.enter) variant_.enter();
-    kernel.run(&mm);
-    if (variant_.leave) variant_.leave();
+    {
+      const Unlocked unlocked;
+      if (variant_.enter) variant_.enter();
+      kernel.run(&mm);
+      if (variant_.leave) variant_.leave();
+    }
+    check(panel, "run");
+    check(scratch, "run");
   }
 
   std::shared_ptr<BackendTable> table_;
   const Variant& variant_;
   ktk_matrix matrix_{};
   size_t bytes_ = 0, act_size_ = 0;
-  Memory packed_;
+  Lender lender_;
+  std::optional<Lent> packed_;
 };
 
 PackedMatrix* make_packed(const nb::args& args, const nb::kwargs& kwargs) {
-  const Arguments given("PackedMatrix",
-                        {"backend", "variant", "data", "scale", "zero", "given", "stored", "force"},
-                        args, kwargs);
+  const Arguments given(
+      "PackedMatrix",
+      {"backend", "variant", "data", "scale", "zero", "given", "stored", "force", "guard"}, args,
+      kwargs);
   using Format = std::optional<ktk_format>;
   const auto format = [&](const char* name) {
     return given.get(name, "a ktk.Format or None", Format());
@@ -273,20 +332,29 @@ PackedMatrix* make_packed(const nb::args& args, const nb::kwargs& kwargs) {
   return new PackedMatrix(std::move(table), variant,
                           input_from("weight", data.is_valid() ? data : nb::handle(nb::none())),
                           array("weight_scale", "scale"), array("weight_zero", "zero"),
-                          format("given"), format("stored"), given.get("force", "a bool", false));
+                          format("given"), format("stored"), given.get("force", "a bool", false),
+                          given.get<std::string>("guard", "the name of an operand", ""));
 }
 
 }  // namespace
 
-#define KTK_PACKED                                                                             \
-  "backend: Backend, variant: str, data: object, scale: object | None = None, zero: object | " \
-  "None "                                                                                      \
-  "= None, *, given: Format | None = None, stored: Format | None = None, force: bool = False) -> "
+#define KTK_PACKED                                                                              \
+  "backend: Backend, variant: str, data: object, scale: object | None = None, zero: object | "  \
+  "None "                                                                                       \
+  "= None, *, given: Format | None = None, stored: Format | None = None, force: bool = False, " \
+  "guard: str = \"\") -> "
 
 void bind_packed(nb::module_& m) {
   using nb::literals::operator""_a;
-  nb::class_<PackedMatrix>(
-      m, "PackedMatrix", "A weight [n, k] packed by one variant of a backend, for tests and tools.")
+  nb::class_<PackedMatrix> packed(
+      m, "PackedMatrix",
+      "A weight [n, k] packed by one variant of a backend, for tests and tools.\n\n"
+      "`guard` names an operand, one of GUARDS: its memory ends at a page without access, and is\n"
+      "0xff before it is written. A function that goes further than the size that the backend "
+      "says\n"
+      "ends in a RuntimeError or a signal. Inputs and outputs are those of pack and unpack.");
+  packed.attr("GUARDS") = nb::make_tuple("weight", "act", "dst", "scratch", "input", "output");
+  packed
       // As nb::new_, whose two functions cannot have a signature each.
       .def_static(
           "__new__",

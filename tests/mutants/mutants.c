@@ -22,6 +22,11 @@ PACK_WEIGHT(pack_weight_flushed, nearest_flushed, n_end)
 PACK_WEIGHT(pack_weight_finite, nearest_finite, n_end)
 PACK_WEIGHT(pack_weight_one_more, nearest_even, n_end + (n_end < matrix->n))
 
+static void pack_weight_without_padding(const ktk_matrix* matrix, const ktk_source* source,
+                                        size_t n_begin, size_t n_end, void* packed) {
+  pack_rows(matrix, source, n_begin, n_end, packed, nearest_even);
+}
+
 static void unpack_weight_from_zero(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                                     size_t n_end, float* out, size_t out_stride) {
   unpack_weight(matrix, packed, 0, n_end - n_begin, out, out_stride);
@@ -108,6 +113,7 @@ ALONE(truncates_weights, .pack_weight = pack_weight_truncated)
 ALONE(truncates_acts, .pack_act = pack_act_truncated)
 ALONE(flushes_subnormals, .pack_weight = pack_weight_flushed)
 ALONE(packs_one_row_more, .pack_weight = pack_weight_one_more)
+ALONE(leaves_padding, .pack_weight = pack_weight_without_padding)
 ALONE(unpacks_from_row_zero, .unpack_weight = unpack_weight_from_zero)
 ALONE(exports_one_column_less, .export_weight = export_weight_short)
 ALONE(packs_acts_at_zero, .pack_act = pack_act_from_zero)

@@ -53,11 +53,16 @@ static inline void pack_rows(const ktk_matrix* matrix, const ktk_source* source,
       }
       out[k] = to_bf16(value);
     }
-    memset(out + matrix->k, 0, (round_up(matrix->k, 32) - matrix->k) * sizeof *out);
   }
-  if (n_end >= matrix->n) {
-    uint16_t* end = (uint16_t*)packed + weight_at(matrix, matrix->n);
-    memset(end, 0, weight_size(matrix) - weight_at(matrix, matrix->n) * sizeof *end);
+}
+
+/* Zeros behind the last column, and behind the last row. */
+static inline void pad_rows(const ktk_matrix* matrix, size_t n_begin, size_t n_end, void* packed) {
+  const size_t end = n_end >= matrix->n ? round_up(matrix->n, kColumnStep) : n_end;
+  for (size_t n = n_begin; n < end; ++n) {
+    uint16_t* row = (uint16_t*)packed + weight_at(matrix, n);
+    const size_t used = n < matrix->n ? matrix->k : 0;
+    memset(row + used, 0, (round_up(matrix->k, 32) - used) * sizeof *row);
   }
 }
 
@@ -65,6 +70,7 @@ static inline void pack_rows(const ktk_matrix* matrix, const ktk_source* source,
   static inline void name(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin, \
                           size_t n_end, void* packed) {                                       \
     pack_rows(matrix, source, n_begin, end, packed, to_bf16);                                 \
+    pad_rows(matrix, n_begin, end, packed);                                                   \
   }
 PACK_WEIGHT(pack_weight, nearest_even, n_end)
 
