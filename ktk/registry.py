@@ -43,7 +43,7 @@ class BackendInfo:
     name
         The name that `load_backend` takes.
     distribution, version
-        The installed package that provides it.
+        The installed package that provides it; empty for an object that none announces.
     value
         The module or object that is imported, as in the entry point.
     built
@@ -61,6 +61,8 @@ class BackendInfo:
     entry: EntryPoint | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
+        if not self.distribution:
+            return f"{self.name} ({self.value}, not installed)"
         return f"{self.name} of {self.distribution} {self.version}"
 
 
@@ -380,7 +382,10 @@ def _remedy(info: BackendInfo, error: Exception) -> str:
     from ktk import _core
 
     theirs = re.search(r"ABI (\d+)", str(error))
-    if theirs and int(theirs[1]) > _core.ABI[0]:
+    is_newer = theirs and int(theirs[1]) > _core.ABI[0]
+    if not info.distribution:
+        return f"{'upgrade ktk, or ' if is_newer else ''}build it with the abi.h of this ktk"
+    if is_newer:
         return f"upgrade ktk, or install an older {info.distribution}"
     return f"upgrade {info.distribution}, or ask its authors to build it for this ktk"
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from ktk._core import ACTIVATIONS as NAMES
 from ktk.testing import formats
 
 F32 = npt.NDArray[np.float32]
@@ -190,18 +191,18 @@ def cuts(extent: int, step: int) -> st.SearchStrategy[list[int]]:
 
 # --- whole layers -------------------------------------------------------------------------------
 
-ACTIVATIONS: tuple[dict[str, Any], ...] = (
-    {"activation": "silu"},
-    {"activation": "silu", "activation_limit": 2.0},
-    {"activation": "swigluoai", "activation_limit": 7.0, "activation_alpha": 1.702},
-    {
-        "activation": "swigluoai",
-        "activation_limit": 1.5,
-        "activation_alpha": 1.0,
-        "clamp_gate_below": True,
-    },
-    {"activation": "gelu_tanh"},
-    {"activation": "gelu_tanh", "activation_limit": 2.0},
+#: Options of an activation function, where it has others than a limit.
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "swigluoai": (
+        {"activation_limit": 7.0, "activation_alpha": 1.702},
+        {"activation_limit": 1.5, "activation_alpha": 1.0, "clamp_gate_below": True},
+    ),
+}
+#: All activation functions of layers, with the options that they are tested with.
+ACTIVATIONS: tuple[dict[str, Any], ...] = tuple(
+    {"activation": name, **options}
+    for name in NAMES
+    for options in OPTIONS.get(name, ({}, {"activation_limit": 2.0}))
 )
 
 

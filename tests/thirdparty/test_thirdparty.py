@@ -95,3 +95,25 @@ print(ktk.load_backend("DEMO_F32").name, ktk.load_backend("BF16", distribution="
     for part in ["ktk-demo-backend 0.1", *parts]:
         assert part in sentence
     assert names == "DEMO_F32 BF16"
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (
+            "ktk_demo_backend:future",
+            "backend future (ktk_demo_backend:future, not installed) speaks ABI 2.1, this ktk"
+            " speaks 1.1; upgrade ktk, or build it with the abi.h of this ktk",
+        ),
+        (
+            "ktk_demo_backend:hollow",
+            "backend hollow (ktk_demo_backend:hollow, not installed) failed to load: ValueError:",
+        ),
+    ],
+)
+def test_one_that_no_package_announces_is_named_by_its_module(
+    value: str, sentence: str, environment: dict[str, str]
+) -> None:
+    done = python(environment, "-m", "ktk.testing", value)
+    assert done.returncode == 4
+    assert sentence in done.stderr
