@@ -1,9 +1,13 @@
-"""Start a backend: python tools/new_backend.py NAME [--dir ROOT]
+"""Start a backend: new_backend.py NAME [--package DIR | --dir ROOT]
 
-Writes backends/<name>/ with a small one that works (f32 weights, plain loops), and adds it to
-backends/meson.build and to the entry points in pyproject.toml. What comes out builds and passes
-``python -m ktk.testing NAME`` at once; then replace it piece by piece. backends/README.md is the
-author's guide.
+With --package it writes a package of its own into DIR, which builds against an installed ktk.
+Without, it writes backends/<name>/ into ktk's source tree, and adds it to backends/meson.build and
+to the entry points in pyproject.toml. Either is a small one that works (f32 weights, plain loops):
+it builds and passes ``python -m ktk.testing NAME`` at once; then replace it piece by piece.
+backends/README.md is the author's guide.
+
+In ktk's source tree this is tools/new_backend.py; in an installed ktk, python -m
+ktk.testing.new_backend.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 TEMPLATE = HERE / "backend_template"
+PACKAGE = HERE / "package_template"
 ENTRY_POINTS = '[project.entry-points."ktk.backends"]\n'
 
 
@@ -41,36 +46,72 @@ def add_entry_point(pyproject: str, name: str) -> str:
     return head + table + "\n".join(sorted(lines)) + blank + rest
 
 
-def scaffold(name: str, root: Path) -> Path:
-    """Write the files of a backend into a source tree of ktk and return its folder."""
+def check_name(name: str) -> None:
+    """End with a sentence where a name cannot be that of a backend."""
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]*", name):
         raise SystemExit(f"{name!r} is no name for a backend: letters and digits only")
+
+
+def write(files: list[Path], folder: Path, name: str) -> None:
+    """Write templates into a new folder."""
+    folder.mkdir(parents=True)
+    for source in sorted(files):
+        (folder / source.name).write_text(fill(source.read_text(), name))
+
+
+def scaffold(name: str, root: Path) -> Path:
+    """Write the files of a backend into a source tree of ktk and return its folder."""
+    check_name(name)
     folder = root / "backends" / name.lower()
     if folder.exists():
         raise SystemExit(f"{folder} exists already")
     meson, pyproject = root / "backends" / "meson.build", root / "pyproject.toml"
+    if not meson.exists():
+        raise SystemExit(
+            f"{root} is no source tree of ktk: say --dir ROOT, or --package DIR for a package of"
+            " its own"
+        )
     changed = {
         meson: add_subdir(meson.read_text(), name),
         pyproject: add_entry_point(pyproject.read_text(), name),
     }
-    folder.mkdir()
-    for source in sorted(TEMPLATE.iterdir()):
-        (folder / source.name).write_text(fill(source.read_text(), name))
+    write(list(TEMPLATE.iterdir()), folder, name)
     for path, text in changed.items():
         path.write_text(text)
     return folder
 
 
+def package(name: str, folder: Path) -> Path:
+    """Write a package with a backend into a folder that does not exist, and return it."""
+    check_name(name)
+    if folder.exists():
+        raise SystemExit(f"{folder} exists already")
+    sources = [path for path in TEMPLATE.iterdir() if path.suffix in (".cc", ".h")]
+    write([*PACKAGE.glob("*.*"), TEMPLATE / "README.md"], folder, name)
+    write(sources, folder / name.lower(), name)
+    return folder
+
+
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        description=(__doc__ or "").split("\n", 1)[0], usage="%(prog)s NAME [--dir ROOT]"
+        description="Write a small backend that works, to start from.",
+        usage="%(prog)s NAME [--package DIR | --dir ROOT]",
     )
     parser.add_argument("name", metavar="NAME", help="name that users type, such as INT6")
-    parser.add_argument("--dir", type=Path, default=HERE.parent, help="root of ktk's source tree")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--package", type=Path, metavar="DIR", help="new folder for a package")
+    where.add_argument(
+        "--dir", type=Path, metavar="ROOT", default=HERE.parent, help="ktk's source tree"
+    )
     options = parser.parse_args(arguments)
-    folder = scaffold(options.name, options.dir)
+    if options.package:
+        folder = package(options.name, options.package)
+        install = f"pip install --no-build-isolation {folder}"
+    else:
+        folder = scaffold(options.name, options.dir)
+        install = "pip install --no-build-isolation -e ."
     print(f"wrote {folder}")
-    print("next: pip install --no-build-isolation -e .")
+    print(f"next: {install}")
     print(f"      python -m ktk.testing {options.name.upper()}")
     return 0
 

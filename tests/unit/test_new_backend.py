@@ -1,4 +1,4 @@
-"""tools/new_backend.py: what it writes builds, and passes the kit at once."""
+"""tools/new_backend.py, also ktk.testing.new_backend: what it writes builds and passes the kit."""
 
 from __future__ import annotations
 
@@ -62,6 +62,35 @@ def test_a_new_backend_builds_and_passes_the_kit(tree: Path) -> None:
     )
     assert " passed" in output
     assert " failed" not in output
+
+
+def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
+    folder, target = tmp_path / "package", tmp_path / "site"
+    new = [sys.executable, "-m", "ktk.testing.new_backend", "Scaffold", "--package", folder]
+    assert f"pip install --no-build-isolation {folder}" in run(*new)
+
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    path = os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")]).rstrip(":")
+    env = os.environ | {"PATH": tools, "PYTHONPATH": path}
+    pip = "-m pip install -q --no-build-isolation --no-deps --no-index --disable-pip-version-check"
+    run(sys.executable, *pip.split(), "--target", target, folder, env=env)
+    listed = "import ktk; info = ktk.backends()['SCAFFOLD']; print(info.distribution, info.value)"
+    assert run(sys.executable, "-c", listed, env=env).split() == [
+        "ktk-backend-scaffold",
+        "ktk_backend_scaffold.scaffold",
+    ]
+    output = run(
+        *(sys.executable, "-m", "ktk.testing", "SCAFFOLD", "-q", "-p", "no:cacheprovider"),
+        *("--ktk-profile", "ci", "--ktk-examples", "15"),
+        env=env,
+        cwd=tmp_path,
+    )
+    assert " passed" in output
+    assert " failed" not in output
+
+    again = subprocess.run(new, capture_output=True, text=True, check=False)
+    assert again.returncode != 0
+    assert f"{folder} exists already" in again.stderr
 
 
 @pytest.mark.parametrize("name", ["BF16", "two words", "1ST", "../x"])
