@@ -1,10 +1,6 @@
-"""What several commands print, and how."""
+"""Sizes in words."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 
 def size_text(nbytes: int) -> str:
@@ -13,28 +9,6 @@ def size_text(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes / 1024:.1f} KiB"
-
-
-@contextmanager
-def doing(step: str = "") -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is going on; yield what is to be called with the next step.
-
-    On a terminal the step stands beside a spinner and is gone afterwards; otherwise it is a line.
-    """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status(step) as status:
-            yield status.update
-        return
-
-    def line(step: str) -> None:
-        print(step, file=sys.stderr, flush=True)
-
-    if step:
-        line(step)
-    yield line
 
 
 def gigabytes(nbytes: float) -> str:

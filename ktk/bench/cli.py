@@ -126,7 +126,7 @@ def bench(
         require_matplotlib()
     from ktk.bench.records import Settings
     from ktk.bench.runner import run
-    from ktk.sizes import doing
+    from ktk.cli.text import doing
 
     settings = Settings(
         threads=threads,

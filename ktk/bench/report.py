@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ktk.bench.accuracy import Accuracy
 from ktk.bench.records import Result
+from ktk.cli.text import plain_table
 
 # What the whole table takes. In less, the columns that the others are derived from are left out.
 _WIDTH = 78
@@ -26,7 +27,7 @@ def results_table(results: Sequence[Result], *, width: int = 80) -> RenderableTy
     title = f"{first.shape}, {first.threads} threads"
     if first.model_layers:
         title += f"; ms: one layer; tokens/s: experts only, of all layers ({first.model_layers})"
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table()
     columns = _columns(bool(first.model_layers), wide=width >= _WIDTH)
     # A format's name may take a second line; numbers, and names of backends, may not.
     longest = max(len(r.backend) for r in results)

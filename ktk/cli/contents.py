@@ -17,6 +17,7 @@ from rich.table import Table
 from ktk.checkpoint import default_backend, open_checkpoint
 from ktk.checkpoint.route import route_of
 from ktk.checkpoint.spans import spans
+from ktk.cli.text import plain_table
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.registry import backends, load_backend
 from ktk.sizes import size_text
@@ -24,6 +25,11 @@ from ktk.system import available_memory
 
 if TYPE_CHECKING:
     from ktk.checkpoint.open import OpenCheckpoint
+
+
+_HEADINGS = ("layers", "names", "experts", "stored as", "bytes")
+# Of the terminal, below which five columns would tear words.
+_WIDTH = 72
 
 
 @dataclass(frozen=True)
@@ -83,7 +89,7 @@ def show(path: Path, *, as_json: bool) -> bool:
         typer.echo(json.dumps(document, indent=2))
     else:
         console = Console()
-        console.print(_layer_table(path, layers))
+        console.print(_layer_table(path, layers, narrow=console.width < _WIDTH))
         console.print(_backend_table(layers))
         console.print("Headers only; ktk verify reads the weights.", highlight=False)
     return not any(layer.error for layer in layers)
@@ -144,9 +150,9 @@ def _use(checkpoint: OpenCheckpoint, layer: Any, name: str, experts: int) -> Use
     return Use(experts * route.packed_nbytes, ", ".join(stored), how=route.how)
 
 
-def _layer_table(path: Path, layers: list[LayerReport]) -> Table:
-    table = Table(title=escape(str(path)))
-    for heading in ("layers", "names", "experts", "stored as", "bytes"):
+def _layer_table(path: Path, layers: list[LayerReport], *, narrow: bool) -> Table:
+    table = plain_table(escape(str(path)))
+    for heading in ("layers", "experts", "bytes") if narrow else _HEADINGS:
         table.add_column(heading, overflow="fold")
     for _, alike in groupby(layers, key=lambda layer: layer.kind):
         group = list(alike)
@@ -155,21 +161,22 @@ def _layer_table(path: Path, layers: list[LayerReport]) -> Table:
         if one.error:
             table.add_row(numbers, f"[red]{escape(one.error)}[/]")
             continue
-        table.add_row(
-            numbers,
-            one.family,
+        experts = (
             f"{one.num_experts} of {one.hidden_size} x {one.intermediate_size}, "
-            f"{one.num_experts_per_tok} per token, {one.activation}",
-            one.stored,
-            size_text(sum(layer.nbytes for layer in group)),
+            f"{one.num_experts_per_tok} per token, {one.activation}"
         )
+        size = size_text(sum(layer.nbytes for layer in group))
+        if narrow:
+            table.add_row(numbers, f"{experts}; {one.family}; {one.stored}", size)
+        else:
+            table.add_row(numbers, one.family, experts, one.stored, size)
     return table
 
 
 def _backend_table(layers: list[LayerReport]) -> Table:
     free = available_memory()
     chosen = {layer.default_backend for layer in layers}
-    table = Table(title=f"all of it, packed; free memory: {size_text(free)}")
+    table = plain_table(f"all of it, packed; free memory: {size_text(free)}")
     for heading in ("backend", "memory", "weights"):
         table.add_column(heading, overflow="fold")
     for name, use in totals(layers).items():

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ktk import _core
 from ktk.aliases import ALIASES
+from ktk.cli.text import plain_table
 from ktk.errors import BackendError
 from ktk.registry import (
     BackendInfo,
@@ -149,8 +149,7 @@ def _document(reports: list[BackendReport]) -> dict[str, Any]:
 
 
 def _table(reports: list[BackendReport]) -> Table:
-    # Two columns without lines: readable in a terminal of 40 columns.
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table()
     table.add_column("backend", no_wrap=True)
     table.add_column("on this CPU", overflow="fold")
     for entry in reports:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ktk.bench.limits import Limits
 from ktk.bench.verdict import HIGHEST_FRACTION
+from ktk.cli.text import plain_table
 from ktk.demo.measure import Measured, Timing
 
 # What the whole table takes.
@@ -66,7 +66,7 @@ def print_json(
 
 def _narrow_table(rows: list[Measured], limits: Limits) -> Table:
     """Leave out sizes and times of loading, and give names of backends a line of their own."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table()
     table.add_column("", no_wrap=True)
     for heading in ("error", *_timing_headings(rows)[::2]):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -81,8 +81,7 @@ def _narrow_table(rows: list[Measured], limits: Limits) -> Table:
 
 
 def _table(rows: list[Measured], limits: Limits) -> Table:
-    # No lines between columns, so that it fits a terminal of 80 columns.
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table()
     for heading in ("backend", "variant"):
         table.add_column(heading, no_wrap=True)
     for heading in ("packed\nMB", "load\ns", "error", *_timing_headings(rows)):

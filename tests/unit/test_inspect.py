@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,17 @@ def test_totals_keep_the_reason_of_any_layer() -> None:
 )
 def test_sizes_are_written_for_people(nbytes: int, text: str) -> None:
     assert contents.size_text(nbytes) == text
+
+
+def test_a_narrow_terminal_tears_no_word(tmp_path: Path) -> None:
+    folder = str(write(tmp_path, tensors()))
+
+    def words(columns: int) -> set[str]:
+        env = {"COLUMNS": str(columns)}
+        text = CliRunner().invoke(app, ["inspect", folder], env=env).output
+        assert max(map(len, text.splitlines())) <= columns
+        return {word.strip(";,:") for word in text.split()}
+
+    torn = words(40) - words(400)
+    # The folder's name is as long as it is, and free memory another one each time.
+    assert not [word for word in torn if word not in folder and not re.match(r"[\d─]", word)]
