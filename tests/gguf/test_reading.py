@@ -148,7 +148,9 @@ class RecordingBackend:
 
     def __init__(self, *accepts: str) -> None:
         self.accepts = accepts
-        self.core = SimpleNamespace(stored_as=self.stored_as)
+        self.core = SimpleNamespace(
+            stored_as=self.stored_as, packed_size=lambda stored, n, k: n * k
+        )
         self.name, self.formats = "RECORDING", [Format(name) for name in accepts]
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, dict[str, Any]] = {}

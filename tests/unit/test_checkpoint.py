@@ -162,7 +162,11 @@ class RecordingBackend:
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, Tensors] = {}
         self.left_out: list[int] = []
-        self.core = SimpleNamespace(stored_as=lambda given, n, k: given)
+        self.core = SimpleNamespace(
+            stored_as=lambda given, n, k, wanted=None: given,
+            packed_size=lambda stored, n, k: n * k,
+        )
+        self.name, self.formats = "RECORDING", [Format("bf16")]
 
     def moe(self, **options: Any) -> Any:
         self.options = options
