@@ -22,6 +22,9 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+# From this size on, the system is told of all of a read at once: on its own it asks a disk for less
+# than a megabyte at a time, and fast ones want several requests to work on.
+_LARGE = 1 << 20
 
 
 class MissingFile(CheckpointError):
@@ -71,6 +74,8 @@ class File:
         view = data.data
         try:
             opened = self._open()
+            if nbytes >= _LARGE:
+                os.posix_fadvise(opened.number, begin, nbytes, os.POSIX_FADV_WILLNEED)
             while view:
                 count = os.preadv(opened.number, [view], begin)
                 if not count:
