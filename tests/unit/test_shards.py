@@ -96,8 +96,8 @@ def test_any_size_is_cut_into_any_number_of_shards(
     hidden = math.lcm(64, block)
     known = formats.has_resolution(subject.act_of(pair.stored))
     for intermediate in INTERMEDIATE:
-        if intermediate % block or (block > 64 and intermediate in (1408, 1536)):
-            continue
+        if intermediate % block or (block > 64 and intermediate not in (256, 768, 2048)):
+            continue  # decoding large blocks takes long
         layer = make_layer(pair, hidden, intermediate)
         rng = np.random.default_rng(7)
         x = rng.standard_normal((TOKENS, hidden)).astype(np.float32)
@@ -110,9 +110,9 @@ def test_any_size_is_cut_into_any_number_of_shards(
             if shards > most:
                 message = f"{intermediate} can be split into at most {most} shards of {unit}, not"
                 with pytest.raises(ValueError, match=message):
-                    subject.moe(layer, shards=shards)
+                    subject.moe(layer, threads=1, shards=shards)
                 break
-            moe = subject.moe(layer, shards=shards)
+            moe = subject.moe(layer, threads=1, shards=shards)
             assert moe.shards == len(moe.shard_widths) == shards
             check_widths(moe.shard_widths, intermediate, unit)
             stored = moe.unpack_expert(0)
