@@ -241,12 +241,17 @@ class MoE:
             raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
         stacks = {"gate": gate, "up": up, "down": down}
         stacks |= {name: stack for name, stack in arrays.items() if stack is not None}
+        for name, stack in stacks.items():
+            if not hasattr(stack, "__len__"):
+                raise TypeError(f"{name} must have an entry for each expert, got {stack!r}")
         count = len(gate)
         for name, stack in stacks.items():
             if len(stack) != count:
                 raise ValueError(f"{name} has {len(stack)} experts, gate has {count}")
         slots = self.config.num_experts
         order = range(slots) if physical_to_logical_map is None else physical_to_logical_map
+        if not hasattr(order, "__len__"):
+            raise TypeError(f"physical_to_logical_map must be a sequence of ints, got {order!r}")
         if len(order) != slots:
             raise ValueError(f"physical_to_logical_map has {len(order)} entries, expected {slots}")
         if physical_to_logical_map is None and count != slots:

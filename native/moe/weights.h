@@ -14,7 +14,7 @@ namespace ktk {
 
 class WorkerPool;
 
-// One thing for each matrix of an expert: [I, H], [I, H] and [H, I].
+// A value for each projection of an expert: gate [I, H], up [I, H] and down [H, I].
 template <typename T>
 struct Parts {
   T gate{}, up{}, down{};

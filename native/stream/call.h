@@ -26,12 +26,12 @@ struct Carry : std::enable_shared_from_this<Carry> {
   size_t size() const { return tokens * hidden; }
 };
 
-// Its jobs run on the queue of the layer's engine, in the order of their starts, whichever thread
-// started them. So a job never waits for anything but workers, and who waits for a job (a host
-// function of CUDA, which may block the host functions of all streams) waits for nothing that
-// another host function has yet to do.
+// A call of a layer whose jobs run on the queue of the layer's engine, in the order in which they
+// were started, by whichever thread. So a job waits for workers only. A host function of CUDA may
+// block the host functions of all streams while it waits for a job, and that is no deadlock: no job
+// waits for something that another host function has yet to do.
 //
-// An error is kept in the latch, and the output is zeros.
+// An error is kept in the latch, and the output is then zeros.
 class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
  public:
   struct Options {

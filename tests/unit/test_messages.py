@@ -117,6 +117,18 @@ def test_what_stands_beside_an_expert(moe: ktk.MoE, beside: str) -> None:
     assert "incompatible function arguments" not in str(error.value)
 
 
+def test_all_experts(moe: ktk.MoE) -> None:
+    stacks = {name: [matrix] * E for name, matrix in expert().items()}
+    for wrong, message in (
+        ({"up": 3}, "up must have an entry for each expert, got 3"),
+        ({"gate": None}, "gate must have an entry for each expert, got None"),
+        ({"down_bias": 0.5}, "down_bias must have an entry for each expert, got 0.5"),
+        ({"physical_to_logical_map": 2}, "physical_to_logical_map must be a sequence of ints"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            moe.load(**stacks | wrong)
+
+
 @pytest.mark.parametrize("use", [ktk.MoE.leave_out, ktk.MoE.unpack_expert])
 def test_a_slot(moe: ktk.MoE, use: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="expert must be an int, got 'one'"):
