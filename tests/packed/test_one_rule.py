@@ -169,10 +169,11 @@ def test_requantising_holds_few_experts(tmp_path: Path) -> None:
         assert "decoded" in plan.route.how
         begin, seen = own_memory(), []
         moe = load.load_layers(checkpoint, [plan], lambda _: seen.append(own_memory()))[0]
-    floats = 3 * 256 * 1024 * 4
-    assert moe.nbytes + 8 * floats < 32 * floats * 2 / 3
-    # One is packed while the next is read, and decoded in some steps.
-    assert max(seen) - begin < moe.nbytes + 8 * floats, f"{(max(seen) - begin) / 1e6:.0f} MB"
+    floats = 3 * 256 * 1024 * 4  # of one expert
+    # One is packed while the next is read, each in some steps, and malloc keeps some of that; the
+    # number of experts does not matter: all of them would be twice as much.
+    most = max(seen) - begin - moe.nbytes
+    assert most < 16 * floats, f"{most / 1e6:.0f} MB"
 
 
 def own_memory() -> int:
