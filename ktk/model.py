@@ -11,6 +11,7 @@ from ktk.moe import MoE
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
+    from ktk.checkpoint.load import LayerPlan
 
 # Of one layer, or of each.
 Experts = Sequence[int] | Mapping[int, Sequence[int]]
@@ -65,7 +66,8 @@ class Model(Mapping[int, MoE]):
             Parts that the weights of each layer are divided into, as of :class:`MoE`: by default
             one per NUMA node.
         progress : bool, optional
-            Whether to show a progress bar on stderr. By default if that is a terminal.
+            Whether to show on stderr how far loading is: a bar on a terminal, elsewhere a line for
+            each layer. By default only on a terminal.
         **options
             Keywords of :class:`MoE`, for all layers. ``force=True`` loads even what seems to be
             more than memory can hold.
@@ -81,7 +83,7 @@ class Model(Mapping[int, MoE]):
         """
         from ktk.checkpoint.load import announce, load_layers, naming_layer, plan_layer
         from ktk.checkpoint.open import open_checkpoint
-        from ktk.checkpoint.progress import loading
+        from ktk.progress import Progress
         from ktk.registry import load_backend
 
         if shards is not None:
@@ -106,7 +108,12 @@ class Model(Mapping[int, MoE]):
             checkpoint.release()
             announce(path, plans)
             total = sum(len(plan.slots) * plan.expert_nbytes for plan in plans)
-            with loading(total, shown=progress) as on_expert:
+            with Progress(total, shown=progress) as shown:
+
+                def on_expert(plan: LayerPlan) -> None:
+                    name = f"layer {plan.number} ({plan.backend.name})"
+                    shown.advance(plan.expert_nbytes, name)
+
                 return cls(load_layers(checkpoint, plans, on_expert))
 
     @property

@@ -1,4 +1,4 @@
-"""Sizes in words."""
+"""Writes sizes and times for people."""
 
 from __future__ import annotations
 

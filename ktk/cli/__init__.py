@@ -190,8 +190,16 @@ def convert(
         int | None,
         typer.Option(min=1, help="Experts that are encoded at a time; default: one per CPU."),
     ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print JSON of what was made, when it is done.")
+    ] = False,
 ) -> None:
-    """Write the experts of a model as a backend stores them, to be loaded often."""
+    """Write the experts of a model as a backend stores them, to be loaded often.
+
+    OUTPUT holds experts and config.json only: no tokenizer, no attention, no shared experts. Keep
+    INPUT for those. ktk verify OUTPUT reads all of it and checks it. Progress goes to stderr: a bar
+    on a terminal, a line per layer elsewhere.
+    """
     from ktk.cli.convert import run_convert
 
     wanted = _layers(layers)
@@ -203,6 +211,7 @@ def convert(
         layers=wanted,
         resume=resume,
         threads=threads,
+        as_json=json,
     )
 
 

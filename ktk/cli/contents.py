@@ -179,7 +179,8 @@ def _backend_table(layers: list[LayerReport]) -> Table:
     table = plain_table(f"all of it, packed; free memory: {size_text(free)}")
     for heading in ("backend", "memory", "weights"):
         table.add_column(heading, overflow="fold")
-    for name, use in totals(layers).items():
+    # What cannot be used comes last.
+    for name, use in sorted(totals(layers).items(), key=lambda item: item[1].nbytes is None):
         title = f"{name} (default)" if name in chosen else name
         if use.nbytes is None:
             table.add_row(title, "[dim]-[/]", f"[dim]{escape(use.reason or '')}[/]")

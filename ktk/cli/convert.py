@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from ktk.checkpoint.route import summaries
 from ktk.checkpoint.spans import spans
-from ktk.errors import CheckpointError
 from ktk.packed.convert import Conversion
+from ktk.progress import Progress
 from ktk.sizes import gigabytes
 
 # Models have up to some hundred layers; a slip of the finger must not become a set of 1e12 numbers.
@@ -50,9 +43,17 @@ def run_convert(
     layers: Sequence[int] | None = None,
     resume: bool = False,
     threads: int | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Convert, with words and a progress bar on stderr; parameters as of `Conversion`."""
+    """Convert, with words and progress on stderr; parameters as of `Conversion`.
+
+    With `as_json` stdout has what was made. Interrupted, it ends with the status 130.
+    """
     console = Console(stderr=True, highlight=False)
+
+    def on_look(layer: int) -> None:
+        console.print(f"layer {layer}: looked at", soft_wrap=True)
+
     conversion = Conversion(
         source,
         output,
@@ -61,6 +62,7 @@ def run_convert(
         layers=layers,
         resume=resume,
         threads=threads,
+        on_look=on_look,
     )
     begin = time.monotonic()
     if resume:
@@ -68,14 +70,41 @@ def run_convert(
     try:
         with conversion:
             _announce(console, conversion)
-            _run(console, conversion)
+            with Progress(0, shown=True) as progress:
+                for plan in conversion.run():
+                    progress.total = conversion.expected
+                    experts = plan.encoder.layout.config.num_experts
+                    progress.advance(plan.nbytes / experts, f"layer {plan.encoder.number}")
     except KeyboardInterrupt:
-        raise CheckpointError(
+        console.print(
             f"stopped; the layers that {output} has by now are complete, and --resume goes on"
-        ) from None
+        )
+        raise typer.Exit(130) from None
     seconds = time.monotonic() - begin
     total = gigabytes(sum(plan.nbytes for plan in conversion.plans))
     console.print(f"{output}: {total} in {len(conversion.plans)} layers, after {seconds:.0f} s")
+    if as_json:
+        typer.echo(json.dumps(_document(conversion, seconds), indent=2))
+
+
+def _document(conversion: Conversion, seconds: float) -> dict[str, object]:
+    return {
+        "output": str(conversion.output),
+        "backend": conversion.backend.name,
+        "seconds": seconds,
+        "nbytes": sum(plan.nbytes for plan in conversion.plans),
+        "layers": [
+            {
+                "number": plan.encoder.number,
+                "file": str(plan.path),
+                "nbytes": plan.nbytes,
+                "kept": plan.done,
+                "how": plan.encoder.how,
+                "formats": {part: str(fmt) for part, fmt in plan.encoder.layout.formats.items()},
+            }
+            for plan in conversion.plans
+        ],
+    }
 
 
 def _announce(console: Console, conversion: Conversion) -> None:
@@ -91,21 +120,3 @@ def _announce(console: Console, conversion: Conversion) -> None:
     needed = sum(plan.nbytes for plan in todo)
     free = shutil.disk_usage(conversion.output).free
     console.print(f"{gigabytes(needed)} to write, {gigabytes(free)} free")
-
-
-def _run(console: Console, conversion: Conversion) -> None:
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        task = bar.add_task("experts", total=sum(plan.nbytes for plan in conversion.todo))
-        for plan in conversion.run():
-            experts = plan.encoder.layout.config.num_experts
-            bar.update(
-                task, advance=plan.nbytes / experts, description=f"layer {plan.encoder.number}"
-            )

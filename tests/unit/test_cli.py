@@ -61,8 +61,7 @@ def test_help_of_every_command(command: str, columns: str) -> None:
     )
     assert short == long
     assert "<bool>" not in short, "a flag takes no value"
-    if command != "convert":
-        assert "--json" in short
+    assert "--json" in short
 
 
 def test_each_command_is_explained_in_one_line_that_fits() -> None:

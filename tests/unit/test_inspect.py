@@ -179,3 +179,9 @@ def test_a_narrow_terminal_tears_no_word(tmp_path: Path) -> None:
     torn = words(40) - words(400)
     # The folder's name is as long as it is, and free memory another one each time.
     assert not [word for word in torn if word not in folder and not re.match(r"[\d─]", word)]
+
+
+def test_backends_that_cannot_be_used_come_last() -> None:
+    uses = {"A": contents.Use(reason="-"), "B": contents.Use(5, "x"), "C": contents.Use(7, "y")}
+    table = contents._backend_table([contents.LayerReport(0, backends=uses)])
+    assert list(table.columns[0].cells) == ["B", "C", "A"]
