@@ -8,9 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gguf_files
 import mutants
 import pytest
 import sound
+import torch
+from safetensors.torch import load_file
 
 import ktk
 from ktk.checkpoint import entries
@@ -242,3 +245,19 @@ def test_a_fifo_among_the_files_of_a_source_does_not_hold_a_conversion_up(tmp_pa
     os.mkfifo(source / "model-2.safetensors")
     with pytest.raises(CheckpointError, match=r"model-2.safetensors is a FIFO, expected a file"):
         convert(source, tmp_path / "out", backend="AMXINT8")
+
+
+DIGITS = "9" * 5000
+
+
+def test_a_layer_of_thousands_of_digits_is_none(tmp_path: Path) -> None:
+    """Python makes no integer of that; no model has such a layer."""
+    folder = sound.safetensors(tmp_path / "model")
+    names = list(load_file(folder / "model-1.safetensors").items())
+    more = {f"model.layers.{DIGITS}.mlp.experts.0.gate_proj.weight": torch.ones(2)}
+    sound.safetensors(folder, {**dict(names), **more})
+    assert ktk.Model.from_checkpoint(folder).layers == (0,)
+    made = gguf_files.stacked(gguf_files.experts("Q4_0"))
+    name = f"blk.{DIGITS}.ffn_gate_exps.weight"
+    path = gguf_files.write(tmp_path / "m.gguf", {**made, name: made["blk.0.ffn_up_exps.weight"]})
+    assert ktk.Model.from_checkpoint(path).layers == (0,)
