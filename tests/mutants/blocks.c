@@ -31,6 +31,7 @@ static void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size
   for (size_t n = n_begin; n < n_end; ++n) {
     memcpy((char*)packed + n * bytes, (const char*)source->data + n * source->data_stride, bytes);
   }
+  pad(matrix, n_end, packed, bytes, weight_size(matrix));
 }
 
 static float half(const uint8_t* at) {

@@ -58,12 +58,14 @@ static void pack_rows(const ktk_matrix* matrix, const ktk_source* source, size_t
   for (size_t n = n_begin; n < n_end; ++n) {
     const float* in = (const float*)((const char*)source->data + n * source->data_stride);
     float* out = (float*)((char*)packed + n * row_bytes(matrix));
+    memset(out, 0, row_bytes(matrix));
     for (size_t k = 0; k < matrix->k; k += group) {
       const size_t count = matrix->k - k < group ? matrix->k - k : group;
       const float scale = choose(in + k, count);
       for (size_t i = k; i < k + count; ++i) out[i] = coded(in[i], scale);
     }
   }
+  pad(matrix, n_end, packed, row_bytes(matrix), weight_size(matrix));
 }
 
 static void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,

@@ -1,7 +1,16 @@
 /* What every file of mutants has: its backends, of the file's kFormats and kAccepts. */
+#include <string.h>
+
 #include "ktk/abi.h"
 
 static inline size_t round_up(size_t size, size_t step) { return (size + step - 1) / step * step; }
+
+/* Padding behind the last row, where a range of packed rows ends there. */
+static inline void pad(const ktk_matrix* matrix, size_t n_end, void* packed, size_t row_bytes,
+                       size_t size) {
+  const size_t used = matrix->n * row_bytes;
+  if (n_end == matrix->n) memset((char*)packed + used, 0, size - used);
+}
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
