@@ -369,11 +369,12 @@ def _slips(name: str, known: Collection[str]) -> list[str]:
 
 
 def _failed(info: BackendInfo, error: BaseException) -> BackendImportError:
-    kind = type(error).__name__
+    kind, package = type(error).__name__, info.distribution
+    where = f" ({info.value})" if package else ""
     return BackendImportError(
-        f"backend {info} ({info.value}) failed to load: {kind}: {error}",
+        f"backend {info}{where} failed to load: {kind}: {error}",
         brief=f"fails to load ({kind})",
-        advice=f"reinstall {info.distribution}, or uninstall it if it is not needed",
+        advice=f"reinstall {package}, or uninstall it if it is not needed" if package else "",
     )
 
 
