@@ -87,7 +87,8 @@ inline void matmul_tiles(const ktk_matmul* mm, size_t tiles) {
   }
 }
 
-// Lone, Shared: how the only tile of rows and how one of several fetches weights.
+// Lone and Shared are streams of weights (weight_stream.h): how weights are prefetched where there
+// is one tile of rows, and where several tiles read the same weights.
 template <class Tile, class Lone, class Shared>
 inline void matmul(const ktk_matmul* mm) {
   const size_t tiles = (mm->m + Tile::kRows - 1) / Tile::kRows;

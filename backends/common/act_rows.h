@@ -28,7 +28,7 @@ inline void pad_act_row(const ktk_matrix* matrix, size_t k_end, char* row) {
   }
 }
 
-// Rounded to nearest even.
+// Activation codec: rows of bf16, rounded to nearest even.
 template <size_t kDepth>
 struct ActRowsBf16 {
   static constexpr ktk_element kElement = KTK_BF16;
@@ -62,7 +62,7 @@ struct ActRowsBf16 {
   }
 };
 
-// As they are.
+// Activation codec: rows of f32, unchanged.
 template <size_t kDepth>
 struct ActRowsF32 {
   static constexpr ktk_element kElement = KTK_F32;

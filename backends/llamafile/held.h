@@ -1,7 +1,8 @@
 // The product for more than a dozen rows: tiles that keep dst in registers for a stretch of runs,
 // because loads and stores of dst at the end of every unit take as long as its arithmetic. Such
-// tiles are small, but types can still be decoded as they are read. Types that sum runs have
-// operands written, and most have tiles of their own (words.h).
+// tiles are small, but types can still be decoded as they are read. The codes of types that sum
+// runs (run_sums.h) are expanded to int8 in scratch first, and most of these types have tiles of
+// their own (words.h).
 //
 //   scratch   | parameters of a stretch of units | of types that sum runs: d | operands |
 #pragma once

@@ -66,8 +66,9 @@ inline Dot::Float load_dmin(const uint8_t* dmin, Dot::Float factor) {
 // Minima of halves come with this factor: they are multiplied with Factor::comp.
 constexpr float kMinOfHalf = -1.0f / kOffset;
 
-// Types that sum runs have scales without d, and as much smaller: a sum over a run of scales of act
-// is then no larger than act itself, which only d can bring out of the range of f32.
+// A factor of the scales of types that sum runs, which meet d after the sum (run_sums.h). With
+// 2^-20 the sum of a run is no larger than the activations, so that only d can bring the product
+// out of the range of f32.
 constexpr float kRunFactor = 0x1p-20f;
 
 // All products here are exact, see normal.h.

@@ -1,4 +1,5 @@
-// Types with d per 256 columns and an integer per 16 of them sum a run before they meet d:
+// Types with a float scale d per run of 256 columns, and an integer scale (sub) per 16 of them, sum
+// a whole run before they multiply with d:
 //
 //   sum of a run = sum over pairs of units of  act scale * (sum 0 * sub 0 + sum 1 * sub 1 + ...)
 //   dst          = fma(sum of a run, d, dst)

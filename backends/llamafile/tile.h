@@ -35,13 +35,13 @@ namespace {
 
 struct TileArgs {
   const Meaning* meaning;
-  const uint8_t* codes;  // first unit, columns of the tile
+  const uint8_t* codes;  // of the tile's columns, from the first unit on
   size_t gap;            // a tile that holds dst: bytes between the codes of runs
-  const float* params;   // the same
+  const float* params;   // scales and minima of the tile's columns, from the first unit on
   size_t units;
-  const uint8_t* act;      // first row of the tile, first unit
-  const uint8_t* factors;  // the same
-  size_t act_stride;
+  const uint8_t* act;      // codes of the tile's first row, from the first unit on
+  const uint8_t* factors;  // scales of the tile's first row, from the first unit on
+  size_t act_stride;       // bytes between rows, of codes and of scales
   float* dst;
   size_t dst_stride;
   // What the tile fetches: as many lines as it reads codes from, prefetch_step bytes apart.
@@ -50,7 +50,7 @@ struct TileArgs {
   // A tile that holds dst:
   size_t unit_lines;   // instead of prefetch_step: so many adjacent lines in every unit
   bool is_first;       // dst has nothing yet
-  const float* run_d;  // if there is one, runs are held, and meet their d (run_sums.h) in dst
+  const float* run_d;  // not NULL: sums of a run are kept apart, then dst += d * sum (run_sums.h)
 };
 
 // The same pointer, but gcc 12 does not know: it would compute the address of every row before the

@@ -1,5 +1,6 @@
-// The product of more than a dozen rows for types that sum runs: both sums of a unit are words of a
-// dword, so that one vpmaddwd multiplies them with their subs.
+// The product of more than a dozen rows for types that sum runs (run_sums.h). The two sums of a
+// unit of 32 columns, one for each half, lie in one 32-bit lane as a pair of int16, so that one
+// vpmaddwd multiplies both with their integer scales (subs) and adds them.
 //
 // A dword sums the second half of a unit, moves up by 16 bits, and sums the first half below:
 //

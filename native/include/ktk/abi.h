@@ -121,9 +121,10 @@ typedef struct ktk_tile {
 /* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32.
  *
  * `weight` is the whole packed matrix. dst points at row 0, column n_begin; the micro-kernel
- * writes whole steps: rows up to m rounded up to m_step and columns up to n_end rounded up to
- * n_step exist in memory and may be overwritten with anything. So do as many rows of act exist and
- * may be read. NaN and Inf in one row must not reach another. */
+ * may write whole steps. act and dst both have m rounded up to m_step rows, and the rows of dst
+ * have n_end - n_begin rounded up to n_step columns. What is in the rows of act behind m is
+ * unspecified and must not affect rows below m; what is written to rows of dst behind m and to
+ * columns behind n_end may be anything. NaN and Inf in one row must not reach another. */
 typedef struct ktk_matmul {
   size_t struct_size;
   const ktk_matrix* matrix;
