@@ -120,11 +120,11 @@ typedef struct ktk_tile {
 
 /* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32.
  *
- * `weight` is the whole packed matrix. dst points at row 0, column n_begin; the micro-kernel
- * may write whole steps. act and dst both have m rounded up to m_step rows, and the rows of dst
- * have n_end - n_begin rounded up to n_step columns. What is in the rows of act behind m is
- * unspecified and must not affect rows below m; what is written to rows of dst behind m and to
- * columns behind n_end may be anything. NaN and Inf in one row must not reach another. */
+ * `weight` is the whole packed matrix. dst points at row 0, column n_begin. dst and act have m
+ * rounded up to m_step rows, and rows of dst reach up to n_end rounded up to n_step: all of that
+ * may be read and, of dst, overwritten with anything. What the additional rows of act hold is
+ * unspecified, as is all of dst and scratch, and must not reach a result. NaN and Inf in one row
+ * must not reach another. */
 typedef struct ktk_matmul {
   size_t struct_size;
   const ktk_matrix* matrix;
@@ -162,7 +162,10 @@ typedef struct ktk_variant {
   const char* layout;
   /* Bytes of a packed matrix, a multiple of KTK_ALIGNMENT. */
   size_t (*weight_size)(const ktk_matrix* matrix);
-  /* Packs rows [n_begin, n_end) of `source` (row 0 of the source is row 0 of the matrix). */
+  /* Packs rows [n_begin, n_end) of `source` (row 0 of the source is row 0 of the matrix). Memory
+   * holds anything before: ranges that cover all rows, in any order and at the same time, write
+   * every byte of weight_size(), and each range writes its own bytes only. Padding behind row n - 1
+   * belongs to the range that ends at n. */
   void (*pack_weight)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                       size_t n_end, void* packed);
   /* Writes rows [n_begin, n_end) as f32 to out, `out_stride` floats apart. */
@@ -173,7 +176,8 @@ typedef struct ktk_variant {
    * Bytes of one packed row, a multiple of KTK_ALIGNMENT. */
   size_t (*act_size)(const ktk_matrix* matrix);
   /* Packs columns [k_begin, k_end) of m rows. x points at column k_begin, `x_stride` floats apart;
-   * act points at the start of the packed rows. Packing the last column also writes the padding. */
+   * act points at the start of the packed rows. Packing the last column also writes the padding;
+   * what stays unwritten of a row is part of no result. */
   void (*pack_act)(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end, const float* x,
                    size_t x_stride, void* act, size_t act_stride);
   /* Writes m whole rows as f32, `out_stride` floats apart. */
