@@ -202,7 +202,10 @@ def naming_layer(number: int) -> Iterator[None]:
     """Put the layer's number before the message of an error that ktk foresaw."""
     try:
         yield
-    except (CheckpointError, BackendError) as error:
+    except BackendError as error:
+        named = f"layer {number}: {error}"
+        raise type(error)(named, brief=error.brief, advice=error.advice) from error
+    except CheckpointError as error:
         raise type(error)(f"layer {number}: {error}") from error
     except ValueError as error:
         raise ValueError(f"layer {number}: {error}") from error
