@@ -29,6 +29,7 @@ struct Lpgemm {
         pack_tile(matrix, rows, n, columns, packed);
       }
     });
+    if (n_end == matrix->n) end_scales(matrix, scale);
   }
 
   // Codes come back by multiplying rows of the identity with the blocks: exact, and no second copy

@@ -36,6 +36,7 @@ struct Sgemm {
         for (size_t k = 0; k < matrix->k; k += kCodes) rows.codes(n, k, row + k);
       }
     });
+    if (n_end == matrix->n) end_scales(matrix, scale);
   }
 
   static void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,

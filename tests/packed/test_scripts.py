@@ -74,7 +74,7 @@ def test_what_cannot_be_done_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["-i", "in", "-o", "out", "--save-backward-weights"])
     assert "forward passes only" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"nowhere/config\.json is missing"):
+    with pytest.raises(SystemExit, match=r"nowhere is missing: there is no such folder"):
         main(["-i", str(tmp_path / "nowhere"), "-o", str(tmp_path / "out")])
 
 

@@ -289,7 +289,8 @@ def test_every_backend_and_format_can_be_measured(name: str) -> None:
         pytest.skip(str(error))
     lines = run_cli("--backend", name, "--tokens", "1", "--format", "all")
     formats = [label(fmt) for fmt in ktk.load_backend(name).formats]
-    assert [line["format"] for line in lines] == formats
+    # Groups of 256 columns are rows of the tiny shape's down, and may be called that there.
+    assert [str(line["format"]).split("+")[0] for line in lines] == formats
 
 
 def test_floats_are_preferred_to_what_is_quantised() -> None:

@@ -21,7 +21,7 @@ from ktk import _core
 
 E, K, H, I = 4, 4, 256, 512  # noqa: E741
 #: Enough tokens that a call outlasts a fork and the start of its child by far.
-TOKENS = 6_000
+TOKENS = 12_000
 SENTENCE = "do not survive fork(); make a new WorkerPool after fork()"
 PATIENCE = 20.0  # seconds until a child counts as hanging
 
@@ -185,7 +185,12 @@ def in_child(body: Callable[[], Any]) -> str:
 @pytest.fixture
 def parent() -> Iterator[Parent]:
     made = Parent()
+    # A child that collects what it dropped looks at that, and not at all that pytest has made: the
+    # parent is to be busy still when the child is done.
+    gc.collect()
+    gc.freeze()
     yield made
+    gc.unfreeze()
     if made.thread is not None:
         made.thread.join()
 

@@ -170,7 +170,8 @@ def test_shards_are_a_positive_number() -> None:
     for shards in (0, -1):
         with pytest.raises(ValueError, match=f"shards must be at least 1, got {shards}"):
             backend.moe(**sizes, intermediate_size=64, shards=shards)
-    with pytest.raises(ValueError, match="64 cannot be split into 2147483647 shards"):
-        backend.moe(**sizes, intermediate_size=64, shards=2**31 - 1)
+    for shards in (1025, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"shards must be at most 1024, got {shards}"):
+            backend.moe(**sizes, intermediate_size=64, shards=shards)
     moe = backend.moe(**sizes, intermediate_size=64, shards=2)
     assert (moe.shards, moe.shard_widths) == (2, ())
