@@ -67,7 +67,9 @@ def test_a_new_backend_builds_and_passes_the_kit(tree: Path) -> None:
 def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
     folder, target = tmp_path / "package", tmp_path / "site"
     new = [sys.executable, "-m", "ktk.testing.new_backend", "Scaffold", "--package", folder]
-    assert f"pip install --no-build-isolation {folder}" in run(*new)
+    assert f"pip install --no-build-isolation {folder}" in run(
+        *new, cwd=tmp_path
+    )  # not beside the source tree's ktk
 
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     path = os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")]).rstrip(":")
@@ -75,7 +77,7 @@ def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
     pip = "-m pip install -q --no-build-isolation --no-deps --no-index --disable-pip-version-check"
     run(sys.executable, *pip.split(), "--target", target, folder, env=env)
     listed = "import ktk; info = ktk.backends()['SCAFFOLD']; print(info.distribution, info.value)"
-    assert run(sys.executable, "-c", listed, env=env).split() == [
+    assert run(sys.executable, "-c", listed, env=env, cwd=tmp_path).split() == [
         "ktk-backend-scaffold",
         "ktk_backend_scaffold.scaffold",
     ]
@@ -88,7 +90,7 @@ def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
     assert " passed" in output
     assert " failed" not in output
 
-    again = subprocess.run(new, capture_output=True, text=True, check=False)
+    again = subprocess.run(new, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode != 0
     assert f"{folder} exists already" in again.stderr
 
