@@ -77,7 +77,7 @@ class Piece:
             chunks = (values[at : at + _CHUNK] for at in range(0, values.size, _CHUNK))
             return sum(int(np.count_nonzero((chunk & bits) >= least)) for chunk in chunks)
         if self.element:
-            from ktk.checkpoint.gguf.scales import not_finite
+            from ktk.ggml import not_finite
 
             return not_finite(self.data, self.element)
         return 0

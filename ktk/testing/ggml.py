@@ -1,7 +1,7 @@
 """ggml's block types: random blocks of chosen sizes, and what they mean.
 
 What a block means is said by ``gguf.quants.dequantize``, and where it keeps the floats that its
-other bytes are multiplied with by `ktk.checkpoint.gguf.scales`: random blocks do not hold random
+other bytes are multiplied with by `ktk.ggml`: random blocks do not hold random
 floats.
 """
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from ktk.checkpoint.gguf.scales import E4M3, E8M0, F16, FLOATS, NIBBLES
+from ktk.ggml import E4M3, E8M0, F16, FLOATS, NIBBLES
 from ktk.testing.bounds import Array
 
 Bytes = npt.NDArray[np.uint8]

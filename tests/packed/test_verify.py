@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 import ktk
 from ktk.checkpoint import verify
-from ktk.checkpoint.gguf.scales import FLOATS, not_finite
 from ktk.cli import app
+from ktk.ggml import FLOATS, not_finite
 from ktk.packed import PackedCheckpoint, convert
 from ktk.testing import ggml
 

@@ -31,3 +31,10 @@ runpy.run_module("ktk.testing", run_name="__main__")
 def test_the_extra_has_what_the_kit_imports() -> None:
     (extra,) = re.findall(r"^kit = (\[.*\])$", PYPROJECT.read_text(), re.MULTILINE)
     assert {part.split()[0] for part in ast.literal_eval(extra)} == {"hypothesis", "pytest"}
+
+
+def test_the_kit_knows_nothing_of_checkpoints() -> None:
+    """Backends are tested where only arrays are: emulated machines, say."""
+    code = "import sys, ktk.testing.plugin; assert 'ktk.checkpoint' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
