@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 
 # Errors of ktk are RuntimeErrors.
 _FORESEEN = (RuntimeError, ValueError, OSError, MemoryError, ImportError)
@@ -15,7 +16,11 @@ _INTERRUPTED, _UNREAD = 130, 141
 
 
 def main() -> None:
-    """Run the command line; an error that ktk foresaw is one line and not a traceback."""
+    """Run the command line; an error that ktk foresaw is one line and not a traceback.
+
+    So is a warning: of a library that will be slow, say.
+    """
+    warnings.formatwarning = lambda message, *_, **__: f"ktk: {' '.join(str(message).split())}\n"
     try:
         status = _run()
         sys.stdout.flush()

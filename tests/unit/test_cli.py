@@ -111,6 +111,18 @@ def test_ctrl_c_ends_with_130() -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
+def test_a_warning_is_one_line() -> None:
+    program = (
+        "import sys, warnings\n"
+        "from ktk.cli import report\n"
+        "report.providers = lambda: warnings.warn('libx is\\n slow') or []\n"
+        "sys.argv = ['ktk', 'backends']\n"
+        "from ktk.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == "ktk: libx is slow\n"
+
+
 def test_an_interrupted_command_may_say_what_it_leaves() -> None:
     program = (
         "import sys\n"
@@ -132,7 +144,8 @@ def test_a_reader_that_went_away_ends_the_command_quietly(arguments: list[str]) 
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "ktk", *arguments]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    env = os.environ | {"PYTHONWARNINGS": "ignore"}  # a library may be slow
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=env)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
 
