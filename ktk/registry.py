@@ -15,9 +15,6 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, NoReturn
 
-# Importing a package binds its name in the parent. This import has to come before ktk/__init__.py
-# binds `ktk.backends` to the function below, or importing a backend would replace the function.
-import ktk.backends  # noqa: F401
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -305,9 +302,9 @@ def _with_rivals(infos: list[BackendInfo]) -> list[BackendInfo]:
 
 
 def _built() -> frozenset[str] | None:
-    """Return the modules of `ktk.backends` that this build has; None where it does not say."""
+    """Return the modules of `ktk._backends` that this build has; None where it does not say."""
     try:
-        from ktk.backends._built import MODULES
+        from ktk._backends._built import MODULES
     except ImportError:
         return None
     return frozenset(MODULES)
@@ -315,7 +312,7 @@ def _built() -> frozenset[str] | None:
 
 def _is_built(value: str, built: frozenset[str] | None) -> bool:
     package = value.partition(":")[0].rpartition(".")[0]
-    return built is None or package != "ktk.backends" or _module(value) in built
+    return built is None or package != "ktk._backends" or _module(value) in built
 
 
 def _module(value: str) -> str:
@@ -325,7 +322,7 @@ def _module(value: str) -> str:
 
 def _not_built(info: BackendInfo) -> BackendError:
     """Say why a backend is not part of this build."""
-    from ktk.backends._built import ARCHITECTURE, ELSEWHERE
+    from ktk._backends._built import ARCHITECTURE, ELSEWHERE
 
     if needs := ELSEWHERE.get(_module(info.value)):
         return BackendUnsupported(

@@ -42,7 +42,7 @@ def add_entry_point(pyproject: str, name: str) -> str:
     if not table:
         raise SystemExit(f"pyproject.toml has no table {ENTRY_POINTS.strip()}")
     entries, blank, rest = tail.partition("\n\n")
-    lines = [*entries.splitlines(), f'{name.upper()} = "ktk.backends.{name.lower()}"']
+    lines = [*entries.splitlines(), f'{name.upper()} = "ktk._backends.{name.lower()}"']
     return head + table + "\n".join(sorted(lines)) + blank + rest
 
 

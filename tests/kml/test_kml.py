@@ -35,7 +35,7 @@ package = types.ModuleType("ktk")
 package.__path__ = list(importlib.util.find_spec("ktk").submodule_search_locations)
 sys.modules["ktk"] = package
 _core = importlib.import_module("ktk._core")
-module = importlib.import_module("ktk.backends.kml")
+module = importlib.import_module("ktk._backends.kml")
 
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")

@@ -279,7 +279,7 @@ def test_huge_pages_that_are_off_are_noticed(
 def test_broken_missing_and_doubled_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     infos = [
         BackendInfo("BROKEN", "acme", "1.2", "acme.broken"),
-        BackendInfo("ELSEWHERE", "ktk", "1.2", "ktk.backends.elsewhere", built=False),
+        BackendInfo("ELSEWHERE", "ktk", "1.2", "ktk._backends.elsewhere", built=False),
         BackendInfo("TWICE", "acme", "1.2", "acme.twice", rivals=("zeta",)),
     ]
 

@@ -140,7 +140,7 @@ def test_import_loads_no_backend_and_no_optional_package() -> None:
     assert "ktk._core" in modules
     lazy = [name for name in modules if name.partition(".")[0] in _LAZY]
     assert not lazy
-    loaded = [name for name in modules if name.startswith("ktk.backends.")]
+    loaded = [name for name in modules if name.startswith("ktk._backends.")]
     assert not loaded
 
 

@@ -42,7 +42,7 @@ def test_a_new_backend_builds_and_passes_the_kit(tree: Path) -> None:
 
     _, _, entries = (tree / "pyproject.toml").read_text().partition('"ktk.backends"]\n')
     lines = entries.partition("\n\n")[0].splitlines()
-    assert 'SCAFFOLD = "ktk.backends.scaffold"' in lines
+    assert 'SCAFFOLD = "ktk._backends.scaffold"' in lines
     assert lines == sorted(lines)
 
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

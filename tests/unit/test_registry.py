@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import sys
 from importlib.metadata import EntryPoint
+from pkgutil import iter_modules
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 import ktk
 from ktk import registry
+from ktk._backends import _built
 from ktk.aliases import ALIASES
-from ktk.backends import _built
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -111,10 +112,9 @@ def capsule(*, abi_major: int) -> object:
     return made
 
 
-def test_importing_a_backend_leaves_the_function_in_place() -> None:
-    """`ktk.backends` is also the package that the modules are in."""
-    ktk.load_backend("BF16")
-    assert callable(ktk.backends)
+def test_no_module_takes_the_place_of_a_public_name() -> None:
+    """Importing `ktk.name` would bind the module over what `ktk.name` is."""
+    assert {module.name for module in iter_modules(ktk.__path__)}.isdisjoint(ktk.__all__)
 
 
 def test_the_backends_of_ktk_are_listed() -> None:
@@ -342,8 +342,8 @@ def test_a_backend_left_out_of_the_build_is_marked(
     plugins: Plugins, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_built", lambda: frozenset({"bf16"}))
-    plugins.announce("BF16", "ktk.backends.bf16", "ktk")
-    plugins.announce("OLD", "ktk.backends.old", "ktk")
+    plugins.announce("BF16", "ktk._backends.bf16", "ktk")
+    plugins.announce("OLD", "ktk._backends.old", "ktk")
     plugins.announce("OTHER", "acme.old")
     built = {name: info.built for name, info in registry.backends().items()}
     assert built == {"BF16": True, "OLD": False, "OTHER": True}
@@ -411,7 +411,7 @@ def test_a_backend_outside_this_build_is_no_target_of_an_alias(
     plugins: Plugins, core: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(registry, "_built", lambda: frozenset({"kml"}))
-    plugins.announce("AMXINT8", "ktk.backends.amxint8", "ktk")
+    plugins.announce("AMXINT8", "ktk._backends.amxint8", "ktk")
     plugins.add("KML", __ktk_backend__=table())
     assert registry.load_backend("MOE_INT8").info.name == "KML"
 

@@ -34,7 +34,7 @@ def lying(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], _core.Ba
     capsule = ctypes.pythonapi.PyCapsule_New
     capsule.restype = ctypes.py_object
     capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    honest = pointer(import_module("ktk.backends.bf16").__ktk_backend__(), NAME)
+    honest = pointer(import_module("ktk._backends.bf16").__ktk_backend__(), NAME)
     return lambda packing: _core.Backend(capsule(make(honest, packing), NAME, None))
 
 
