@@ -1,9 +1,9 @@
 // AVX-512 with vpdpbusd: Ice Lake and later servers, Zen 4, Zen 5.
 #include "amxint4/layout.h"
 #include "amxint4/weight.h"
-#include "common/int4/matmul.h"
-#include "common/int4/variant.h"
-#include "common/int4/vnni512.h"
+#include "codec/int4/matmul.h"
+#include "codec/int4/variant.h"
+#include "codec/int4/vnni512.h"
 
 namespace ktk::amxint4 {
 namespace {
@@ -11,15 +11,15 @@ namespace {
 using TargetAct = Act<>;
 
 // Registers: 24 accumulators, 4 weights, a mask.
-constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemm_12x32", SIZE_MAX, int4::multiply<int4::Vnni512, TargetAct, 12, 2>),
+struct Variant {
+  using Weight = amxint4::WeightCodec;
+  using Act = TargetAct;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_12x32", SIZE_MAX, int4::multiply<int4::Vnni512, TargetAct, 12, 2>),
+  };
 };
 
 }  // namespace
 }  // namespace ktk::amxint4
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(amxint4);
-constexpr ktk_variant KTK_VARIANT(amxint4) = ktk::int4::make_variant<ktk::amxint4::TargetAct>(
-    ktk::amxint4::pack_weight, ktk::amxint4::kUkernels);
-}
+KTK_EXPORT_VARIANT(amxint4, ktk::amxint4::Variant)

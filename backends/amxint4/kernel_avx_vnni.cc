@@ -1,9 +1,9 @@
 // AVX-VNNI, vpdpbusd on 256 bits: client CPUs without AVX-512.
 #include "amxint4/layout.h"
 #include "amxint4/weight.h"
-#include "common/int4/matmul.h"
-#include "common/int4/variant.h"
-#include "common/int4/vnni256.h"
+#include "codec/int4/matmul.h"
+#include "codec/int4/variant.h"
+#include "codec/int4/vnni256.h"
 
 namespace ktk::amxint4 {
 namespace {
@@ -11,16 +11,16 @@ namespace {
 using TargetAct = Act<>;
 
 // Registers: 8 accumulators, 4 weights, a mask, broadcasts.
-constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv_1x32", 1, int4::multiply<int4::Vnni256, TargetAct, 1, 4>),
-    make_ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Vnni256, TargetAct, 4, 2>),
+struct Variant {
+  using Weight = amxint4::WeightCodec;
+  using Act = TargetAct;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemv_1x32", 1, int4::multiply<int4::Vnni256, TargetAct, 1, 4>),
+      ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Vnni256, TargetAct, 4, 2>),
+  };
 };
 
 }  // namespace
 }  // namespace ktk::amxint4
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(amxint4);
-constexpr ktk_variant KTK_VARIANT(amxint4) = ktk::int4::make_variant<ktk::amxint4::TargetAct>(
-    ktk::amxint4::pack_weight, ktk::amxint4::kUkernels);
-}
+KTK_EXPORT_VARIANT(amxint4, ktk::amxint4::Variant)

@@ -1,10 +1,10 @@
-// The packed layout is "u4-n32k8", drawn in common/int4/layout.h. AMXINT4 fills it with codes that
+// The packed layout is "u4-n32k8", drawn in codec/int4/layout.h. AMXINT4 fills it with codes that
 // it makes from floats, or with those of a checkpoint, zero points included. Activations have a
 // scale per 128 values.
 #pragma once
 
-#include "common/int4/act.h"
-#include "common/int4/layout.h"
+#include "codec/int4/act.h"
+#include "codec/int4/layout.h"
 
 namespace ktk::amxint4 {
 namespace {

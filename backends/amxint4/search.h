@@ -9,9 +9,9 @@
 // part of what they make up for. Sums are taken value by value: any instruction set finds the same.
 #pragma once
 
-#include "common/bf16.h"
-#include "common/int4/weight.h"
-#include "common/int8.h"
+#include "codec/int4/weight.h"
+#include "codec/int8/quantize.h"
+#include "simd/bf16.h"
 
 namespace ktk::amxint4 {
 namespace {

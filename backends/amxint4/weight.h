@@ -2,7 +2,7 @@
 #pragma once
 
 #include "amxint4/search.h"
-#include "common/int4/weight.h"
+#include "codec/int4/variant.h"
 
 namespace ktk::amxint4 {
 namespace {
@@ -122,6 +122,10 @@ inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size
       return int4::pack_ready(matrix, source, n_begin, n_end, packed);
   }
 }
+
+struct WeightCodec : int4::WeightCodec {
+  static constexpr auto pack = pack_weight;
+};
 
 }  // namespace
 }  // namespace ktk::amxint4

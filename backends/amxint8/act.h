@@ -11,7 +11,7 @@
 #pragma once
 
 #include "amxint8/layout.h"
-#include "common/int8.h"
+#include "codec/int8/quantize.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -53,6 +53,7 @@ struct Act {
   static constexpr size_t kGroupSteps = kGroup / kDepth;
   static constexpr size_t kCodeBytes = Codes::kBytes;
   static constexpr ktk_format kFormat = {KTK_I8, KTK_F32, KTK_NONE, 1, kGroup};
+  static constexpr uint32_t kKStep = kGroup;  // so that each group is quantized as a whole
 
   static size_t num_groups(const ktk_matrix* m) { return (padded_k(m) + kGroup - 1) / kGroup; }
   static size_t scale_offset(const ktk_matrix* m) { return padded_k(m) * kCodeBytes; }

@@ -12,8 +12,8 @@
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
 #include "amxint8/vnni512.h"
-#include "common/amx.h"
-#include "common/weight_stream.h"
+#include "gemm/amx.h"
+#include "gemm/prefetch.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -188,16 +188,16 @@ void multiply_amx(const ktk_matmul* mm) {
 
 // For one or two rows the vector kernel reads memory a little faster. Group sums are exact in both
 // and meet the same two roundings, so the bits are the same.
-constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("vnni", 2, multiply_thin<Vnni512, TargetAct, 2>),
-    make_ukernel("amx", SIZE_MAX, multiply_amx, scratch_size),
+struct Variant : AmxVariant {
+  using Weight = WeightCodec;
+  using Act = TargetAct;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("vnni", 2, multiply_thin<Vnni512, TargetAct, 2>),
+      ukernel("amx", SIZE_MAX, multiply_amx, scratch_size),
+  };
 };
 
 }  // namespace
 }  // namespace ktk::amxint8
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(amxint8);
-constexpr ktk_variant KTK_VARIANT(amxint8) = ktk::amxint8::make_variant<ktk::amxint8::TargetAct>(
-    ktk::amxint8::kUkernels, ktk::amxint8::kTileRows, ktk::enter_amx, ktk::leave_amx);
-}
+KTK_EXPORT_VARIANT(amxint8, ktk::amxint8::Variant)

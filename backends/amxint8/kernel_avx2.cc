@@ -2,7 +2,7 @@
 // would saturate. The specification of the layout for everybody else.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "common/ymm.h"
+#include "simd/ymm.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -31,16 +31,16 @@ struct Dot : Ymm {
 using TargetAct = Act<WordCodes, 128>;
 
 // Registers: 8 accumulators, 4 halves of weights, 2 broadcasts, products.
-constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 2, multiply_thin<Dot, TargetAct, 2>),
-    make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 4, 2, 8>),
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = TargetAct;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemv", 2, multiply_thin<Dot, TargetAct, 2>),
+      ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 4, 2, 8>),
+  };
 };
 
 }  // namespace
 }  // namespace ktk::amxint8
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(amxint8);
-constexpr ktk_variant KTK_VARIANT(amxint8) =
-    ktk::amxint8::make_variant<ktk::amxint8::TargetAct>(ktk::amxint8::kUkernels);
-}
+KTK_EXPORT_VARIANT(amxint8, ktk::amxint8::Variant)

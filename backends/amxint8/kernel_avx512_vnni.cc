@@ -9,17 +9,17 @@ namespace {
 using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 24 accumulators, 2 weights, broadcasts.
-constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 12, multiply_thin<Vnni512, TargetAct, 12>),
-    make_ukernel("gemm_2", 24, multiply<Vnni512, TargetAct, 12, 2, 4, prefetch_l2>),
-    make_ukernel("gemm", SIZE_MAX, multiply<Vnni512, TargetAct, 12, 2, 8>),
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = TargetAct;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemv", 12, multiply_thin<Vnni512, TargetAct, 12>),
+      ukernel("gemm_2", 24, multiply<Vnni512, TargetAct, 12, 2, 4, prefetch_l2>),
+      ukernel("gemm", SIZE_MAX, multiply<Vnni512, TargetAct, 12, 2, 8>),
+  };
 };
 
 }  // namespace
 }  // namespace ktk::amxint8
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(amxint8);
-constexpr ktk_variant KTK_VARIANT(amxint8) =
-    ktk::amxint8::make_variant<ktk::amxint8::TargetAct>(ktk::amxint8::kUkernels);
-}
+KTK_EXPORT_VARIANT(amxint8, ktk::amxint8::Variant)

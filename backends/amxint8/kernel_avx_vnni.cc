@@ -1,7 +1,7 @@
 // AVX-VNNI, vpdpbusd on 256 bits: client CPUs without AVX-512.
 #include "amxint8/matmul.h"
 #include "amxint8/variant.h"
-#include "common/ymm.h"
+#include "simd/ymm.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -22,16 +22,16 @@ struct Dot : Ymm {
 using TargetAct = Act<ByteCodes, 256>;
 
 // Registers: 12 accumulators, 2 weights, a broadcast.
-constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv", 3, multiply_thin<Dot, TargetAct, 3>),
-    make_ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 6, 2, 8>),
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = TargetAct;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemv", 3, multiply_thin<Dot, TargetAct, 3>),
+      ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 6, 2, 8>),
+  };
 };
 
 }  // namespace
 }  // namespace ktk::amxint8
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(amxint8);
-constexpr ktk_variant KTK_VARIANT(amxint8) =
-    ktk::amxint8::make_variant<ktk::amxint8::TargetAct>(ktk::amxint8::kUkernels);
-}
+KTK_EXPORT_VARIANT(amxint8, ktk::amxint8::Variant)

@@ -1,40 +1,23 @@
-// The table of a variant: the shared codecs around the micro-kernels of one instruction set.
+// What all variants share: the weight codec.
 #pragma once
 
 #include "amxint8/act.h"
 #include "amxint8/layout.h"
 #include "amxint8/weight.h"
-#include "common/ukernel.h"
-#include "ktk/target.h"
+#include "ktk/backend.h"
 
 namespace ktk::amxint8 {
 namespace {
 
-template <class Act, size_t kNumKernels>
-constexpr ktk_variant make_variant(const ktk_ukernel (&ukernels)[kNumKernels], uint32_t m_step = 1,
-                                   void (*enter)() = nullptr, void (*leave)() = nullptr) {
-  return {
-      .struct_size = sizeof(ktk_variant),
-      .name = KTK_STRING(KTK_TARGET),
-      .required_isa = KTK_TARGET_ISA,
-      // Depth is cut where a group of activations ends, so that each is quantised as a whole.
-      .tile = {.m_step = m_step, .n_step = kColumns, .k_step = Act::kFormat.group_k},
-      .act = Act::kFormat,
-      .layout = kLayout,
-      .weight_size = weight_size,
-      .pack_weight = pack_weight,
-      .unpack_weight = unpack_weight,
-      .act_size = Act::size,
-      .pack_act = Act::pack,
-      .unpack_act = Act::unpack,
-      .ukernels = ukernels,
-      .num_ukernels = kNumKernels,
-      .enter = enter,
-      .leave = leave,
-      .weight_offset = block_offset,
-      .export_weight = export_weight,
-  };
-}
+struct WeightCodec {
+  static constexpr auto kLayout = amxint8::kLayout;
+  static constexpr uint32_t kNStep = kColumns;
+  static constexpr auto size = weight_size;
+  static constexpr auto pack = pack_weight;
+  static constexpr auto unpack = unpack_weight;
+  static constexpr auto offset = block_offset;
+  static constexpr auto write = export_weight;
+};
 
 }  // namespace
 }  // namespace ktk::amxint8

@@ -2,7 +2,7 @@
 // amx_int8.
 #pragma once
 
-#include "common/zmm.h"
+#include "simd/zmm.h"
 
 namespace ktk::amxint8 {
 namespace {

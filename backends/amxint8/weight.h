@@ -2,8 +2,8 @@
 #pragma once
 
 #include "amxint8/layout.h"
-#include "common/int8.h"
-#include "common/int8_rows.h"
+#include "codec/int8/quantize.h"
+#include "codec/int8/rows.h"
 
 namespace ktk::amxint8 {
 namespace {

@@ -10,9 +10,10 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "common/amx.h"
-#include "variant.h"
+#include "bf16/variant.h"
+#include "gemm/amx.h"
 
+namespace ktk::bf16 {
 namespace {
 
 constexpr size_t kTileRows = 16;
@@ -166,12 +167,13 @@ void run(const ktk_matmul* mm) {
   }
 }
 
-constexpr ktk_ukernel kUkernel = ktk::make_ukernel("gemm_32x32", run);
+struct Variant : AmxVariant {
+  using Weight = WeightCodec;
+  using Act = ActBf16;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_32x32", run)};
+};
 
 }  // namespace
+}  // namespace ktk::bf16
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(bf16);
-constexpr ktk_variant KTK_VARIANT(bf16) = make_variant<ActBf16>(kUkernel, kTileRows, ktk::enter_amx,
-                                                                ktk::leave_amx);
-}
+KTK_EXPORT_VARIANT(bf16, ktk::bf16::Variant)

@@ -8,9 +8,10 @@
 //
 // 4 rows x 16 columns are 16 sums. An odd last row is multiplied twice, and one of the results
 // dropped, so that a row sees the same instructions in any batch.
-#include "neon_tile.h"
-#include "variant.h"
+#include "bf16/neon_tile.h"
+#include "bf16/variant.h"
 
+namespace ktk::bf16 {
 namespace {
 
 template <size_t kM, size_t kTiles>
@@ -80,12 +81,14 @@ struct Sums {
   }
 };
 
-constexpr ktk_ukernel kUkernel =
-    ktk::make_ukernel("gemm_4x16", matmul<NeonTile<Sums>, LoneShare, LinearShare>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActBf16;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_4x16", matmul<NeonTile<Sums>, LoneShare, LinearShare>)};
+};
 
 }  // namespace
+}  // namespace ktk::bf16
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(bf16);
-constexpr ktk_variant KTK_VARIANT(bf16) = make_variant<ActBf16>(kUkernel);
-}
+KTK_EXPORT_VARIANT(bf16, ktk::bf16::Variant)

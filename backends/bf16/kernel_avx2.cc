@@ -12,9 +12,10 @@
 // of memory, step by step. More rows pass over a run of steps in L1 twice, for a tile each.
 #include <immintrin.h>
 
-#include "common/row_pointers.h"
-#include "variant.h"
+#include "bf16/variant.h"
+#include "gemm/rows.h"
 
+namespace ktk::bf16 {
 namespace {
 
 constexpr size_t kVectorCols = 8;
@@ -143,12 +144,14 @@ struct Tile {
   }
 };
 
-constexpr ktk_ukernel kUkernel =
-    ktk::make_ukernel("gemm_6x16", matmul<Tile, LoneShare, LinearShare>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActF32;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_6x16", matmul<Tile, LoneShare, LinearShare>)};
+};
 
 }  // namespace
+}  // namespace ktk::bf16
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(bf16);
-constexpr ktk_variant KTK_VARIANT(bf16) = make_variant<ActF32>(kUkernel);
-}
+KTK_EXPORT_VARIANT(bf16, ktk::bf16::Variant)

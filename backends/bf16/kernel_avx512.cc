@@ -1,9 +1,10 @@
 // BF16 with AVX-512 FMA: f32 rows. A cache line of weights holds pairs (k, k+1) of 16 columns: a
 // shift makes f32 of the even k, a mask of the odd ones, and each is multiplied with an act value
 // broadcast from memory.
-#include "variant.h"
-#include "zmm_tile.h"
+#include "bf16/variant.h"
+#include "bf16/zmm_tile.h"
 
+namespace ktk::bf16 {
 namespace {
 
 struct DotF32 {
@@ -50,12 +51,14 @@ struct DotF32 {
   }
 };
 
-constexpr ktk_ukernel kUkernel =
-    ktk::make_ukernel("gemm_12x32", matmul<ZmmTile<DotF32>, LoneShare, LinearShare>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActF32;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_12x32", matmul<ZmmTile<DotF32>, LoneShare, LinearShare>)};
+};
 
 }  // namespace
+}  // namespace ktk::bf16
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(bf16);
-constexpr ktk_variant KTK_VARIANT(bf16) = make_variant<ActF32>(kUkernel);
-}
+KTK_EXPORT_VARIANT(bf16, ktk::bf16::Variant)

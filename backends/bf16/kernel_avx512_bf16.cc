@@ -1,8 +1,9 @@
 // BF16 with vdpbf16ps: bf16 rows. A pair of act values is broadcast from memory and multiplied with
 // the pairs of 16 columns.
-#include "variant.h"
-#include "zmm_tile.h"
+#include "bf16/variant.h"
+#include "bf16/zmm_tile.h"
 
+namespace ktk::bf16 {
 namespace {
 
 struct DotBf16 {
@@ -34,12 +35,14 @@ struct DotBf16 {
   }
 };
 
-constexpr ktk_ukernel kUkernel =
-    ktk::make_ukernel("gemm_12x32", matmul<ZmmTile<DotBf16>, LoneShare, LinearShare>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActBf16;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_12x32", matmul<ZmmTile<DotBf16>, LoneShare, LinearShare>)};
+};
 
 }  // namespace
+}  // namespace ktk::bf16
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(bf16);
-constexpr ktk_variant KTK_VARIANT(bf16) = make_variant<ActBf16>(kUkernel);
-}
+KTK_EXPORT_VARIANT(bf16, ktk::bf16::Variant)

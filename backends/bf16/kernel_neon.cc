@@ -5,9 +5,10 @@
 //   row 0:   v[0][0]   v[0][1]   v[0][2]   v[0][3]      4 columns each
 //   ...
 //   row 3:   v[3][0]   v[3][1]   v[3][2]   v[3][3]      16 sums, 4 rows of act, 2 weights, mask
-#include "neon_tile.h"
-#include "variant.h"
+#include "bf16/neon_tile.h"
+#include "bf16/variant.h"
 
+namespace ktk::bf16 {
 namespace {
 
 template <size_t kM, size_t kTiles>
@@ -66,12 +67,14 @@ struct Sums {
   }
 };
 
-constexpr ktk_ukernel kUkernel =
-    ktk::make_ukernel("gemm_4x16", matmul<NeonTile<Sums>, LoneShare, LinearShare>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActF32;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_4x16", matmul<NeonTile<Sums>, LoneShare, LinearShare>)};
+};
 
 }  // namespace
+}  // namespace ktk::bf16
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(bf16);
-constexpr ktk_variant KTK_VARIANT(bf16) = make_variant<ActF32>(kUkernel);
-}
+KTK_EXPORT_VARIANT(bf16, ktk::bf16::Variant)

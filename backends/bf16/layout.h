@@ -16,6 +16,7 @@
 
 #include "ktk/abi.h"
 
+namespace ktk::bf16 {
 namespace {
 
 constexpr size_t kBlockCols = 32;
@@ -46,3 +47,4 @@ inline size_t weight_offset(const ktk_matrix* matrix, size_t n) {
 }
 
 }  // namespace
+}  // namespace ktk::bf16

@@ -13,9 +13,10 @@
 
 #include <stddef.h>
 
-#include "common/weight_stream.h"
-#include "layout.h"
+#include "bf16/layout.h"
+#include "gemm/prefetch.h"
 
+namespace ktk::bf16 {
 namespace {
 
 // What one tile of rows works on: `rows` rows of act times `steps` steps of one block of columns.
@@ -87,7 +88,7 @@ inline void matmul_tiles(const ktk_matmul* mm, size_t tiles) {
   }
 }
 
-// Lone and Shared are streams of weights (weight_stream.h): how weights are prefetched where there
+// Lone and Shared are streams of weights (gemm/prefetch.h): how weights are prefetched where there
 // is one tile of rows, and where several tiles read the same weights.
 template <class Tile, class Lone, class Shared>
 inline void matmul(const ktk_matmul* mm) {
@@ -100,3 +101,4 @@ inline void matmul(const ktk_matmul* mm) {
 }
 
 }  // namespace
+}  // namespace ktk::bf16

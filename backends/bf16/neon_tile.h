@@ -13,8 +13,9 @@
 
 #include <arm_neon.h>
 
-#include "loops.h"
+#include "bf16/loops.h"
 
+namespace ktk::bf16 {
 namespace {
 
 template <template <size_t, size_t> class Sums, size_t kM, size_t kTiles, class Share>
@@ -89,3 +90,4 @@ struct NeonTile {
 inline void keep_order() { asm volatile("" : : : "memory"); }
 
 }  // namespace
+}  // namespace ktk::bf16

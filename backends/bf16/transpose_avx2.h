@@ -6,9 +6,10 @@
 
 #include <immintrin.h>
 
-#include "common/bf16.h"
-#include "layout.h"
+#include "bf16/layout.h"
+#include "simd/bf16.h"
 
+namespace ktk::bf16 {
 namespace {
 
 // Sixteen consecutive elements of a row as bf16.
@@ -67,3 +68,4 @@ inline void pack_step(const char* rows, size_t stride, char* step) {
 }
 
 }  // namespace
+}  // namespace ktk::bf16

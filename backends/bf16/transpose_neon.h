@@ -1,21 +1,11 @@
 // One step of rows to the packed layout: transposes of 4 x 4 pairs of bf16.
 #pragma once
 
-#include <arm_neon.h>
+#include "bf16/layout.h"
+#include "simd/bf16.h"
 
-#include "common/bf16.h"
-#include "layout.h"
-
+namespace ktk::bf16 {
 namespace {
-
-// Four consecutive values, rounded to nearest even.
-inline uint16x4_t bf16_from_f32(float32x4_t value) {
-  const uint32x4_t bits = vreinterpretq_u32_f32(value), high = vshrq_n_u32(bits, 16);
-  const uint32x4_t bias = vaddq_u32(vandq_u32(high, vdupq_n_u32(1)), vdupq_n_u32(0x7fff));
-  const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, bias), 16);
-  const uint32x4_t quiet = vorrq_u32(high, vdupq_n_u32(0x40));
-  return vmovn_u32(vbslq_u32(vceqq_f32(value, value), rounded, quiet));
-}
 
 // Eight consecutive elements of a row as four pairs of bf16.
 template <ktk_element kElement>
@@ -65,3 +55,4 @@ inline void pack_step(const char* rows, size_t stride, char* step) {
 }
 
 }  // namespace
+}  // namespace ktk::bf16

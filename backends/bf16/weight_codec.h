@@ -3,16 +3,17 @@
 
 #include <string.h>
 
-#include "common/bf16.h"
-#include "common/f16.h"
-#include "layout.h"
+#include "bf16/layout.h"
+#include "simd/bf16.h"
+#include "simd/f16.h"
 
 #if defined(__aarch64__)
-#include "transpose_neon.h"
+#include "bf16/transpose_neon.h"
 #else
-#include "transpose_avx2.h"
+#include "bf16/transpose_avx2.h"
 #endif
 
+namespace ktk::bf16 {
 namespace {
 
 template <ktk_element kElement>
@@ -122,3 +123,4 @@ inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n
 }
 
 }  // namespace
+}  // namespace ktk::bf16

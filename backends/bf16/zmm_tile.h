@@ -17,9 +17,10 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "common/row_pointers.h"
-#include "loops.h"
+#include "bf16/loops.h"
+#include "gemm/rows.h"
 
+namespace ktk::bf16 {
 namespace {
 
 template <class Dot, size_t kM, class Share>
@@ -118,3 +119,4 @@ struct ZmmTile {
 };
 
 }  // namespace
+}  // namespace ktk::bf16

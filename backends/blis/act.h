@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "blis/layout.h"
-#include "common/int8.h"
+#include "codec/int8/quantize.h"
 
 namespace ktk::blis {
 namespace {
@@ -57,6 +57,15 @@ inline void unpack_act(const ktk_matrix* matrix, size_t m, const void* act, size
       out[k] = static_cast<float>(codes[k]) * scale[k / kDepth];
   }
 }
+
+// Depth is cut where a group ends, so that each is quantized as a whole.
+struct ActCodec {
+  static constexpr ktk_format kFormat = kActFormat;
+  static constexpr uint32_t kKStep = kDepth;
+  static constexpr auto size = act_size;
+  static constexpr auto pack = pack_act;
+  static constexpr auto unpack = unpack_act;
+};
 
 }  // namespace
 }  // namespace ktk::blis

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "blis/library.h"
-#include "common/vendor_library.h"
+#include "library/vendor_library.h"
 
 namespace ktk::blis {
 

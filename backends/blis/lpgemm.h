@@ -10,6 +10,10 @@ namespace ktk::blis {
 namespace {
 
 struct Lpgemm {
+  static constexpr char kName[] = "lpgemm_int8", kUkernel[] = "gemm_s8";
+  // The module names the layout: only the library knows what it looks like.
+  static constexpr const char* kLayout = nullptr;
+
   static size_t weight_size(const ktk_matrix* m) { return tiles_size(m); }
   static size_t weight_offset(const ktk_matrix* m, size_t n) { return tile_offset(m, n); }
 

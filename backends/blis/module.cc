@@ -1,7 +1,8 @@
 // BLIS: int8 weights with a scale per row, multiplied by a BLAS library that is found at run time.
+#include "library/module.h"
+
 #include "blis/find.h"
-#include "common/int8_formats.h"
-#include "common/library_module.h"
+#include "codec/int8/formats.h"
 #include "ktk/target.h"
 
 #define KTK_KERNELS_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))

@@ -18,8 +18,13 @@ inline void widen(const int8_t* codes, size_t count, float* out) {
 }
 
 struct Sgemm {
+  static constexpr char kName[] = "sgemm", kUkernel[] = "sgemm";
+  static constexpr const char* kLayout = kRowsLayout;
   // Floats between widened rows: not a power of two, for the L1 cache of the library's packing.
   static constexpr size_t kStride = kDepth + 16;
+
+  static size_t weight_size(const ktk_matrix* m) { return rows_size(m); }
+  static size_t weight_offset(const ktk_matrix* m, size_t n) { return rows_offset(m, n); }
 
   static const float* weight_scale(const ktk_matrix* m, const void* packed) {
     const uint8_t* bytes = static_cast<const uint8_t*>(packed);

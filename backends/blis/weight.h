@@ -2,7 +2,7 @@
 #pragma once
 
 #include "blis/layout.h"
-#include "common/int8_rows.h"
+#include "codec/int8/rows.h"
 
 namespace ktk::blis {
 namespace {

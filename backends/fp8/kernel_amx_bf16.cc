@@ -1,5 +1,5 @@
 // FP8 with AMX: bf16 rows, up to 32 rows x 32 columns. Every CPU with AMX has AVX512-VBMI.
-#include "common/scaled_amx.h"
+#include "codec/scaled/amx.h"
 #include "fp8/variant.h"
 #include "fp8/zmm.h"
 
@@ -11,13 +11,14 @@ void multiply(const ktk_matmul* mm) {
            [&](auto codec) { multiply_amx<DecodeBf16, typename decltype(codec)::Layout>(mm); });
 }
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_32x32", multiply, amx_scratch_size);
+struct Variant : AmxVariant {
+  using Weight = WeightCodec;
+  using Act = ActBf16;
+  static constexpr ktk_isa kMoreIsa = KTK_ISA_AVX512_VBMI;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_32x32", multiply, amx_scratch_size)};
+};
 
 }  // namespace
 }  // namespace ktk::fp8
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(fp8);
-constexpr ktk_variant KTK_VARIANT(fp8) = ktk::fp8::make_variant<ktk::fp8::ActBf16>(
-    ktk::fp8::kUkernel, KTK_ISA_AVX512_VBMI, ktk::kTileRows, ktk::enter_amx, ktk::leave_amx);
-}
+KTK_EXPORT_VARIANT(fp8, ktk::fp8::Variant)

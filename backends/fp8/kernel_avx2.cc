@@ -1,5 +1,5 @@
 // FP8 with AVX2 and FMA: f32 rows, up to 6 rows x 16 columns.
-#include "common/scaled_ymm.h"
+#include "codec/scaled/ymm.h"
 #include "fp8/variant.h"
 
 namespace ktk::fp8 {
@@ -35,13 +35,13 @@ void multiply(const ktk_matmul* mm) {
            [&](auto codec) { multiply_ymm<Decoder, typename decltype(codec)::Layout>(mm); });
 }
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_6x16", multiply, ymm_scratch_size);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActF32;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_6x16", multiply, ymm_scratch_size)};
+};
 
 }  // namespace
 }  // namespace ktk::fp8
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(fp8);
-constexpr ktk_variant KTK_VARIANT(fp8) =
-    ktk::fp8::make_variant<ktk::fp8::ActF32>(ktk::fp8::kUkernel);
-}
+KTK_EXPORT_VARIANT(fp8, ktk::fp8::Variant)

@@ -5,13 +5,13 @@
 namespace ktk::fp8 {
 namespace {
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_12x32", multiply<DecodeF32>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActF32;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_12x32", multiply<DecodeF32>)};
+};
 
 }  // namespace
 }  // namespace ktk::fp8
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(fp8);
-constexpr ktk_variant KTK_VARIANT(fp8) =
-    ktk::fp8::make_variant<ktk::fp8::ActF32>(ktk::fp8::kUkernel);
-}
+KTK_EXPORT_VARIANT(fp8, ktk::fp8::Variant)

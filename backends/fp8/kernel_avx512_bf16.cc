@@ -7,13 +7,14 @@
 namespace ktk::fp8 {
 namespace {
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_12x32", multiply<DecodeBf16>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActBf16;
+  static constexpr ktk_isa kMoreIsa = KTK_ISA_AVX512_VBMI;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_12x32", multiply<DecodeBf16>)};
+};
 
 }  // namespace
 }  // namespace ktk::fp8
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(fp8);
-constexpr ktk_variant KTK_VARIANT(fp8) =
-    ktk::fp8::make_variant<ktk::fp8::ActBf16>(ktk::fp8::kUkernel, KTK_ISA_AVX512_VBMI);
-}
+KTK_EXPORT_VARIANT(fp8, ktk::fp8::Variant)

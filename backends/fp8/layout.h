@@ -1,4 +1,4 @@
-// "e4m3-n32k64": FP8 in memory. common/scaled_layout.h has the order of lines and scales.
+// "e4m3-n32k64": FP8 in memory. codec/scaled/layout.h has the order of lines and scales.
 //
 //   line, 64 bytes: 16 columns, 4 deep
 //
@@ -12,7 +12,7 @@
 
 #include <immintrin.h>
 
-#include "common/scaled_codec.h"
+#include "codec/scaled/codec.h"
 
 namespace ktk::fp8 {
 namespace {

@@ -1,16 +1,12 @@
-// The table of a variant: the shared codecs around the micro-kernel of one instruction set.
+// What all variants share: the weight codec, and how activations are kept.
 #pragma once
 
-#include "common/act_rows.h"
-#include "common/ukernel.h"
+#include "codec/act_rows.h"
 #include "fp8/layout.h"
-#include "ktk/target.h"
+#include "ktk/backend.h"
 
 namespace ktk::fp8 {
 namespace {
-
-using ActBf16 = ActRowsBf16<kStepDepth>;
-using ActF32 = ActRowsF32<kStepDepth>;
 
 inline size_t weight_size(const ktk_matrix* matrix) {
   return dispatch(matrix, [&](auto codec) { return decltype(codec)::Layout::size(matrix); });
@@ -32,37 +28,23 @@ inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n
   dispatch(matrix, [&](auto codec) { codec.write(matrix, packed, n_begin, n_end, target); });
 }
 
-template <class Act>
-constexpr ktk_variant make_variant(const ktk_ukernel& ukernel, ktk_isa more_isa = KTK_ISA_NONE,
-                                   uint32_t m_step = 1, void (*enter)() = nullptr,
-                                   void (*leave)() = nullptr) {
-  return {
-      .struct_size = sizeof(ktk_variant),
-      .name = KTK_STRING(KTK_TARGET),
-      .required_isa = KTK_TARGET_ISA | more_isa,
-      // Depth is cut where blocks of scales end.
-      .tile = {.m_step = m_step, .n_step = kBlockCols, .k_step = BlockScales::kGroupDepth},
-      .act = {.element = Act::kElement,
-              .scale = KTK_NONE,
-              .zero = KTK_NONE,
-              .group_n = 0,
-              .group_k = 0},
-      .layout = kLayout,
-      .weight_size = weight_size,
-      .pack_weight = pack_weight,
-      .unpack_weight = unpack_weight,
-      .act_size = Act::size,
-      .pack_act = Act::pack,
-      .unpack_act = Act::unpack,
-      .ukernels = &ukernel,
-      .num_ukernels = 1,
-      .enter = enter,
-      .leave = leave,
-      .weight_offset = weight_offset,
-      .act_format = nullptr,
-      .export_weight = export_weight,
-  };
-}
+// Depth is cut where blocks of scales end.
+struct ActBf16 : ActRowsBf16<kStepDepth> {
+  static constexpr uint32_t kKStep = BlockScales::kGroupDepth;
+};
+struct ActF32 : ActRowsF32<kStepDepth> {
+  static constexpr uint32_t kKStep = BlockScales::kGroupDepth;
+};
+
+struct WeightCodec {
+  static constexpr auto kLayout = fp8::kLayout;
+  static constexpr uint32_t kNStep = kBlockCols;
+  static constexpr auto size = weight_size;
+  static constexpr auto pack = pack_weight;
+  static constexpr auto unpack = unpack_weight;
+  static constexpr auto offset = weight_offset;
+  static constexpr auto write = export_weight;
+};
 
 }  // namespace
 }  // namespace ktk::fp8

@@ -1,7 +1,7 @@
 // FP8 lines in 512-bit registers.
 #pragma once
 
-#include "common/scaled_zmm.h"
+#include "codec/scaled/zmm.h"
 #include "fp8/layout.h"
 #include "fp8/tables.h"
 

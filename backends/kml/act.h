@@ -7,7 +7,7 @@
 // into one set of L1.
 #pragma once
 
-#include "common/int8.h"
+#include "codec/int8/quantize.h"
 #include "kml/layout.h"
 
 namespace ktk::kml {
@@ -62,6 +62,15 @@ inline void unpack_act(const ktk_matrix* matrix, size_t m, const void* act, size
     }
   }
 }
+
+// Depth is cut where a group ends, so that each is quantized as a whole.
+struct ActCodec {
+  static constexpr ktk_format kFormat = kActFormat;
+  static constexpr uint32_t kKStep = kGroup;
+  static constexpr auto size = act_size;
+  static constexpr auto pack = pack_act;
+  static constexpr auto unpack = unpack_act;
+};
 
 }  // namespace
 }  // namespace ktk::kml

@@ -3,8 +3,8 @@
 
 #include <string>
 
-#include "common/vendor_library.h"
 #include "kml/library.h"
+#include "library/vendor_library.h"
 
 namespace ktk::kml {
 

@@ -57,12 +57,13 @@ struct Sums {
   }
 };
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_6x8", matmul<Sums, 6>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActCodec;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_6x8", matmul<Sums, 6>)};
+};
 
 }  // namespace
 }  // namespace ktk::kml
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(kml);
-constexpr ktk_variant KTK_VARIANT(kml) = ktk::kml::make_variant(ktk::kml::kUkernel);
-}
+KTK_EXPORT_VARIANT(kml, ktk::kml::Variant)

@@ -53,12 +53,13 @@ struct Sums {
   }
 };
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_2x8", matmul<Sums, 2>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActCodec;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_2x8", matmul<Sums, 2>)};
+};
 
 }  // namespace
 }  // namespace ktk::kml
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(kml);
-constexpr ktk_variant KTK_VARIANT(kml) = ktk::kml::make_variant(ktk::kml::kUkernel);
-}
+KTK_EXPORT_VARIANT(kml, ktk::kml::Variant)

@@ -9,10 +9,10 @@
 
 #include <algorithm>
 
-#include "common/int8_rows.h"
-#include "common/ukernel.h"
+#include "codec/int8/rows.h"
 #include "kml/act.h"
 #include "kml/library.h"
+#include "ktk/backend.h"
 
 namespace ktk::kml {
 
@@ -114,27 +114,23 @@ void run(const ktk_matmul* mm) {
   }
 }
 
-constexpr ktk_ukernel kUkernel = make_ukernel("cblas_gemm_s8s8s32", run, scratch_size);
-
-constexpr ktk_variant kVariant = {
-    .struct_size = sizeof(ktk_variant),
-    .name = "cblas_s8",
-    .required_isa = KTK_ISA_NEON,
-    .tile = {.m_step = 1, .n_step = kStep, .k_step = kGroup},
-    .act = kActFormat,
-    .layout = "i8-rows-k16",
-    .weight_size = rows_size,
-    .pack_weight = pack,
-    .unpack_weight = unpack,
-    .act_size = act_size,
-    .pack_act = pack_act,
-    .unpack_act = unpack_act,
-    .ukernels = &kUkernel,
-    .num_ukernels = 1,
-    .enter = nullptr,
-    .leave = nullptr,
-    .weight_offset = row_offset,
+struct Rows {
+  static constexpr char kLayout[] = "i8-rows-k16";
+  static constexpr uint32_t kNStep = kStep;
+  static constexpr auto size = rows_size;
+  static constexpr auto pack = kml::pack;
+  static constexpr auto unpack = kml::unpack;
+  static constexpr auto offset = row_offset;
 };
+
+struct Variant {
+  using Weight = Rows;
+  using Act = ActCodec;
+  static constexpr char kName[] = "cblas_s8";
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("cblas_gemm_s8s8s32", run, scratch_size)};
+};
+
+constexpr ktk_variant kVariant = make_variant<Variant>();
 
 }  // namespace
 

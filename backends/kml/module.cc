@@ -1,7 +1,8 @@
 // KML: int8 weights with a scale per row on aarch64, quantised from floats when loaded, or ready.
 // Products are our own, or those of the Kunpeng Math Library where that is found.
-#include "common/int8_formats.h"
-#include "common/library_module.h"
+#include "library/module.h"
+
+#include "codec/int8/formats.h"
 #include "kml/find.h"
 #include "ktk/target.h"
 

@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "common/int8_rows.h"
+#include "codec/int8/rows.h"
 #include "kml/layout.h"
 
 namespace ktk::kml {

@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-#include "common/int8.h"
+#include "codec/int8/quantize.h"
 #include "llamafile/layout.h"
 
 namespace ktk::llamafile {

@@ -14,7 +14,7 @@
 // the micro-kernel for few rows.
 #pragma once
 
-#include "common/amx.h"
+#include "gemm/amx.h"
 #include "llamafile/matmul.h"
 #include "llamafile/operands.h"
 

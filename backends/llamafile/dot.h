@@ -11,9 +11,9 @@
 #include "llamafile/act.h"
 
 #if defined(__AVX512VNNI__)
-#include "common/zmm.h"
+#include "simd/zmm.h"
 #else
-#include "common/ymm.h"
+#include "simd/ymm.h"
 #endif
 
 namespace ktk::llamafile {

@@ -138,8 +138,8 @@ inline size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
 }
 
 constexpr ktk_ukernel kManyRowsUkernels[] = {
-    make_ukernel("tiles", kFewRows, either<multiply, floats::multiply<Dot>>),
-    make_ukernel("tiles_held", either<multiply_many, floats::multiply<Dot>>, many_scratch_size),
+    ukernel("tiles", kFewRows, either<multiply, floats::multiply<Dot>>),
+    ukernel("tiles_held", either<multiply_many, floats::multiply<Dot>>, many_scratch_size),
 };
 
 }  // namespace

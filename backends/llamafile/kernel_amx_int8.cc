@@ -7,8 +7,8 @@ namespace {
 
 // Few rows wait for memory, or for the operands: they are decoded as they are read.
 constexpr ktk_ukernel kAmxUkernels[] = {
-    make_ukernel("vnni_4x32", Dot::kMaxRows, either<multiply, floats::multiply<Dot>>),
-    make_ukernel("amx_32x32", either<multiply_amx, floats::multiply<Dot>>, amx_scratch_size),
+    ukernel("vnni_4x32", Dot::kMaxRows, either<multiply, floats::multiply<Dot>>),
+    ukernel("amx_32x32", either<multiply_amx, floats::multiply<Dot>>, amx_scratch_size),
 };
 constexpr ktk_variant kOthers = make_table(kAmxUkernels);
 

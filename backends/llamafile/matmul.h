@@ -3,7 +3,7 @@
 // rows have kernels of their own where registers are long (thin.h).
 #pragma once
 
-#include "common/ukernel.h"
+#include "ktk/backend.h"
 #include "llamafile/either.h"
 #include "llamafile/floats/matmul.h"
 #include "llamafile/run_sums.h"
@@ -139,7 +139,7 @@ inline void multiply(const ktk_matmul* mm) {
 }
 
 constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("tiles", either<multiply, floats::multiply<Dot>>),
+    ukernel("tiles", either<multiply, floats::multiply<Dot>>),
 };
 
 }  // namespace

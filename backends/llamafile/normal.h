@@ -19,8 +19,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "common/f16.h"
 #include "ktk/abi.h"
+#include "simd/f16.h"
 
 namespace ktk::llamafile {
 namespace {

@@ -14,8 +14,8 @@
 // and their sums are 16 times too large.
 #pragma once
 
-#include "common/ukernel.h"
-#include "common/weight_stream.h"
+#include "gemm/prefetch.h"
+#include "ktk/backend.h"
 #include "llamafile/codes.h"
 #include "llamafile/run_sums.h"
 
@@ -27,7 +27,7 @@ constexpr int kThinRows = 1;  // as in dot.h
 #else
 constexpr int kThinRows = 2;
 #endif
-constexpr size_t kThinAhead = 512;  // bytes, see weight_stream.h
+constexpr size_t kThinAhead = 512;  // bytes, see gemm/prefetch.h
 
 template <size_t kType, int kRows>
 class Thin {

@@ -2,7 +2,7 @@
 // which the build compiles for the same instruction set. All other types are those of a table.
 #pragma once
 
-#include "common/ukernel.h"
+#include "ktk/backend.h"
 #include "ktk/target.h"
 #include "llamafile/act.h"
 #include "llamafile/either.h"
@@ -56,7 +56,7 @@ class WithBf16 {
 
   template <size_t... kIndices>
   struct Ukernels {
-    static constexpr ktk_ukernel kAll[] = {make_ukernel(kOthers.ukernels[kIndices].name,
+    static constexpr ktk_ukernel kAll[] = {ktk::ukernel(kOthers.ukernels[kIndices].name,
                                                         kOthers.ukernels[kIndices].m_max,
                                                         run<kIndices>, scratch_size<kIndices>)...};
   };
@@ -65,7 +65,7 @@ class WithBf16 {
   // The micro-kernel of that index in the table.
   template <size_t kIndex>
   static constexpr ktk_ukernel ukernel(const char* name, size_t m_max) {
-    return make_ukernel(name, m_max, run<kIndex>, scratch_size<kIndex>);
+    return ktk::ukernel(name, m_max, run<kIndex>, scratch_size<kIndex>);
   }
 
   // With all micro-kernels of the table, which this translation unit knows.
@@ -85,26 +85,26 @@ class WithBf16 {
   static constexpr ktk_variant make_of(const ktk_ukernel (&ukernels)[kNumKernels],
                                        uint32_t m_step = 1, void (*enter)() = nullptr,
                                        void (*leave)() = nullptr) {
-    return {
-        .struct_size = sizeof(ktk_variant),
-        .name = KTK_STRING(KTK_TARGET),
-        .required_isa = KTK_TARGET_ISA,
-        .tile = {.m_step = m_step, .n_step = kColumns, .k_step = kActStep},
-        .act = act_format_of(block_type(kQ4_K)),  // the first format
-        .layout = kLayout,
-        .weight_size = served<&ktk_variant::weight_size>,
-        .pack_weight = served<&ktk_variant::pack_weight>,
-        .unpack_weight = served<&ktk_variant::unpack_weight>,
-        .act_size = served<&ktk_variant::act_size>,
-        .pack_act = served<&ktk_variant::pack_act>,
-        .unpack_act = served<&ktk_variant::unpack_act>,
-        .ukernels = ukernels,
-        .num_ukernels = kNumKernels,
-        .enter = enter,
-        .leave = leave,
-        .weight_offset = served<&ktk_variant::weight_offset>,
-        .act_format = act_format,
-    };
+    ktk_variant v = {};
+    v.struct_size = sizeof v;
+    v.name = KTK_STRING(KTK_TARGET);
+    v.required_isa = KTK_TARGET_ISA;
+    v.tile = {.m_step = m_step, .n_step = kColumns, .k_step = kActStep};
+    v.layout = kLayout;
+    v.weight_size = served<&ktk_variant::weight_size>;
+    v.pack_weight = served<&ktk_variant::pack_weight>;
+    v.unpack_weight = served<&ktk_variant::unpack_weight>;
+    v.weight_offset = served<&ktk_variant::weight_offset>;
+    v.act = act_format_of(block_type(kQ4_K));  // the first format
+    v.act_format = act_format;
+    v.act_size = served<&ktk_variant::act_size>;
+    v.pack_act = served<&ktk_variant::pack_act>;
+    v.unpack_act = served<&ktk_variant::unpack_act>;
+    v.ukernels = ukernels;
+    v.num_ukernels = kNumKernels;
+    v.enter = enter;
+    v.leave = leave;
+    return v;
   }
 };
 

@@ -1,5 +1,5 @@
 // MXFP4 with AVX2 and FMA: f32 rows, up to 6 rows x 16 columns.
-#include "common/scaled_ymm.h"
+#include "codec/scaled/ymm.h"
 #include "mxfp4/variant.h"
 
 namespace ktk::mxfp4 {
@@ -27,14 +27,14 @@ struct Decoder {
   static __m256 value(__m256 sum) { return sum; }
 };
 
-constexpr ktk_ukernel kUkernel =
-    make_ukernel("gemm_6x16", multiply_ymm<Decoder, Layout>, ymm_scratch_size);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActF32;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_6x16", multiply_ymm<Decoder, Layout>, ymm_scratch_size)};
+};
 
 }  // namespace
 }  // namespace ktk::mxfp4
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(mxfp4);
-constexpr ktk_variant KTK_VARIANT(mxfp4) =
-    ktk::mxfp4::make_variant<ktk::mxfp4::ActF32>(ktk::mxfp4::kUkernel);
-}
+KTK_EXPORT_VARIANT(mxfp4, ktk::mxfp4::Variant)

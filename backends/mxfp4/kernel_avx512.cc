@@ -5,13 +5,14 @@
 namespace ktk::mxfp4 {
 namespace {
 
-constexpr ktk_ukernel kUkernel = make_ukernel("gemm_12x32", multiply_zmm<DecodeF32, Layout>);
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActF32;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_12x32", multiply_zmm<DecodeF32, Layout>)};
+};
 
 }  // namespace
 }  // namespace ktk::mxfp4
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(mxfp4);
-constexpr ktk_variant KTK_VARIANT(mxfp4) =
-    ktk::mxfp4::make_variant<ktk::mxfp4::ActF32>(ktk::mxfp4::kUkernel);
-}
+KTK_EXPORT_VARIANT(mxfp4, ktk::mxfp4::Variant)

@@ -1,4 +1,4 @@
-// "e2m1-n32k64-mx": MXFP4 in memory. common/scaled_layout.h has the order of lines and scales.
+// "e2m1-n32k64-mx": MXFP4 in memory. codec/scaled/layout.h has the order of lines and scales.
 //
 //   line, 64 bytes: 16 columns, 8 deep; a dword for each column
 //
@@ -10,7 +10,7 @@
 // next pair.
 #pragma once
 
-#include "common/scaled_codec.h"
+#include "codec/scaled/codec.h"
 
 namespace ktk::mxfp4 {
 namespace {

@@ -1,7 +1,7 @@
 // MXFP4 lines in 512-bit registers.
 #pragma once
 
-#include "common/scaled_zmm.h"
+#include "codec/scaled/zmm.h"
 #include "mxfp4/layout.h"
 
 namespace ktk::mxfp4 {

@@ -1,23 +1,23 @@
 // Plain AVX2.
-#include "common/int4/matmul.h"
-#include "common/int4/variant.h"
-#include "common/int4/words.h"
+#include "codec/int4/matmul.h"
+#include "codec/int4/variant.h"
+#include "codec/int4/words.h"
 #include "rawint4/layout.h"
 
 namespace ktk::rawint4 {
 namespace {
 
 // Registers: 8 accumulators, 4 weights, a mask, a broadcast, products.
-constexpr ktk_ukernel kUkernels[] = {
-    make_ukernel("gemv_1x32", 1, int4::multiply<int4::Words256, Act, 1, 4>),
-    make_ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Words256, Act, 4, 2>),
+struct Variant {
+  using Weight = int4::WeightCodec;
+  using Act = rawint4::Act;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemv_1x32", 1, int4::multiply<int4::Words256, Act, 1, 4>),
+      ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Words256, Act, 4, 2>),
+  };
 };
 
 }  // namespace
 }  // namespace ktk::rawint4
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(rawint4);
-constexpr ktk_variant KTK_VARIANT(rawint4) =
-    ktk::int4::make_variant<ktk::rawint4::Act>(ktk::int4::pack_ready, ktk::rawint4::kUkernels);
-}
+KTK_EXPORT_VARIANT(rawint4, ktk::rawint4::Variant)

@@ -1,7 +1,7 @@
 // @NAME@ with loops that the compiler vectorises: the baseline, and what faster variants are
 // compared with. Compiled once per instruction set, without the C++ library.
 #include "@name@/layout.h"
-#include "ktk/target.h"
+#include "ktk/backend.h"
 
 namespace {
 
@@ -97,38 +97,32 @@ void run(const ktk_matmul* mm) {
   }
 }
 
-constexpr ktk_ukernel kUkernels[] = {
-    {.struct_size = sizeof(ktk_ukernel),
-     .name = "gemv",
-     .m_max = 3,
-     .scratch_size = nullptr,
-     .run = run<1>},
-    {.struct_size = sizeof(ktk_ukernel),
-     .name = "gemm",
-     .m_max = SIZE_MAX,
-     .scratch_size = nullptr,
-     .run = run<4>},
+struct WeightCodec {
+  static constexpr char kLayout[] = "@name@-f32-n16";
+  static constexpr uint32_t kNStep = kColumns;
+  static constexpr auto size = weight_size;
+  static constexpr auto pack = pack_weight;
+  static constexpr auto unpack = unpack_weight;
+  static constexpr auto offset = weight_offset;
+};
+
+struct ActCodec {
+  static constexpr ktk_format kFormat = {KTK_F32, KTK_NONE, KTK_NONE, 0, 0};
+  static constexpr uint32_t kKStep = 1;
+  static constexpr auto size = act_size;
+  static constexpr auto pack = pack_act;
+  static constexpr auto unpack = unpack_act;
+};
+
+struct Variant {
+  using Weight = WeightCodec;
+  using Act = ActCodec;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ktk::ukernel("gemv_1x16", 3, run<1>),
+      ktk::ukernel("gemm_4x16", run<4>),
+  };
 };
 
 }  // namespace
 
-extern "C" const ktk_variant KTK_VARIANT(@name@);
-extern "C" const ktk_variant KTK_VARIANT(@name@) = {
-    .struct_size = sizeof(ktk_variant),
-    .name = KTK_STRING(KTK_TARGET),
-    .required_isa = KTK_TARGET_ISA,
-    .tile = {.m_step = 1, .n_step = kColumns, .k_step = 1},
-    .act = {.element = KTK_F32, .scale = KTK_NONE, .zero = KTK_NONE, .group_n = 0, .group_k = 0},
-    .layout = "@name@-f32-n16",
-    .weight_size = weight_size,
-    .pack_weight = pack_weight,
-    .unpack_weight = unpack_weight,
-    .act_size = act_size,
-    .pack_act = pack_act,
-    .unpack_act = unpack_act,
-    .ukernels = kUkernels,
-    .num_ukernels = sizeof kUkernels / sizeof *kUkernels,
-    .enter = nullptr,
-    .leave = nullptr,
-    .weight_offset = weight_offset,
-};
+KTK_EXPORT_VARIANT(@name @, Variant)

@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-#include "common/f16.h"
 #include "llamafile/floats/layout.h"
+#include "simd/f16.h"
 
 namespace ktk::llamafile::floats {
 namespace {

@@ -11,8 +11,8 @@
 // bits in any batch, and in registers of any width.
 #pragma once
 
-#include "common/row_pointers.h"
-#include "common/weight_stream.h"
+#include "gemm/prefetch.h"
+#include "gemm/rows.h"
 #include "llamafile/floats/codec.h"
 
 namespace ktk::llamafile::floats {
@@ -172,7 +172,7 @@ inline void multiply_as(const ktk_matmul* mm) {
   }
 }
 
-// V: registers, see common/zmm.h and common/ymm.h.
+// V: registers, see simd/zmm.h and simd/ymm.h.
 template <class V>
 inline void multiply(const ktk_matmul* mm) {
   switch (mm->matrix->format.element) {

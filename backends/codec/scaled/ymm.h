@@ -1,4 +1,4 @@
-// The product of the layouts of scaled_layout.h on 256-bit registers: f32 rows and FMA.
+// The product of the layouts of layout.h on 256-bit registers: f32 rows and FMA.
 //
 //   for each block of 32 columns
 //     for each run of 128 k           decode it into scratch, 16 KiB of f32: stays in L1 ...
@@ -15,7 +15,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "common/scaled_layout.h"
+#include "codec/scaled/layout.h"
 
 namespace ktk {
 namespace {

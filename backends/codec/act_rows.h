@@ -8,9 +8,10 @@
 #include <stddef.h>
 #include <string.h>
 
-#include "common/bf16.h"
 #include "ktk/abi.h"
+#include "simd/bf16.h"
 
+namespace ktk {
 namespace {
 
 template <size_t kBytes, size_t kDepth>
@@ -31,7 +32,8 @@ inline void pad_act_row(const ktk_matrix* matrix, size_t k_end, char* row) {
 // Activation codec: rows of bf16, rounded to nearest even.
 template <size_t kDepth>
 struct ActRowsBf16 {
-  static constexpr ktk_element kElement = KTK_BF16;
+  static constexpr ktk_format kFormat = {KTK_BF16, KTK_NONE, KTK_NONE, 0, 0};
+  static constexpr uint32_t kKStep = kDepth;
   static constexpr auto size = act_row_bytes<2, kDepth>;
 
   static void pack(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end, const float* x,
@@ -65,7 +67,8 @@ struct ActRowsBf16 {
 // Activation codec: rows of f32, unchanged.
 template <size_t kDepth>
 struct ActRowsF32 {
-  static constexpr ktk_element kElement = KTK_F32;
+  static constexpr ktk_format kFormat = {KTK_F32, KTK_NONE, KTK_NONE, 0, 0};
+  static constexpr uint32_t kKStep = kDepth;
   static constexpr auto size = act_row_bytes<4, kDepth>;
 
   static void pack(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end, const float* x,
@@ -87,3 +90,4 @@ struct ActRowsF32 {
 };
 
 }  // namespace
+}  // namespace ktk

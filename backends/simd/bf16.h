@@ -6,8 +6,11 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
+namespace ktk {
 namespace {
 
 inline float f32_from_bf16(uint16_t value) {
@@ -40,6 +43,18 @@ inline __m256i bf16_from_f32(__m256 low, __m256 high) {
   return _mm256_permute4x64_epi64(lanes, 0xd8);
 }
 
+#elif defined(__aarch64__)
+
+// Four consecutive values, rounded to nearest even.
+inline uint16x4_t bf16_from_f32(float32x4_t value) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(value), high = vshrq_n_u32(bits, 16);
+  const uint32x4_t bias = vaddq_u32(vandq_u32(high, vdupq_n_u32(1)), vdupq_n_u32(0x7fff));
+  const uint32x4_t rounded = vshrq_n_u32(vaddq_u32(bits, bias), 16);
+  const uint32x4_t quiet = vorrq_u32(high, vdupq_n_u32(0x40));
+  return vmovn_u32(vbslq_u32(vceqq_f32(value, value), rounded, quiet));
+}
+
 #endif
 
 }  // namespace
+}  // namespace ktk

@@ -17,9 +17,9 @@
 // multiplied: done at once, that would wait for the stores and the tiles would wait for it.
 #pragma once
 
-#include "common/amx.h"
-#include "common/int4/matmul.h"
-#include "common/int4/vnni512.h"
+#include "codec/int4/matmul.h"
+#include "codec/int4/vnni512.h"
+#include "gemm/amx.h"
 
 namespace ktk::int4 {
 namespace {

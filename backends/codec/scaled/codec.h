@@ -1,4 +1,4 @@
-// Weight codec of the layouts of scaled_layout.h: packs and unpacks codes as they are.
+// Weight codec of the layouts of layout.h: packs and unpacks codes as they are.
 //
 // Codes is what an element type is in a line:
 //   kLineDepth                        k of one line
@@ -12,8 +12,8 @@
 
 #include <string.h>
 
-#include "common/bf16.h"
-#include "common/scaled_layout.h"
+#include "codec/scaled/layout.h"
+#include "simd/bf16.h"
 
 namespace ktk {
 namespace {

@@ -16,14 +16,14 @@
 // Every tile of rows splits the nibbles in registers again: six instructions beside up to 48
 // products, and on other ports. Bytes split once would take twice the L1.
 //
-// A target `Dot` offers the operations of common/zmm.h or ymm.h, and
+// A target `Dot` offers the operations of simd/zmm.h or ymm.h, and
 //   dot(acc, weight, act)   adds four products per dword; act points at four codes
 //   kSumsWords              dot() sums words, which finish(acc) adds to dwords
 #pragma once
 
-#include "common/int4/act.h"
-#include "common/int4/layout.h"
-#include "common/weight_stream.h"
+#include "codec/int4/act.h"
+#include "codec/int4/layout.h"
+#include "gemm/prefetch.h"
 
 namespace ktk::int4 {
 namespace {

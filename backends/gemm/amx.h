@@ -35,6 +35,13 @@ inline void load_tile_config(const TileConfig& config) {
 inline void enter_amx() { load_tile_config(TileConfig(16)); }
 inline void leave_amx() { _tile_release(); }
 
+// The part of a variant (ktk/backend.h) that all with AMX share.
+struct AmxVariant {
+  static constexpr uint32_t kMStep = 16;  // rows of a tile
+  static constexpr auto enter = enter_amx;
+  static constexpr auto leave = leave_amx;
+};
+
 // Makes tiles as high as the rows of a call, for the time of that call, when they are fewer than
 // 16: rows that are only padding would be read from act again for every column. And as deep as it
 // wants them.

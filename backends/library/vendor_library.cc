@@ -1,4 +1,4 @@
-#include "common/vendor_library.h"
+#include "library/vendor_library.h"
 
 #include <dlfcn.h>
 #include <link.h>

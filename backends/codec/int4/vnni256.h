@@ -1,7 +1,7 @@
 // Four products per dword on 256-bit registers with AVX-VNNI.
 #pragma once
 
-#include "common/ymm.h"
+#include "simd/ymm.h"
 
 namespace ktk::int4 {
 namespace {

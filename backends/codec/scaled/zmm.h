@@ -1,4 +1,4 @@
-// The product of the layouts of scaled_layout.h on 512-bit registers.
+// The product of the layouts of layout.h on 512-bit registers.
 //
 //   for each block of 32 columns                   one sequential stream of weights
 //     for each run of up to kRunBytes                stays in L1 ...
@@ -16,8 +16,8 @@
 
 #include <immintrin.h>
 
-#include "common/scaled_layout.h"
-#include "common/weight_stream.h"
+#include "codec/scaled/layout.h"
+#include "gemm/prefetch.h"
 
 namespace ktk {
 namespace {

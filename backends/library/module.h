@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "common/vendor_library.h"
+#include "library/vendor_library.h"
 
 namespace ktk {
 

@@ -9,8 +9,8 @@
 
 #include <immintrin.h>
 
-#include "common/bf16.h"
-#include "common/int4/layout.h"
+#include "codec/int4/layout.h"
+#include "simd/bf16.h"
 
 namespace ktk::int4 {
 namespace {

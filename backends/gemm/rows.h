@@ -3,6 +3,7 @@
 
 #include <stddef.h>
 
+namespace ktk {
 namespace {
 
 // Pointers three rows apart; the stride times 0, 1, 2 is left to addressing modes, so that 12 rows
@@ -25,3 +26,4 @@ struct RowPointers {
 };
 
 }  // namespace
+}  // namespace ktk

@@ -8,10 +8,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "common/f16.h"
+#include "simd/f16.h"
 
 #if defined(__aarch64__)
-#include "common/int8_neon.h"
+#include "simd/neon.h"
 #else
 #include <immintrin.h>
 #endif

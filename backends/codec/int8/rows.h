@@ -2,8 +2,8 @@
 // row: codes of kDepth columns at a time, zero behind the end of the row.
 #pragma once
 
-#include "common/int8.h"
-#include "common/weight_stream.h"
+#include "codec/int8/quantize.h"
+#include "gemm/prefetch.h"
 #include "ktk/abi.h"
 
 namespace ktk {

@@ -6,9 +6,9 @@
 #include <stddef.h>
 
 #if defined(__AVX512BW__)
-#include "common/zmm.h"
+#include "simd/zmm.h"
 #else
-#include "common/ymm.h"
+#include "simd/ymm.h"
 #endif
 
 namespace ktk::int4 {

@@ -1,7 +1,7 @@
 // Four products per dword on 512-bit registers with VNNI.
 #pragma once
 
-#include "common/zmm.h"
+#include "simd/zmm.h"
 
 namespace ktk::int4 {
 namespace {

@@ -13,8 +13,8 @@
 // into one L1 set.
 #pragma once
 
-#include "common/int4/layout.h"
-#include "common/int8.h"
+#include "codec/int4/layout.h"
+#include "codec/int8/quantize.h"
 
 namespace ktk::int4 {
 namespace {
@@ -31,6 +31,7 @@ struct Act {
   static constexpr bool kZeroPoints = kWeightsHaveZeros;  // possibly
   static_assert(kGroup % kMaxUnit == 0 && kMaxUnit % 32 == 0);
   static constexpr ktk_format kFormat = {KTK_I8, KTK_F32, KTK_NONE, 1, kGroup};
+  static constexpr uint32_t kKStep = kGroup;  // so that each group is quantized as a whole
 
   static size_t unit_depth(const ktk_matrix* m) {
     return smaller(group_depth(m), smaller(kGroup, kMaxUnit));

@@ -27,6 +27,7 @@
 
 #include <stddef.h>
 
+namespace ktk {
 namespace {
 
 // Not _mm_prefetch: gcc 12 takes a function that only prefetches for one without effect and drops
@@ -178,3 +179,4 @@ struct LinearShare {
 };
 
 }  // namespace
+}  // namespace ktk

@@ -1,4 +1,4 @@
-// The product of the layouts of scaled_layout.h with AMX: bf16 rows, tdpbf16ps for any number of
+// The product of the layouts of layout.h with AMX: bf16 rows, tdpbf16ps for any number of
 // rows.
 //
 //   for each block of 32 columns
@@ -17,8 +17,8 @@
 
 #include <immintrin.h>
 
-#include "common/amx.h"
-#include "common/scaled_zmm.h"
+#include "codec/scaled/zmm.h"
+#include "gemm/amx.h"
 
 namespace ktk {
 namespace {
