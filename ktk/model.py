@@ -11,7 +11,7 @@ from ktk.moe import MoE
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
-    from ktk.checkpoint.load import LayerPlan
+    from ktk.loading.plan import LayerPlan
 
 # Of one layer, or of each.
 Experts = Sequence[int] | Mapping[int, Sequence[int]]
@@ -81,8 +81,9 @@ class Model(Mapping[int, MoE]):
             Memory, or the cgroup's limit, cannot hold the layers. The message has both sizes, and
             what would fit. Nothing was loaded.
         """
-        from ktk.checkpoint.load import announce, load_layers, naming_layer, plan_layer
         from ktk.checkpoint.open import open_checkpoint
+        from ktk.loading.load import announce, load_layers
+        from ktk.loading.plan import naming_layer, plan_layer
         from ktk.progress import Progress
         from ktk.registry import load_backend
 

@@ -168,7 +168,7 @@ class MoE:
             Number of the layer.
         backend : str or Backend, optional
             What computes it. By default the format of the weights decides: see
-            :func:`ktk.checkpoint.default_backend`.
+            :func:`ktk.loading.default_backend`.
         shards : int, optional
             As of :class:`MoE`: by default one per NUMA node.
         **options
@@ -190,7 +190,7 @@ class MoE:
         through some 2-4 GB of file per second and core, beside reading (IQ1 to IQ3: below 1). So
         there is no ``repack`` option.
         """
-        from ktk.checkpoint import load_moe
+        from ktk.loading import load_moe
 
         if shards is not None:
             options["shards"] = shards

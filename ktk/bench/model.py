@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ktk.bench.shapes import Shape
-from ktk.checkpoint import default_backend, open_checkpoint
-from ktk.checkpoint.load import load_layers, plan_layer
+from ktk.checkpoint import open_checkpoint
+from ktk.loading import default_backend
+from ktk.loading.load import load_layers
+from ktk.loading.plan import plan_layer
 from ktk.model import layers_of
 from ktk.system import available_memory
 

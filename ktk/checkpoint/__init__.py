@@ -1,16 +1,13 @@
-"""Reads the routed experts of a model from the files its authors published.
+"""Reads the routed experts of a model: names, stored formats and sizes; no backend is known here.
 
-`families` is the table of naming schemes and `storage` the one of how a matrix is stored under any
-of them; a new family or scheme is a row there. `config` reads sizes, activation function and
-quantisation from config.json, `index` finds and maps tensors, `find` says what rows of the tables
-a `layer` is of, `check` compares it with them, and `experts` reads it.
-`gguf` does the same for GGUF files, and `open` chooses between the two. `default` chooses a backend
-by what is stored, `load` makes layers, and `verify` reads everything to see that it is sound.
+There is a folder for each kind of file: `safetensors`, as model authors publish them, `gguf`, and
+`packed`, what `ktk convert` makes. `open` chooses between them by what `detect` finds. All share
+`config` (what config.json says), `entries` (values of documents that somebody else wrote), `files`
+(bytes of files), `matrix` and `pieces` (what is read). `describe` says what a checkpoint holds, and
+`verify` reads everything to see that it is sound.
 """
 
-from ktk.checkpoint.default import default_backend
 from ktk.checkpoint.describe import Description, describe
-from ktk.checkpoint.load import load_moe
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.verify import Fault, Verification, verify
 
@@ -18,9 +15,7 @@ __all__ = [
     "Description",
     "Fault",
     "Verification",
-    "default_backend",
     "describe",
-    "load_moe",
     "open_checkpoint",
     "verify",
 ]

@@ -11,9 +11,9 @@ import torch
 
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
-from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.matrix import Matrix
 from ktk.checkpoint.pieces import Piece
+from ktk.checkpoint.safetensors.reader import Checkpoint
 from ktk.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def open_checkpoint(path: str | Path) -> OpenCheckpoint:
     """
     check_path(path)
     if is_packed(path):
-        from ktk.packed.read import PackedCheckpoint
+        from ktk.checkpoint.packed.reader import PackedCheckpoint
 
         return PackedCheckpoint(path)
     if is_gguf(path):

@@ -14,11 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ktk.checkpoint import default_backend, open_checkpoint
-from ktk.checkpoint.route import route_of
+from ktk.checkpoint import open_checkpoint
 from ktk.checkpoint.spans import spans
 from ktk.cli.text import plain_table
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
+from ktk.loading import default_backend
+from ktk.loading.route import route_of
 from ktk.registry import backends, load_backend
 from ktk.sizes import size_text
 from ktk.system import available_memory

@@ -12,9 +12,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from ktk.checkpoint.route import summaries
 from ktk.checkpoint.spans import spans
-from ktk.packed.convert import Conversion
+from ktk.conversion.convert import Conversion
+from ktk.loading.route import summaries
 from ktk.progress import Progress
 from ktk.sizes import gigabytes
 

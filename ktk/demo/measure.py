@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ktk.bench.limits import Limits, roofline, variant_units
-from ktk.checkpoint.load import load_layers, plan_layer
 from ktk.checkpoint.open import open_checkpoint
 from ktk.demo.routing import Batch
+from ktk.loading.load import load_layers
+from ktk.loading.plan import plan_layer
 
 if TYPE_CHECKING:
     from ktk.backend import Backend

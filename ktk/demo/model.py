@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ktk.checkpoint.index import INDEX
+from ktk.checkpoint.safetensors.index import INDEX
 
 # Experts of Qwen3-30B-A3B, a quarter of them. All together they are larger than most caches, so
 # that a decode step that takes other experts than the one before reads memory.

@@ -55,8 +55,9 @@ def load_from_path(
     `method` names, where its backend has several formats.
     """
     from ktk.checkpoint.detect import is_packed
-    from ktk.checkpoint.load import announce, load_layers, naming_layer, plan_layer
     from ktk.checkpoint.open import open_checkpoint
+    from ktk.loading.load import announce, load_layers
+    from ktk.loading.plan import naming_layer, plan_layer
 
     if order is not None:
         options["num_experts"] = config.num_experts
@@ -170,7 +171,7 @@ def _check_activation(path: str | Path, asked: dict[str, Any], own: ExpertConfig
 
 def _given(checkpoint: Any, layer: Any) -> Formats:
     """Return what gate, up and down are in the files, before a reader makes anything of them."""
-    from ktk.checkpoint.experts import Checkpoint
+    from ktk.checkpoint.safetensors.reader import Checkpoint
 
     formats = checkpoint.formats(layer)
     gate, up, down = (formats[part].format for part in ("gate", "up", "down"))

@@ -13,9 +13,10 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf_files import FIELDS, E, H, I, Tensor
 
-from ktk.checkpoint import describe, load_moe
+from ktk.checkpoint import describe
 from ktk.checkpoint.gguf import GgufCheckpoint
 from ktk.errors import CheckpointError
+from ktk.loading import load_moe
 
 GATE = "blk.0.ffn_gate_exps.weight"
 DOWN = "blk.0.ffn_down_exps.weight"

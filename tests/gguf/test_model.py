@@ -12,8 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 import ktk
-from ktk.checkpoint import default_backend, open_checkpoint
+from ktk.checkpoint import open_checkpoint
 from ktk.cli import app
+from ktk.loading import default_backend
 
 #: Types of gate, up and down; and the backend that takes them as they are.
 CASES = {

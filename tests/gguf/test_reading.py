@@ -16,10 +16,11 @@ import torch
 from gguf_files import ENCODED, FIELDS, PLAIN, E, H, I, Tensor
 
 from ktk import Format
-from ktk.checkpoint import describe, load_moe
+from ktk.checkpoint import describe
 from ktk.checkpoint.gguf import GgufCheckpoint
 from ktk.checkpoint.gguf.header import open_file
 from ktk.errors import CheckpointFormatError
+from ktk.loading import load_moe
 
 DECODED = (
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "NVFP4", "IQ1_S", "IQ1_M"),

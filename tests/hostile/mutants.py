@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ktk.packed import header as packed_header
+from ktk.checkpoint.packed import header as packed_header
 
 #: What JSON can hold where something else is expected.
 VALUES: tuple[Any, ...] = (

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from ktk import Format
 from ktk.checkpoint import open_checkpoint
-from ktk.packed import convert
+from ktk.conversion import convert
 from ktk.quantize import quantize
 
 E, H, I = 3, 64, 96  # noqa: E741 - the names the table of families uses

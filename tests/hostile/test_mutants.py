@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 import ktk
 from ktk.checkpoint.entries import EntryError
-from ktk.checkpoint.tensor_file import TensorFile
+from ktk.checkpoint.safetensors.tensor_file import TensorFile
 from ktk.errors import CheckpointError
 
 COUNT = int(os.environ.get("KTK_MUTANTS", "200"))

@@ -13,8 +13,8 @@ import torch
 
 import ktk
 from ktk.checkpoint import describe, open_checkpoint
+from ktk.conversion import convert
 from ktk.errors import CheckpointError
-from ktk.packed import convert
 
 
 def refusal(path: str | Path) -> str:

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 import ktk
 from ktk.checkpoint import entries
 from ktk.checkpoint.config import read_config, read_json
+from ktk.checkpoint.packed import header as packed_header
 from ktk.cli.contents import inspect
+from ktk.conversion import convert
 from ktk.errors import CheckpointError
-from ktk.packed import convert
-from ktk.packed import header as packed_header
 
 LAYER = "layer-00000.safetensors"
 

@@ -11,9 +11,9 @@ from ktmoe_buffers import Guarded, wanted
 
 import ktk
 from ktk import KTMoEWrapper
+from ktk.conversion.convert import convert
 from ktk.ktmoe.arguments import warn_once
 from ktk.ktmoe.writers import FORMATS
-from ktk.packed.convert import convert
 
 #: The kind of file that each method names; for "RAWINT4" any groups that the backend has.
 OWN = {

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ktk.packed import convert
+from ktk.conversion import convert
 
 CALLS = ("posix_fallocate", "pwrite", "fsync", "replace")
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import checkpoints as made
 import pytest
 
+from ktk.checkpoint.packed import PackedCheckpoint
+from ktk.checkpoint.packed.folder import file_of
+from ktk.checkpoint.packed.reader import open_layer
+from ktk.conversion import Conversion, convert
 from ktk.errors import CheckpointError
-from ktk.packed import Conversion, PackedCheckpoint, convert
-from ktk.packed.folder import file_of
-from ktk.packed.read import open_layer
 
 SIZES = (3, 128, 512)
 LAYERS = (0, 1, 2)
@@ -240,7 +241,7 @@ def test_files_of_a_writer_that_kept_no_checksum_are_made_again(
         object.__setattr__(layer.header, "read", None)
         return layer
 
-    monkeypatch.setattr("ktk.packed.resume.open_layer", without)
+    monkeypatch.setattr("ktk.conversion.resume.open_layer", without)
     plans = convert(source, output, backend="AMXINT8", resume=True)
     assert not any(plan.done for plan in plans)
 

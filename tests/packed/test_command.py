@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from ktk.cli import app
 from ktk.cli.convert import parse_layers
+from ktk.conversion import convert
 from ktk.errors import BackendNotFound, CheckpointError
-from ktk.packed import convert
 
 runner = CliRunner()
 

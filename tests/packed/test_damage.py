@@ -13,10 +13,10 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import ktk
+from ktk.checkpoint.packed import header as headers
 from ktk.cli.contents import inspect
+from ktk.conversion import convert
 from ktk.errors import BackendNotFound, CheckpointError
-from ktk.packed import convert
-from ktk.packed import header as headers
 
 FILE = "layer-00000.safetensors"
 
@@ -63,7 +63,7 @@ def test_a_truncated_file_is_named(packed: Path, keep: float) -> None:
 @pytest.mark.parametrize("expert", range(made.E))
 def test_a_flipped_bit_is_found_in_any_tensor(packed: Path, name: str, expert: int) -> None:
     path = packed / FILE
-    layout = ktk.packed.PackedCheckpoint(packed).layer(0).header.layout
+    layout = ktk.checkpoint.packed.PackedCheckpoint(packed).layer(0).header.layout
     nbytes = layout.specs[name].nbytes
     at = header_size(path) + layout.offsets[name] + expert * nbytes + nbytes // 3
     data = bytearray(path.read_bytes())

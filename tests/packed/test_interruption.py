@@ -16,9 +16,9 @@ from typing import Any
 import checkpoints as made
 import pytest
 
+from ktk.checkpoint.packed.durable import locked, write_file
+from ktk.conversion import Conversion, convert
 from ktk.errors import CheckpointError
-from ktk.packed import Conversion, convert
-from ktk.packed.durable import locked, write_file
 
 HERE = Path(__file__).parent
 # Calls for two layers of two experts: each file takes its room, is written, synced and renamed,

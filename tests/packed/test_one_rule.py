@@ -14,9 +14,11 @@ from checkpoints import BLOCKS, GROUPS, MX, ROWS, outputs, same_weights
 
 import ktk
 from ktk import Format
-from ktk.checkpoint import load, open_checkpoint
+from ktk.checkpoint import open_checkpoint
+from ktk.conversion import convert
 from ktk.errors import BackendUnsupported, CheckpointError
-from ktk.packed import convert
+from ktk.loading import load
+from ktk.loading.plan import plan_layer
 
 BACKENDS = ("BF16", "AMXINT4", "AMXINT8", "FP8", "MXFP4", "RAWINT4", "LLAMAFILE", "BLIS", "KML")
 SOURCES: dict[str, Format | None] = {
@@ -64,7 +66,7 @@ def test_loading_makes_what_converting_and_loading_makes(
     assert same_weights(direct, converted)
     assert torch.equal(outputs(direct), outputs(converted))
     with open_checkpoint(path) as checkpoint:
-        route = load.plan_layer(checkpoint, 0, direct.backend, None, None, {}).route
+        route = plan_layer(checkpoint, 0, direct.backend, None, None, {}).route
     assert route.how == plan.encoder.how
 
 
@@ -165,7 +167,7 @@ def test_requantising_holds_few_experts(tmp_path: Path) -> None:
     """Memory of the process: the packed layer is 25 MB, the floats between 101."""
     path = made.write(tmp_path, BLOCKS, sizes=(32, 256, 1024))
     with open_checkpoint(path) as checkpoint:
-        plan = load.plan_layer(checkpoint, 0, ktk.load_backend("AMXINT8"), None, None, {})
+        plan = plan_layer(checkpoint, 0, ktk.load_backend("AMXINT8"), None, None, {})
         assert "decoded" in plan.route.how
         begin, seen = own_memory(), []
         moe = load.load_layers(checkpoint, [plan], lambda _: seen.append(own_memory()))[0]

@@ -19,8 +19,8 @@ import ktk
 from ktk import Format
 from ktk.checkpoint import describe, open_checkpoint
 from ktk.cli.contents import inspect
+from ktk.conversion import Conversion, convert
 from ktk.errors import CheckpointFormatError
-from ktk.packed import Conversion, convert
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,7 +13,7 @@ import pytest
 from checkpoints import BLOCKS
 
 import ktk
-from ktk.packed import convert
+from ktk.conversion import convert
 
 TOOLS = Path(__file__).parents[2] / "tools"
 

@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 import ktk
 from ktk.checkpoint import verify
+from ktk.checkpoint.packed import PackedCheckpoint
 from ktk.cli import app
+from ktk.conversion import convert
 from ktk.ggml import FLOATS, not_finite
-from ktk.packed import PackedCheckpoint, convert
 from ktk.testing import ggml
 
 FILE = "layer-00000.safetensors"

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from ktk import Format
-from ktk.checkpoint.experts import Checkpoint
+from ktk.checkpoint.safetensors.reader import Checkpoint
 from ktk.testing import formats
 
 E, H, I = 2, 192, 160  # noqa: E741 - the names the table of families uses

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import save_file
 
 from ktk import Format
-from ktk.checkpoint import describe, load_moe
+from ktk.checkpoint import describe
 from ktk.checkpoint.config import read_config
-from ktk.checkpoint.experts import Checkpoint
-from ktk.checkpoint.families import FAMILIES
+from ktk.checkpoint.safetensors.families import FAMILIES
+from ktk.checkpoint.safetensors.reader import Checkpoint
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
+from ktk.loading import load_moe
 
 E, K, H, I = 3, 2, 20, 12  # noqa: E741 - the names the table uses
 CONFIG: dict[str, Any] = {

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 
 import ktk
 from ktk import Format
-from ktk.checkpoint import default, default_backend, open_checkpoint
+from ktk.checkpoint import open_checkpoint
 from ktk.errors import BackendNotFound, CheckpointFormatError
+from ktk.loading import default, default_backend
 from ktk.quantize import Quantized, quantize
 
 E, H, I = 2, 256, 128  # noqa: E741 - the names the table of families uses

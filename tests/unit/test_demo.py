@@ -16,7 +16,7 @@ import ktk
 import ktk.demo.measure
 from ktk.bench.limits import Limits
 from ktk.checkpoint.config import read_config
-from ktk.checkpoint.experts import Checkpoint
+from ktk.checkpoint.safetensors.reader import Checkpoint
 from ktk.demo import model, run_demo
 from ktk.demo.reference import reference
 from ktk.demo.report import print_json, print_report

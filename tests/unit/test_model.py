@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 
 import ktk
-from ktk.checkpoint import load
 from ktk.errors import CheckpointError
+from ktk.loading import load
 
 E, K, H, I = 4, 2, 64, 32  # noqa: E741 - the names the table of families uses
 LAYERS = (1, 2, 3)

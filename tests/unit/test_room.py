@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 import ktk
 from ktk import system
-from ktk.checkpoint import room
 from ktk.cli import app
 from ktk.ktmoe import KTMoEWrapper
+from ktk.loading import room
 
 E, K, H, I = 4, 2, 256, 512  # noqa: E741 - the names the table of families uses
 LAYERS = 3

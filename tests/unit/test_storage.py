@@ -40,7 +40,7 @@ from schemes import (
 
 from ktk import Format, MoE
 from ktk.checkpoint import describe
-from ktk.checkpoint.experts import Checkpoint
+from ktk.checkpoint.safetensors.reader import Checkpoint
 from ktk.errors import CheckpointError
 from ktk.testing import formats
 

@@ -27,8 +27,8 @@ from schemes import (
 )
 
 from ktk import Format
-from ktk.checkpoint.experts import Checkpoint
 from ktk.checkpoint.quantization import read_quantization
+from ktk.checkpoint.safetensors.reader import Checkpoint
 from ktk.errors import CheckpointError
 
 DOWN1 = NAMES["down"].format(e=1)

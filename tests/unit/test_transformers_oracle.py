@@ -18,7 +18,7 @@ import torch
 
 import ktk
 from ktk.checkpoint import describe
-from ktk.checkpoint.experts import Checkpoint
+from ktk.checkpoint.safetensors.reader import Checkpoint
 
 transformers = pytest.importorskip("transformers")
 

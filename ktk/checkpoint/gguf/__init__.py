@@ -6,7 +6,7 @@ a layer, `experts` reads them.
 """
 
 from ktk.checkpoint.gguf.blocks import Blocks
-from ktk.checkpoint.gguf.experts import GgufCheckpoint
 from ktk.checkpoint.gguf.layout import GgufLayer
+from ktk.checkpoint.gguf.reader import GgufCheckpoint
 
 __all__ = ["Blocks", "GgufCheckpoint", "GgufLayer"]

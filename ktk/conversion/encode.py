@@ -10,12 +10,12 @@ import torch
 
 from ktk import _core
 from ktk._core import Format
-from ktk.checkpoint.load import naming_layer
 from ktk.checkpoint.matrix import Matrix
-from ktk.checkpoint.route import Choose, Route, checked, chooser, matrices, route_of, takes
+from ktk.checkpoint.packed.layout import PARTS, Layout
 from ktk.errors import CheckpointError
 from ktk.formats import same_format
-from ktk.packed.layout import PARTS, Layout
+from ktk.loading.plan import naming_layer
+from ktk.loading.route import Choose, Route, checked, chooser, matrices, route_of, takes
 from ktk.quantize import Quantized, from_bytes
 
 if TYPE_CHECKING:

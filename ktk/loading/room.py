@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from ktk.checkpoint.open import OpenCheckpoint
-from ktk.checkpoint.route import route_of
 from ktk.checkpoint.spans import spans
 from ktk.errors import BackendError, CheckpointFormatError, CheckpointTooLarge
+from ktk.loading.plan import LayerPlan
+from ktk.loading.route import route_of
 from ktk.registry import backends, load_backend
 from ktk.sizes import size_text
 from ktk.system import available_memory
-
-if TYPE_CHECKING:
-    from ktk.checkpoint.load import LayerPlan
 
 # Experts that are in memory beside what is packed, one of them being read; as f32 at worst.
 _BESIDE = 2

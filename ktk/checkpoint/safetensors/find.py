@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.families import FAMILIES, PREFIXES, Stored
-from ktk.checkpoint.index import TensorIndex
-from ktk.checkpoint.layer import Layer, first_part, is_bias, weight_parts
+from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Stored
+from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.checkpoint.safetensors.names import Layer, first_part, is_bias, weight_parts
+from ktk.checkpoint.safetensors.storage import SCHEMES, Scheme
 from ktk.checkpoint.spans import spans
-from ktk.checkpoint.storage import SCHEMES, Scheme
 from ktk.errors import CheckpointError
 
 # Names that are listed where none is known.

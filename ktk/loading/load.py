@@ -6,59 +6,18 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ktk.checkpoint.default import default_backend
+from ktk.backend import Backend
 from ktk.checkpoint.open import OpenCheckpoint, open_checkpoint
-from ktk.checkpoint.room import check_room
-from ktk.checkpoint.route import Route, chooser, format_named_by, route_of, summaries
-from ktk.errors import BackendError, CheckpointError
+from ktk.loading.plan import LayerPlan, naming_layer, plan_layer
+from ktk.loading.room import check_room
+from ktk.loading.route import summaries
+from ktk.moe import MoE
 from ktk.registry import load_backend
 
-if TYPE_CHECKING:
-    from ktk.backend import Backend
-    from ktk.moe import MoE
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """What is to be loaded for one layer, checked without reading it.
-
-    Attributes
-    ----------
-    number
-        Of the layer.
-    backend
-        What computes it.
-    arguments
-        For `Backend.moe`.
-    slots
-        Which expert of the checkpoint goes to which slot.
-    route
-        How experts get from the files into the backend.
-    expert_nbytes
-        Bytes of one expert in the files.
-    """
-
-    number: int
-    backend: Backend
-    arguments: dict[str, Any]
-    slots: dict[int, int]
-    route: Route
-    expert_nbytes: int
-
-    def make(self) -> MoE:
-        """Return the layer without its experts."""
-        moe = self.backend.moe(**self.arguments)
-        for slot in range(self.arguments["num_experts"]):
-            if slot not in self.slots:
-                moe.leave_out(slot)
-        return moe
 
 
 def load_moe(
@@ -85,7 +44,7 @@ def load_moe(
         Number of the layer in the model.
     backend
         A backend or its name. Default: the one that the format of the weights implies, see
-        `ktk.checkpoint.default_backend`.
+        `ktk.loading.default_backend`.
     experts
         The slots to load; the others take no memory and contribute nothing. Default: all.
     physical_to_logical_map
@@ -124,35 +83,6 @@ def announce(path: str | Path, plans: Sequence[LayerPlan]) -> None:
         warn = again and (str(path), what) not in _said
         _said.add((str(path), what))
         _log.log(logging.WARNING if warn else logging.INFO, "%s, %s", path, line)
-
-
-def plan_layer(
-    checkpoint: OpenCheckpoint,
-    number: int,
-    backend: str | Backend | None,
-    experts: Sequence[int] | None,
-    physical_to_logical_map: Sequence[int] | None,
-    options: dict[str, Any],
-) -> LayerPlan:
-    """Check that a layer can be loaded; parameters as of `load_moe`."""
-    found = checkpoint.layer(number)
-    config = checkpoint.config_of(found)
-    size = {"num_experts": config.num_experts}
-    if physical_to_logical_map is not None and "num_experts" in options:
-        options = dict(options)
-        size["num_experts"] = operator.index(options.pop("num_experts"))
-    slots = _slots(config.num_experts, size["num_experts"], experts, physical_to_logical_map)
-    chosen = load_backend(backend) if isinstance(backend, str) else backend
-    chosen = chosen or default_backend(checkpoint, found)
-    choose = chooser(chosen, options.get("weight_format"), format_named_by(backend))
-    return LayerPlan(
-        number=number,
-        backend=chosen,
-        arguments=config.arguments(**options) | size,
-        slots=slots,
-        route=route_of(checkpoint, found, chosen, choose),
-        expert_nbytes=checkpoint.nbytes(found) // config.num_experts,
-    )
 
 
 def load_layers(
@@ -197,20 +127,6 @@ def load_layers(
     return loaded
 
 
-@contextmanager
-def naming_layer(number: int) -> Iterator[None]:
-    """Put the layer's number before the message of an error that ktk foresaw."""
-    try:
-        yield
-    except BackendError as error:
-        named = f"layer {number}: {error}"
-        raise type(error)(named, brief=error.brief, advice=error.advice) from error
-    except CheckpointError as error:
-        raise type(error)(f"layer {number}: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"layer {number}: {error}") from error
-
-
 def _read_ahead(checkpoint: OpenCheckpoint, plans: Iterable[LayerPlan]) -> Iterator[dict[str, Any]]:
     """Read all experts in the order they are packed in. This runs in the reading thread."""
     for plan in plans:
@@ -221,19 +137,3 @@ def _read_ahead(checkpoint: OpenCheckpoint, plans: Iterable[LayerPlan]) -> Itera
 
 def _read(plan: LayerPlan, expert: int) -> dict[str, Any]:
     return dict(plan.route.expert(expert))
-
-
-def _slots(
-    count: int, slots: int, experts: Sequence[int] | None, logical: Sequence[int] | None
-) -> dict[int, int]:
-    """Return which of the checkpoint's `count` experts goes to which of the slots."""
-    wanted = list(range(slots)) if experts is None else [operator.index(slot) for slot in experts]
-    of_slot = list(range(count)) if logical is None else [operator.index(e) for e in logical]
-    if len(of_slot) != slots:
-        raise ValueError(f"physical_to_logical_map has {len(of_slot)} entries, expected {slots}")
-    ranges = (("experts", wanted, slots), ("physical_to_logical_map", of_slot, count))
-    for name, values, end in ranges:
-        bad = [value for value in values if not 0 <= value < end]
-        if bad:
-            raise ValueError(f"{name} has {bad[0]}, expected 0 <= expert < {end}")
-    return {slot: of_slot[slot] for slot in wanted}

@@ -8,6 +8,7 @@ layer-00003.safetensors     the experts of layer 3
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from typing import Any
 from ktk.checkpoint.config import read_json
 from ktk.checkpoint.detect import PACKED_INDEX
 from ktk.checkpoint.entries import EntryError, integer, integers, items, table, text
+from ktk.checkpoint.packed.durable import write_file
+from ktk.checkpoint.packed.header import LAST_LAYER, VERSION
 from ktk.errors import CheckpointError
-from ktk.packed.durable import write_file
-from ktk.packed.header import LAST_LAYER, VERSION
-from ktk.packed.stamps import Stamps
 
 # No model has a tenth of that; a number keeps damage from taking minutes.
 _MOST_LAYERS = 10_000
 # Times in ns, inodes.
 _ANY = (1 << 64) - 1
+
+# Size, times of the last change of content and of inode in ns, inode; by name of the file.
+Stamps = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import xxhash
 
 from ktk.checkpoint.detect import is_packed
 from ktk.checkpoint.open import OpenCheckpoint
+from ktk.checkpoint.packed.durable import LOCK, TEMPORARY
+from ktk.checkpoint.packed.folder import Index, read_index
+from ktk.checkpoint.packed.header import Header
+from ktk.checkpoint.packed.reader import DamagedLayer, PackedLayer, open_layer, verify
 from ktk.checkpoint.pieces import digest
+from ktk.conversion.stamps import changed
 from ktk.errors import CheckpointError
-from ktk.packed.durable import LOCK, TEMPORARY
-from ktk.packed.folder import Index, read_index
-from ktk.packed.header import Header
-from ktk.packed.read import DamagedLayer, PackedLayer, open_layer, verify
-from ktk.packed.stamps import changed
 
 logger = logging.getLogger(__name__)
 

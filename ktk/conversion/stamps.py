@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
+from ktk.checkpoint.packed.folder import Stamps
 from ktk.errors import CheckpointError
-
-# Size, times of the last change of content and of inode in ns, inode; by name of the file.
-Stamps = Mapping[str, tuple[int, ...]]
 
 # Kernels before 6.13 take times from a clock that ticks a hundred times a second at worst: a file
 # that was written in this tick may be written again and keep its stamp.

@@ -8,8 +8,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ktk.checkpoint.open import OpenCheckpoint
-from ktk.checkpoint.route import route_of
 from ktk.errors import BackendError, CheckpointFormatError
+from ktk.loading.route import route_of
 from ktk.registry import backends, load_backend
 
 if TYPE_CHECKING:

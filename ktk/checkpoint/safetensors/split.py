@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ktk.checkpoint.families import Stored
-from ktk.checkpoint.storage import StorageError
+from ktk.checkpoint.safetensors.families import Stored
+from ktk.checkpoint.safetensors.storage import StorageError
 from ktk.quantize import Quantized
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ktk.packed.durable import PendingFile
-from ktk.packed.header import Header, checksum, to_bytes
+from ktk.checkpoint.packed.durable import PendingFile
+from ktk.checkpoint.packed.header import Header, checksum, to_bytes
 
 
 class LayerWriter:

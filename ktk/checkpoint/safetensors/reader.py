@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ktk._core import Format
-from ktk.checkpoint.check import Checker
 from ktk.checkpoint.config import ExpertConfig, read_config
-from ktk.checkpoint.families import Stored
-from ktk.checkpoint.find import Finder
-from ktk.checkpoint.index import TensorIndex
-from ktk.checkpoint.layer import Layer, is_bias, weight_parts
 from ktk.checkpoint.matrix import Matrix
 from ktk.checkpoint.pieces import ELEMENTS, Piece, flat
-from ktk.checkpoint.split import split_matrix, split_tensor
-from ktk.checkpoint.storage import PLAIN, StorageError
+from ktk.checkpoint.safetensors.check import Checker
+from ktk.checkpoint.safetensors.families import Stored
+from ktk.checkpoint.safetensors.find import Finder
+from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.checkpoint.safetensors.names import Layer, is_bias, weight_parts
+from ktk.checkpoint.safetensors.split import split_matrix, split_tensor
+from ktk.checkpoint.safetensors.storage import PLAIN, StorageError
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.quantize import Quantized
 

@@ -20,17 +20,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ktk.checkpoint.open import open_checkpoint
+from ktk.checkpoint.packed.durable import locked, remove_temporaries, write_file
+from ktk.checkpoint.packed.folder import Index, file_of, write_index
+from ktk.checkpoint.packed.header import Header
+from ktk.checkpoint.packed.write import LayerWriter, file_size
 from ktk.checkpoint.pieces import digest
-from ktk.checkpoint.route import format_named_by
+from ktk.conversion.encode import Encoder, plan_layer
+from ktk.conversion.fingerprint import fingerprint
+from ktk.conversion.resume import is_current, joined, merged, read_of, whole
+from ktk.conversion.stamps import SourceChange, changed, stamps_of
 from ktk.errors import CheckpointError
-from ktk.packed.durable import locked, remove_temporaries, write_file
-from ktk.packed.encode import Encoder, plan_layer
-from ktk.packed.fingerprint import fingerprint
-from ktk.packed.folder import Index, file_of, write_index
-from ktk.packed.header import Header
-from ktk.packed.resume import is_current, joined, merged, read_of, whole
-from ktk.packed.stamps import SourceChange, changed, stamps_of
-from ktk.packed.write import LayerWriter, file_size
+from ktk.loading.route import format_named_by
 from ktk.registry import load_backend
 from ktk.sizes import gigabytes
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
-from ktk.checkpoint.index import TensorIndex
-from ktk.checkpoint.layer import Layer, is_bias
-from ktk.checkpoint.storage import PLAIN, Part
-from ktk.checkpoint.surplus import by_layer, surplus
+from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.checkpoint.safetensors.names import Layer, is_bias
+from ktk.checkpoint.safetensors.storage import PLAIN, Part
+from ktk.checkpoint.safetensors.surplus import by_layer, surplus
 from ktk.errors import CheckpointError
 
 

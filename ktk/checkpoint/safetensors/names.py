@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.families import Family
-from ktk.checkpoint.storage import PLAIN, Layout, Scheme
+from ktk.checkpoint.safetensors.families import Family
+from ktk.checkpoint.safetensors.storage import PLAIN, Layout, Scheme
 
 
 @dataclass(frozen=True)

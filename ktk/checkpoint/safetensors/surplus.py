@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable
 from functools import cache
 
-from ktk.checkpoint.families import FAMILIES, PREFIXES
+from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES
 
 # What quantised activations are made with, since ktk encodes activations its own way; and what the
 # router adds to its scores.

@@ -16,14 +16,14 @@ from ktk.checkpoint.detect import PACKED_INDEX
 from ktk.checkpoint.entries import EntryError
 from ktk.checkpoint.files import MissingFile
 from ktk.checkpoint.matrix import Matrix
+from ktk.checkpoint.packed.folder import file_of, read_index
+from ktk.checkpoint.packed.header import Header, HeaderDamage, HeaderError, checksum, from_metadata
+from ktk.checkpoint.packed.layout import PARTS, Layout, extents, is_blocks
+from ktk.checkpoint.packed.write import bytes_of, file_size
 from ktk.checkpoint.pieces import Piece, flat
-from ktk.checkpoint.tensor_file import TensorFile
+from ktk.checkpoint.safetensors.tensor_file import TensorFile
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.formats import same_format
-from ktk.packed.folder import file_of, read_index
-from ktk.packed.header import Header, HeaderDamage, HeaderError, checksum, from_metadata
-from ktk.packed.layout import PARTS, Layout, extents, is_blocks
-from ktk.packed.write import bytes_of, file_size
 from ktk.quantize import Quantized
 
 if TYPE_CHECKING:

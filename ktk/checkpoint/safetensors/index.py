@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ktk.checkpoint.config import read_json
 from ktk.checkpoint.entries import EntryError, table, text
 from ktk.checkpoint.files import MissingFile
-from ktk.checkpoint.tensor_file import TensorFile, TensorInfo
+from ktk.checkpoint.safetensors.tensor_file import TensorFile, TensorInfo
 from ktk.errors import CheckpointError
 
 if TYPE_CHECKING:
