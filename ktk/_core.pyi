@@ -102,6 +102,15 @@ class Format:
         Elements that fill whole bytes together, and these bytes; (0, 0) if ktk knows none.
         """
 
+    def groups(self, n: int, k: int) -> tuple[int, int]:
+        """Groups of an n x k matrix: the shape of its scales and zero points."""
+
+    def same_as(self, other: Format, n: int, k: int) -> bool:
+        """
+        Whether two formats mean the same bytes for an n x k matrix: a group that is at least
+        as long as the extent is the whole of it.
+        """
+
     def __eq__(self, arg: object, /) -> bool: ...
 
     def __hash__(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Names of formats, and what the groups of a format mean for a matrix of a size."""
+"""Names of formats."""
 
 from __future__ import annotations
 
@@ -80,20 +80,3 @@ def _of_words(element: str, words: list[str]) -> Format:
 
 def _extent(text: str) -> int:
     return int(text) if text.isdigit() else 0
-
-
-def groups(fmt: Format, n: int, k: int) -> tuple[int, int]:
-    """Groups of an n x k matrix: the shape of its scales and zero points."""
-    return -(-n // (fmt.group_n or n)), -(-k // (fmt.group_k or k))
-
-
-def same_format(a: Format, b: Format, n: int, k: int) -> bool:
-    """Whether two formats mean the same bytes for an n x k matrix."""
-    if (a.element, a.scale, a.zero) != (b.element, b.scale, b.zero):
-        return False
-    return (a.scale == a.zero == "none") or _extents(a, n, k) == _extents(b, n, k)
-
-
-def _extents(fmt: Format, n: int, k: int) -> tuple[int, int]:
-    """Rows and columns that a whole group spans."""
-    return min(fmt.group_n or n, n), min(fmt.group_k or k, k)

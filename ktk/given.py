@@ -9,7 +9,7 @@ from typing import Any
 
 from ktk._core import Format
 from ktk.arrays import Array, is_tensor, readable
-from ktk.formats import format_named, groups, label, same_format
+from ktk.formats import format_named, label
 
 #: Elements of the dtypes of torch; a byte may hold many things, and tells none.
 _WIDE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "i8"}
@@ -147,10 +147,10 @@ def _find(
     fitting: list[Format] = []
     for fmt in mine:
         fits = all(
-            _holds(f"{name}_{what}", array, wanted, groups(fmt, n, k))
+            _holds(f"{name}_{what}", array, wanted, fmt.groups(n, k))
             for what, array, wanted in (("scale", scale, fmt.scale), ("zero", zero, fmt.zero))
         )
-        if fits and not any(same_format(fmt, other, n, k) for other in fitting):
+        if fits and not any(fmt.same_as(other, n, k) for other in fitting):
             fitting.append(fmt)
     if len(fitting) == 1:
         return fitting[0]
@@ -166,7 +166,7 @@ def _find(
             f"{backend} does not take {element} for {name}; it takes {_listed(accepts)}. "
             "Floats can be made by ktk.quantize.Quantized(format, data, scale).dequantize()"
         )
-    shapes = (f"{fmt}, which is scales {list(groups(fmt, n, k))}" for fmt in mine)
+    shapes = (f"{fmt}, which is scales {list(fmt.groups(n, k))}" for fmt in mine)
     raise ValueError(
         f"{name} is {element} {[n, k]} with scales {_described(scale)}"
         f"{'' if zero is None else f' and zero points {_described(zero)}'}, but {backend} takes "

@@ -13,7 +13,6 @@ from ktk._core import Format
 from ktk.checkpoint.matrix import Matrix
 from ktk.checkpoint.packed.layout import PARTS, Layout
 from ktk.errors import CheckpointError
-from ktk.formats import same_format
 from ktk.loading.plan import naming_layer
 from ktk.loading.route import Choose, Route, checked, chooser, matrices, route_of, takes
 from ktk.quantize import Quantized, from_bytes
@@ -81,7 +80,7 @@ class Encoder:
 
     def _encode(self, part: str, expert: int, given: Quantized) -> Quantized:
         here, stored = self.route.given[part], self.route.stored[part]
-        if same_format(given.format, stored, here.n, here.k):
+        if given.format.same_as(stored, here.n, here.k):
             return given
         if _exports(self.backend) and takes(self.backend, here, stored):
             arrays: Any = (given.data, given.scale, given.zero)

@@ -17,7 +17,6 @@ from ktk.aliases import find_alias
 from ktk.checkpoint.matrix import Matrix
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError, CheckpointFormatError
-from ktk.formats import same_format
 from ktk.quantize import Quantized, quantize
 from ktk.registry import backends
 
@@ -115,7 +114,7 @@ class Route:
 
     def _changes(self, part: str, before: Mapping[str, Matrix], after: Format) -> bool:
         one = before[part]
-        return not same_format(one.format, after, one.n, one.k)
+        return not one.format.same_as(after, one.n, one.k)
 
     def _takes(self, part: str) -> bool:
         return takes(self.backend, self.given[part], self.stored[part])

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "moe/pipeline.h"
+#include "ops/select.h"
+
 namespace ktk {
 namespace {
 
@@ -146,13 +149,7 @@ void Layer::forward(const Request& request) {
   merged.skip = skip;
   if (!weights_) {
     // Nothing is loaded and nothing is wanted: an all-zero result needs no pipeline.
-    const Rows& out = request.out;
-    const size_t bytes = element_bits(out.type) / 8;
-    for (size_t token = 0; token < request.choice.tokens; ++token) {
-      char* row = static_cast<char*>(out.data) + token * out.stride * bytes;
-      std::fill_n(row, config_.hidden * bytes, char{0});
-    }
-    return;
+    return request.out.clear(0, request.choice.tokens, config_.hidden);
   }
   ktk::forward(*engine_, config_, variant_, *weights_, merged);
 }

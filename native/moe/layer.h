@@ -9,7 +9,7 @@
 
 #include "moe/config.h"
 #include "moe/engine.h"
-#include "moe/pipeline.h"
+#include "moe/request.h"
 #include "moe/table.h"
 #include "moe/weights.h"
 

@@ -17,11 +17,10 @@
 #include <cstring>
 
 #include "moe/plan.h"
+#include "ops/select.h"
 
 namespace ktk {
 namespace {
-
-size_t element_bytes(const Rows& rows) { return element_bits(rows.type) / 8; }
 
 class ChunkRun {
  public:
@@ -44,7 +43,7 @@ class ChunkRun {
   void run(size_t begin, size_t end) {
     begin_ = begin;
     route_.build(request_.choice, begin, end, config_.num_experts, request_.skip);
-    if (route_.active.empty()) return write_zeros(end - begin);
+    if (route_.active.empty()) return request_.out.clear(begin, end, config_.hidden);
     plan_.make(route_, end - begin, engine_.pool.size());
     shared_ = engine_.scratch.shared(plan_.shared_bytes);
     for (std::atomic<size_t>& next : next_gate_up_) next = 0;
@@ -55,22 +54,6 @@ class ChunkRun {
   }
 
  private:
-  const char* hidden_row(size_t token) const {
-    const Rows& rows = request_.hidden;
-    return static_cast<const char*>(rows.data) +
-           (begin_ + token) * rows.stride * element_bytes(rows);
-  }
-  char* out_row(size_t token) const {
-    const Rows& rows = request_.out;
-    return static_cast<char*>(rows.data) + (begin_ + token) * rows.stride * element_bytes(rows);
-  }
-
-  void write_zeros(size_t tokens) {
-    for (size_t token = 0; token < tokens; ++token) {
-      std::memset(out_row(token), 0, config_.hidden * element_bytes(request_.out));
-    }
-  }
-
   // Encoded tokens, for gate (0) or up (1).
   char* x(size_t act, char* own) const {
     return plan_.private_x ? own + plan_.own.x[act] : shared_ + plan_.x[act];
@@ -136,7 +119,7 @@ class ChunkRun {
     const Parts<ktk_matrix>& matrix = slices_[0].matrix;
     float* row = reinterpret_cast<float*>(own + plan_.own.row);
     for (size_t token = first; token < last; ++token) {
-      ops_.to_f32(hidden_row(token), request_.hidden.type, config_.hidden, row);
+      ops_.to_f32(request_.hidden.at(begin_ + token), request_.hidden.type, config_.hidden, row);
       for (size_t i = 0; i < plan_.num_acts; ++i) {
         const size_t stride = plan_.x_strides[i];
         variant_.pack_act(i == 0 ? &matrix.gate : &matrix.up, 1, 0, config_.hidden, row,
@@ -223,7 +206,7 @@ class ChunkRun {
                     columns * sizeof(float));
       } else {
         ops_.from_f32(from, request_.out.type, columns,
-                      out_row(token) + task.begin * element_bytes(request_.out));
+                      request_.out.at(begin_ + token, task.begin));
       }
     }
   }
@@ -278,7 +261,7 @@ class ChunkRun {
       if (token >= plan_.tokens) return;
       std::memcpy(row, partial(0) + token * width, width * sizeof(float));
       for (size_t s = 1; s < shards_.size(); ++s) ops_.add(partial(s) + token * width, width, row);
-      ops_.from_f32(row, request_.out.type, width, out_row(token));
+      ops_.from_f32(row, request_.out.type, width, request_.out.at(begin_ + token));
     }
   }
 

@@ -5,6 +5,7 @@
 
 #include "core/cpu.h"
 #include "core/size.h"
+#include "format/format.h"
 #include "moe/table_check.h"
 
 namespace ktk {
@@ -69,8 +70,6 @@ size_t check_bytes(const Variant& variant, const char* function, const ktk_matri
   if (bytes > kMostBytes) refuse_size(says + ", which");
   throw std::runtime_error(says + "; expected a positive multiple of " + std::to_string(step));
 }
-
-uint32_t normal_group(uint32_t group, size_t extent) { return group == extent ? 0 : group; }
 
 std::string join(const std::vector<std::string>& parts, const char* between = ", ") {
   std::string text;
@@ -200,24 +199,6 @@ const ktk_format& BackendTable::stored(const ktk_format& given, const ktk_format
   throw std::invalid_argument(name + " does not take weights in " + describe(given) +
                               (wanted ? " to store them as " + describe(*wanted) : "") +
                               "; it takes " + join(known, "; "));
-}
-
-bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k) {
-  if (a.element != b.element || a.scale != b.scale || a.zero != b.zero) return false;
-  if (a.scale == KTK_NONE && a.zero == KTK_NONE) return true;  // groups mean nothing
-  return normal_group(a.group_n, n) == normal_group(b.group_n, n) &&
-         normal_group(a.group_k, k) == normal_group(b.group_k, k);
-}
-
-std::string describe(const ktk_format& format) {
-  std::string text = element_name(format.element);
-  if (format.scale == KTK_NONE && format.zero == KTK_NONE) return text;
-  const auto group = [](uint32_t extent, const char* whole) {
-    return extent ? std::to_string(extent) : std::string(whole);
-  };
-  text += " with " + element_name(format.scale) + " scales";
-  if (format.zero != KTK_NONE) text += " and " + element_name(format.zero) + " zero points";
-  return text + " per " + group(format.group_n, "n") + " x " + group(format.group_k, "k");
 }
 
 }  // namespace ktk

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "ktk/abi.h"
-#include "moe/elements.h"
 
 namespace ktk {
 
@@ -69,10 +68,5 @@ struct BackendTable : std::enable_shared_from_this<BackendTable> {
   const ktk_format& stored(const ktk_format& given, const ktk_format* wanted, size_t n,
                            size_t k) const;
 };
-
-// Whether two formats mean the same for a matrix of n x k.
-bool same_format(const ktk_format& a, const ktk_format& b, size_t n, size_t k);
-// "i8 with f32 scales per 1 x 128", for messages.
-std::string describe(const ktk_format& format);
 
 }  // namespace ktk

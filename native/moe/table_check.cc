@@ -4,7 +4,7 @@
 #include <initializer_list>
 #include <stdexcept>
 
-#include "moe/elements.h"
+#include "format/elements.h"
 #include "moe/table.h"
 
 namespace ktk {

@@ -5,6 +5,7 @@
 #include <exception>
 
 #include "core/size.h"
+#include "format/elements.h"
 
 namespace ktk {
 

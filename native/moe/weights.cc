@@ -6,7 +6,9 @@
 
 #include "core/size.h"
 #include "core/worker_pool.h"
-#include "moe/pipeline.h"
+#include "format/elements.h"
+#include "format/format.h"
+#include "ops/select.h"
 
 namespace ktk {
 namespace {
@@ -30,10 +32,6 @@ ktk_source view(const ktk_source& source, size_t row, size_t col) {
   move(part.scale, source.scale_stride, group_row, f.scale, group_col);
   move(part.zero, source.zero_stride, group_row, f.zero, group_col);
   return part;
-}
-
-bool has_groups(const ktk_format& format) {
-  return format.scale != KTK_NONE || format.zero != KTK_NONE;
 }
 
 // Columns of a whole block; the group of ggml's types is their block.

@@ -4,7 +4,6 @@
 #include <new>
 
 #include "core/size.h"
-#include "moe/table.h"
 
 namespace ktk {
 namespace {

@@ -9,6 +9,8 @@
 #include <tuple>
 
 #include "core/cpu.h"
+#include "format/elements.h"
+#include "format/format.h"
 #include "moe/table.h"
 #include "python/arguments.h"
 #include "python/bind.h"
@@ -83,6 +85,16 @@ void bind_format(nb::module_& m) {
             return std::make_pair(block.columns, block.bytes);
           },
           "Elements that fill whole bytes together, and these bytes; (0, 0) if ktk knows none.")
+      .def(
+          "groups",
+          [](const ktk_format& f, size_t n, size_t k) {
+            const SourceShape shape = source_shape(f, n, k);
+            return std::make_pair(shape.groups_n, shape.groups_k);
+          },
+          "n"_a, "k"_a, "Groups of an n x k matrix: the shape of its scales and zero points.")
+      .def("same_as", &same_format, "other"_a, "n"_a, "k"_a,
+           "Whether two formats mean the same bytes for an n x k matrix: a group that is at least\n"
+           "as long as the extent is the whole of it.")
       .def(
           "__eq__",
           [](const ktk_format& a, nb::object b) {

@@ -12,6 +12,7 @@
 #include "moe/activation.h"
 #include "moe/layer.h"
 #include "moe/ticket.h"
+#include "ops/select.h"
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/source.h"

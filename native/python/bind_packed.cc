@@ -14,6 +14,8 @@
 
 #include "core/guarded.h"
 #include "core/size.h"
+#include "format/elements.h"
+#include "format/format.h"
 #include "moe/table.h"
 #include "python/arguments.h"
 #include "python/bind.h"
@@ -85,10 +87,10 @@ class PackedMatrix {
       throw nb::value_error((table_->name + " cannot export weights").c_str());
     }
     const ktk_format& f = matrix_.format;
-    const size_t groups_n = groups_of(n(), f.group_n), groups_k = groups_of(k(), f.group_k);
-    auto data = new_bytes(n(), block_of(f.element).bytes_of(k()));
-    auto scale = new_bytes(groups_n, groups_k * element_bits(f.scale) / 8);
-    auto zero = new_bytes(groups_n, groups_k * element_bits(f.zero) / 8);
+    const SourceShape shape = source_shape(f, n(), k());
+    auto data = new_bytes(n(), shape.data_bytes);
+    auto scale = new_bytes(shape.groups_n, shape.scale_bytes);
+    auto zero = new_bytes(shape.groups_n, shape.zero_bytes);
     const Lent codes = output(data.nbytes(), 1);
     const Lent scales = output(scale.nbytes(), 1);
     const Lent zeros = output(zero.nbytes(), 1);
@@ -206,18 +208,16 @@ class PackedMatrix {
 
   void pack(ktk_source source, size_t n_begin, size_t n_end) {
     std::vector<Guarded> keep;
-    const ktk_format& f = source.format;
-    const size_t scales = groups_of(n(), f.group_n), columns = groups_of(k(), f.group_k);
+    const SourceShape shape = source_shape(source.format, n(), k());
     const auto bytes = [](size_t rows, size_t stride, size_t row) {
       return product(rows - 1, stride) + row;
     };
-    source.data = lender_.input(
-        source.data, bytes(n(), source.data_stride, block_of(f.element).bytes_of(k())), keep);
+    source.data =
+        lender_.input(source.data, bytes(n(), source.data_stride, shape.data_bytes), keep);
     source.scale = lender_.input(
-        source.scale, bytes(scales, source.scale_stride, columns * element_bits(f.scale) / 8),
-        keep);
-    source.zero = lender_.input(
-        source.zero, bytes(scales, source.zero_stride, columns * element_bits(f.zero) / 8), keep);
+        source.scale, bytes(shape.groups_n, source.scale_stride, shape.scale_bytes), keep);
+    source.zero = lender_.input(source.zero,
+                                bytes(shape.groups_n, source.zero_stride, shape.zero_bytes), keep);
     variant_.pack_weight(&matrix_, &source, n_begin, n_end, packed_->data());
     check(*packed_, "pack_weight");
   }

@@ -1,6 +1,7 @@
 #include "python/call.h"
 
 #include "core/size.h"
+#include "ops/select.h"
 
 namespace ktk {
 

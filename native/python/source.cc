@@ -3,7 +3,8 @@
 #include <algorithm>
 
 #include "core/size.h"
-#include "moe/table.h"
+#include "format/elements.h"
+#include "format/format.h"
 
 namespace ktk {
 namespace {

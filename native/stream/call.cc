@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/size.h"
+#include "ops/select.h"
 
 namespace ktk {
 namespace {

@@ -7,7 +7,8 @@
 #include <string>
 
 #include "core/size.h"
-#include "moe/elements.h"
+#include "format/elements.h"
+#include "format/format.h"
 
 namespace ktk {
 namespace {
@@ -28,8 +29,8 @@ void put_scales(const char* from, size_t count, ktk_element type, bool wide, cha
 
 // Rows [begin, end) of a packed matrix, in the stored format.
 struct Stored {
+  SourceShape shape;
   std::vector<char> data, scale, zero;
-  size_t data_bytes, scale_bytes;  // of a row
 };
 
 class Writer {
@@ -91,25 +92,22 @@ class Writer {
 
   Stored exported(const ktk_matrix& matrix, const char* packed, size_t begin, size_t end) const {
     const ktk_format& f = matrix.format;
-    Stored rows;
-    rows.data_bytes = block_of(f.element).bytes_of(matrix.k);
-    rows.scale_bytes = groups_of(matrix.k, f.group_k) * element_bits(f.scale) / 8;
-    const size_t zero_bytes = groups_of(matrix.k, f.group_k) * element_bits(f.zero) / 8;
-    const size_t count = end - begin, groups = groups_of(count, f.group_n);
-    rows.data.resize(product(count, rows.data_bytes));
-    rows.scale.resize(product(groups, rows.scale_bytes));
-    rows.zero.resize(product(groups, zero_bytes));
+    const SourceShape shape = source_shape(f, end - begin, matrix.k);
+    Stored rows{shape, {}, {}, {}};
+    rows.data.resize(product(end - begin, shape.data_bytes));
+    rows.scale.resize(product(shape.groups_n, shape.scale_bytes));
+    rows.zero.resize(product(shape.groups_n, shape.zero_bytes));
     // The target's row 0 is row 0 of the matrix, which lies before what is kept here.
     const auto first = [](std::vector<char>& all, size_t row, size_t bytes) -> void* {
       return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(all.data()) - row * bytes);
     };
     const size_t group = f.group_n ? begin / f.group_n : 0;
-    const ktk_target target = {first(rows.data, begin, rows.data_bytes),
-                               first(rows.scale, group, rows.scale_bytes),
-                               first(rows.zero, group, zero_bytes),
-                               rows.data_bytes,
-                               rows.scale_bytes,
-                               zero_bytes};
+    const ktk_target target = {first(rows.data, begin, shape.data_bytes),
+                               first(rows.scale, group, shape.scale_bytes),
+                               first(rows.zero, group, shape.zero_bytes),
+                               shape.data_bytes,
+                               shape.scale_bytes,
+                               shape.zero_bytes};
     layer_.variant().export_weight(&matrix, packed, begin, end, &target);
     return rows;
   }
@@ -120,16 +118,16 @@ class Writer {
                 size_t begin, size_t end) const {
     const ktk_format& f = matrix.format;
     const size_t group = std::max<uint32_t>(f.group_n, 1);
-    const size_t scales = groups_of(matrix.k, f.group_k);
-    const size_t scale_bytes = scales * scale_size(f);
+    const size_t scales = rows.shape.groups_k, scale_bytes = scales * scale_size(f);
     for (size_t n = begin; n < end;) {
       const size_t at = slice.begin + n, rank = at / per_rank_;
       const size_t stop = std::min(end, (rank + 1) * per_rank_ - slice.begin);
       const size_t row = static_cast<size_t>(part) * per_rank_ + at % per_rank_;
-      std::memcpy(static_cast<char*>(ranks_[rank].w13) + row * rows.data_bytes,
-                  rows.data.data() + (n - begin) * rows.data_bytes, (stop - n) * rows.data_bytes);
+      std::memcpy(static_cast<char*>(ranks_[rank].w13) + row * rows.shape.data_bytes,
+                  rows.data.data() + (n - begin) * rows.shape.data_bytes,
+                  (stop - n) * rows.shape.data_bytes);
       if (f.scale != KTK_NONE && at % group == 0) {
-        put_scales(rows.scale.data() + (n - begin) / group * rows.scale_bytes,
+        put_scales(rows.scale.data() + (n - begin) / group * rows.shape.scale_bytes,
                    groups_of(stop - n, f.group_n) * scales, f.scale, wide_,
                    static_cast<char*>(ranks_[rank].w13_scale) + row / group * scale_bytes);
       }
@@ -149,7 +147,7 @@ class Writer {
       char* to = static_cast<char*>(ranks_[rank].w2) + block.bytes_of(at % per_rank_);
       for (size_t n = begin; n < end; ++n) {
         std::memcpy(to + n * row_bytes,
-                    rows.data.data() + (n - begin) * rows.data_bytes + block.bytes_of(k),
+                    rows.data.data() + (n - begin) * rows.shape.data_bytes + block.bytes_of(k),
                     block.bytes_of(stop - k));
       }
       if (f.scale != KTK_NONE && f.group_k && at % f.group_k == 0)
@@ -160,7 +158,7 @@ class Writer {
     if (f.scale == KTK_NONE || f.group_k || slice.begin) return;
     const size_t group = std::max<uint32_t>(f.group_n, 1);
     for (const RankTarget& rank : ranks_) {
-      put_scales(rows.scale.data(), groups_of(end - begin, f.group_n), f.scale, wide_,
+      put_scales(rows.scale.data(), rows.shape.groups_n, f.scale, wide_,
                  static_cast<char*>(rank.w2_scale) + begin / group * scale_size(f));
     }
   }
@@ -174,8 +172,8 @@ class Writer {
     char* to =
         static_cast<char*>(ranks_[rank].w2_scale) + at % per_rank_ / f.group_k * scale_size(f);
     const char* from = rows.scale.data() + k / f.group_k * element_bits(f.scale) / 8;
-    for (size_t g = 0; g < groups_of(end - begin, f.group_n); ++g) {
-      put_scales(from + g * rows.scale_bytes, groups_of(stop - k, f.group_k), f.scale, wide_,
+    for (size_t g = 0; g < rows.shape.groups_n; ++g) {
+      put_scales(from + g * rows.shape.scale_bytes, groups_of(stop - k, f.group_k), f.scale, wide_,
                  to + (begin / group + g) * row_bytes);
     }
   }

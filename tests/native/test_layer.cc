@@ -18,8 +18,10 @@
 
 #include "check.h"
 #include "core/cpu.h"
+#include "core/size.h"
+#include "format/elements.h"
+#include "format/format.h"
 #include "ktk/target.h"
-#include "moe/elements.h"
 #include "moe/layer.h"
 #include "moe/ticket.h"
 
@@ -63,8 +65,8 @@ struct Sizes {
 
   explicit Sizes(const ktk_format& given) {
     const size_t step = ktk::is_ggml(given.element) ? ktk::block_of(given.element).columns : 1;
-    hidden = (70 + step - 1) / step * step;
-    intermediate = (530 + step - 1) / step * step;
+    hidden = ktk::round_up(70, step);
+    intermediate = ktk::round_up(530, step);
   }
   ktk::Config config() const {
     return {kExperts, kTopK, hidden, intermediate, {KTK_SILU, 1.0f, INFINITY, false}};
@@ -113,10 +115,8 @@ struct Weight {
       }
       return;
     }
-    const auto groups = [](size_t extent, uint32_t group) {
-      return group ? (extent + group - 1) / group : 1;
-    };
-    const size_t columns = groups(k, format.group_k), count = groups(n, format.group_n) * columns;
+    const ktk::SourceShape shape = ktk::source_shape(format, n, k);
+    const size_t columns = shape.groups_k, count = shape.groups_n * columns;
     const int exponent = format.element == KTK_E4M3 ? -11 : -5;
     for (size_t i = 0; i < count; ++i) {
       const int e = exponent + static_cast<int>(random() % 3);

@@ -4,6 +4,7 @@
 #include "a_table.h"
 #include "check.h"
 #include "core/worker_pool.h"
+#include "format/format.h"
 #include "moe/weights.h"
 
 namespace {

@@ -29,7 +29,6 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
-from ktk.formats import groups
 
 PARTS = ("gate", "up", "down")
 ALIGNMENT = 64
@@ -134,5 +133,5 @@ def _matrix(part: str, fmt: Format, n: int, k: int) -> dict[str, Spec]:
     found = {part: Spec(dtype, (n, row))}
     for what, element in (("scale", fmt.scale), ("zero", fmt.zero)):
         if element != "none":
-            found[f"{part}_{what}"] = Spec(_WIDE.get(element, "U8"), groups(fmt, n, k))
+            found[f"{part}_{what}"] = Spec(_WIDE.get(element, "U8"), fmt.groups(n, k))
     return found

@@ -23,7 +23,6 @@ from ktk.checkpoint.packed.write import bytes_of, file_size
 from ktk.checkpoint.pieces import Piece, flat
 from ktk.checkpoint.safetensors.tensor_file import TensorFile
 from ktk.errors import CheckpointError, CheckpointFormatError
-from ktk.formats import same_format
 from ktk.quantize import Quantized
 
 if TYPE_CHECKING:
@@ -303,5 +302,5 @@ def _refusal(backend: Backend, matrix: Matrix) -> str:
         stored = backend.core.stored_as(matrix.format, matrix.n, matrix.k)
     except ValueError as error:
         return str(error)
-    same = same_format(stored, matrix.format, matrix.n, matrix.k)
+    same = stored.same_as(matrix.format, matrix.n, matrix.k)
     return "" if same else f"it would make {stored} of {matrix.format}"

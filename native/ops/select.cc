@@ -1,7 +1,10 @@
+#include "ops/select.h"
+
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "core/cpu.h"
-#include "moe/pipeline.h"
 
 // The build passes -DKTK_OPS_TARGETS(X)=X(avx512) X(avx2)..., best first.
 #define KTK_DECLARE(isa) extern "C" const ktk_ops ktk_ops_##isa;

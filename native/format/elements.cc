@@ -1,4 +1,4 @@
-#include "moe/elements.h"
+#include "format/elements.h"
 
 #include <charconv>
 #include <stdexcept>
