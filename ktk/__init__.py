@@ -33,9 +33,10 @@ from ktk.errors import (
     SettingError,
 )
 from ktk.model import Model
-from ktk.moe import MoE, Ticket
+from ktk.moe import MoE
 from ktk.pool import default_pool
 from ktk.registry import BackendInfo, backends, load_backend
+from ktk.ticket import Ticket
 
 if TYPE_CHECKING:
     from ktk.ktmoe import KTMoEWrapper, generate_gpu_experts_masks

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ktk import _core
+from ktk.config import MoEConfig
 
 if TYPE_CHECKING:
-    from ktk.moe import MoE
+    from ktk.moe import Formats, MoE
     from ktk.registry import BackendInfo
 
 
@@ -52,17 +53,67 @@ class Backend:
         """Variants by instruction set, best first, those that cannot run here included."""
         return list(self.core.variants)
 
-    def moe(self, **config: Any) -> MoE:
-        """Make a layer of experts.
+    def moe(
+        self,
+        *,
+        num_experts: int,
+        num_experts_per_tok: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str = "silu",
+        activation_limit: float | None = None,
+        activation_alpha: float = 1.702,
+        clamp_gate_below: bool = False,
+        variant: str | None = None,
+        force: bool = False,
+        pool: _core.WorkerPool | None = None,
+        shards: int | None = None,
+        weight_format: Formats | None = None,
+    ) -> MoE:
+        """Make a layer of experts, without weights yet.
 
         Parameters
         ----------
-        **config
-            The fields of :class:`ktk.MoEConfig` and the keywords of :class:`ktk.MoE`.
+        num_experts, num_experts_per_tok, hidden_size, intermediate_size : int
+            Sizes, as in :class:`ktk.MoEConfig`.
+        activation, activation_limit, activation_alpha, clamp_gate_below
+            The activation function, as in :class:`ktk.MoEConfig`.
+        variant, force, pool, shards, weight_format
+            How the layer is computed, as in :class:`ktk.MoE`.
+
+        Returns
+        -------
+        MoE
+            To be filled by :meth:`ktk.MoE.load`.
+
+        Raises
+        ------
+        BackendUnsupported
+            The variant cannot run on this CPU.
+        TypeError, ValueError
+            A size or an option makes no sense.
         """
         from ktk.moe import MoE
 
-        return MoE(self, **config)
+        config = MoEConfig(
+            num_experts=num_experts,
+            num_experts_per_tok=num_experts_per_tok,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            activation=activation,
+            activation_limit=activation_limit,
+            activation_alpha=activation_alpha,
+            clamp_gate_below=clamp_gate_below,
+        )
+        return MoE(
+            self,
+            config,
+            variant=variant,
+            force=force,
+            pool=pool,
+            shards=shards,
+            weight_format=weight_format,
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ktk._core import Format
 from ktk.arrays import Array, is_tensor, readable
 from ktk.formats import format_named, label
+
+_Named = Format | str | None
+#: What somebody says that arrays hold: a format or its name for gate, up and down, or for each one.
+GivenFormats = Format | str | tuple[_Named, _Named, _Named]
 
 #: Elements of the dtypes of torch; a byte may hold many things, and tells none.
 _WIDE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "i8"}
@@ -40,6 +44,46 @@ def formats_of(given: Any) -> tuple[Format | None, Format | None, Format | None]
         raise TypeError(f"given must be a Format, or a tuple of one for each matrix, got {given!r}")
     gate, up, down = (None if one is None else format_named(one) for one in each)
     return gate, up, down
+
+
+def experts_of_slots(
+    stacks: Mapping[str, Any], slots: int, order: Sequence[int] | Array | None
+) -> list[int]:
+    """Return the expert of stacked arrays that each slot of a layer is filled with.
+
+    Parameters
+    ----------
+    stacks : mapping of names to arrays or sequences
+        Each with an entry for each expert; the first one is gate.
+    slots : int
+        Experts of the layer.
+    order : sequence of int, optional
+        The argument `physical_to_logical_map`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The stacks, or the map, are none, or their lengths do not go together.
+    """
+    for name, stack in stacks.items():
+        if not hasattr(stack, "__len__"):
+            raise TypeError(f"{name} must have an entry for each expert, got {stack!r}")
+    count = len(stacks["gate"])
+    for name, stack in stacks.items():
+        if len(stack) != count:
+            raise ValueError(f"{name} has {len(stack)} experts, gate has {count}")
+    if order is None:
+        if count != slots:
+            raise ValueError(f"gate has {count} experts, expected {slots}")
+        return list(range(slots))
+    if not hasattr(order, "__len__"):
+        raise TypeError(f"physical_to_logical_map must be a sequence of ints, got {order!r}")
+    if len(order) != slots:
+        raise ValueError(f"physical_to_logical_map has {len(order)} entries, expected {slots}")
+    for expert in (experts := [int(expert) for expert in order]):
+        if not 0 <= expert < count:
+            raise ValueError(f"physical_to_logical_map names expert {expert} of {count}")
+    return experts
 
 
 def read_matrix(

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.moe import MoE
+from ktk._core import WorkerPool
+from ktk.moe import Formats, MoE
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -38,9 +39,12 @@ class Model(Mapping[int, MoE]):
         layers: Sequence[int] | None = None,
         experts: Experts | None = None,
         physical_to_logical_map: Experts | None = None,
+        variant: str | None = None,
+        force: bool = False,
+        pool: WorkerPool | None = None,
         shards: int | None = None,
+        weight_format: Formats | None = None,
         progress: bool | None = None,
-        **options: Any,
     ) -> Model:
         """Load the experts of a checkpoint.
 
@@ -62,15 +66,13 @@ class Model(Mapping[int, MoE]):
             for layers that a mapping lacks.
         physical_to_logical_map : sequence of int, or a mapping of layers to such, optional
             Slot p holds expert ``physical_to_logical_map[p]`` of the checkpoint. By default p.
-        shards : int, optional
-            Parts that the weights of each layer are divided into, as of :class:`MoE`: by default
-            one per NUMA node.
+        force : bool
+            Also load what seems to be more than memory can hold; and as of :class:`MoE`.
+        variant, pool, shards, weight_format
+            As of :class:`MoE`, for all layers.
         progress : bool, optional
             Whether to show on stderr how far loading is: a bar on a terminal, elsewhere a line for
             each layer. By default only on a terminal.
-        **options
-            Keywords of :class:`MoE`, for all layers. ``force=True`` loads even what seems to be
-            more than memory can hold.
 
         Raises
         ------
@@ -87,8 +89,13 @@ class Model(Mapping[int, MoE]):
         from ktk.progress import Progress
         from ktk.registry import load_backend
 
-        if shards is not None:
-            options["shards"] = shards
+        options = {
+            "variant": variant,
+            "force": force,
+            "pool": pool,
+            "shards": shards,
+            "weight_format": weight_format,
+        }
         if isinstance(backend, str):
             load_backend(backend)  # a name that is none is said before anything is read
         with open_checkpoint(path) as checkpoint:

@@ -6,7 +6,6 @@ import functools
 import logging
 import operator
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,8 +13,9 @@ from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import MoEConfig
 from ktk.errors import BackendUnsupported
-from ktk.given import formats_of, prepared, read_matrix
+from ktk.given import GivenFormats, experts_of_slots, formats_of, prepared, read_matrix
 from ktk.pool import default_pool
+from ktk.ticket import Ticket
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,40 +26,9 @@ _log = logging.getLogger(__name__)
 
 #: A format for gate, up and down, or one for each of them.
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
+#: An array with a leading dimension of experts, or one array for each expert.
+Stack = Array | Sequence[Array | None]
 _MOST_SHARDS = 1024
-_CONFIG_FIELDS = {f.name for f in fields(MoEConfig)}
-_PARTS = ("gate", "up", "down")
-_BESIDE = ("scale", "zero", "bias")
-_EXPERT_ARRAYS = {*_PARTS, *(f"{part}_{what}" for part in _PARTS for what in _BESIDE)}
-
-
-class Ticket:
-    """A call that was submitted; see :meth:`MoE.submit`. Dropping it waits for the call."""
-
-    def __init__(self, core: _core.Ticket, out: Array) -> None:
-        self._core = core
-        self._out = out
-
-    @property
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return bool(self._core.done)
-
-    def wait(self) -> Array:
-        """Wait for the end of the call and return its output; raise what went wrong in it."""
-        self._core.wait()
-        return self._out
-
-    result = wait
-
-    def __repr__(self) -> str:
-        return f"<ktk.Ticket: {'done' if self.done else 'not done'}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a ktk.Ticket cannot be pickled or copied: its call runs in this process; "
-            "pass on what its wait() returns"
-        )
 
 
 class MoE:
@@ -69,8 +38,8 @@ class MoE:
     ----------
     backend : Backend
         From :func:`ktk.load_backend`.
-    config : MoEConfig, optional
-        Sizes and activation; or give its fields as keywords.
+    config : MoEConfig
+        Sizes and activation function. :meth:`Backend.moe` takes the fields one by one.
     variant : str, optional
         Name of a variant; by default the best one that runs here.
     force : bool
@@ -97,26 +66,20 @@ class MoE:
     def __init__(
         self,
         backend: Backend,
-        config: MoEConfig | None = None,
+        config: MoEConfig,
         *,
         variant: str | None = None,
         force: bool = False,
         pool: _core.WorkerPool | None = None,
         shards: int | None = None,
         weight_format: Formats | None = None,
-        **sizes: Any,
     ) -> None:
-        unknown = sizes.keys() - _CONFIG_FIELDS
-        if unknown:
-            raise TypeError(f"MoE got an unexpected keyword argument {min(unknown)!r}")
-        if config is not None and sizes:
-            raise TypeError("give either config or its fields, not both")
         if not isinstance(getattr(backend, "core", None), _core.Backend):
             raise TypeError(f"backend must be a Backend of ktk.load_backend, got {backend!r}")
         if pool is not None and not isinstance(pool, _core.WorkerPool):
             raise TypeError(f"pool must be a ktk.WorkerPool or None, got {pool!r}")
-        if config is not None and not isinstance(config, MoEConfig):
-            raise TypeError(f"config must be a ktk.MoEConfig or None, got {config!r}")
+        if not isinstance(config, MoEConfig):
+            raise TypeError(f"config must be a ktk.MoEConfig, got {config!r}")
         if variant is not None and not isinstance(variant, str):
             raise TypeError(f"variant must be the name of a variant or None, got {variant!r}")
         if shards is not None and _integer("shards", shards) < 1:
@@ -124,7 +87,7 @@ class MoE:
         if shards is not None and shards > _MOST_SHARDS:
             raise ValueError(f"shards must be at most {_MOST_SHARDS}, got {shards}")
         self.backend = backend
-        self.config = config or MoEConfig(**sizes)
+        self.config = config
         try:
             self._core = _core.MoE(
                 backend.core,
@@ -154,8 +117,13 @@ class MoE:
         layer: int,
         backend: str | Backend | None = None,
         *,
+        experts: Sequence[int] | None = None,
+        physical_to_logical_map: Sequence[int] | None = None,
+        variant: str | None = None,
+        force: bool = False,
+        pool: _core.WorkerPool | None = None,
         shards: int | None = None,
-        **options: Any,
+        weight_format: Formats | None = None,
     ) -> MoE:
         """Load the experts of one layer of a checkpoint.
 
@@ -169,12 +137,14 @@ class MoE:
         backend : str or Backend, optional
             What computes it. By default the format of the weights decides: see
             :func:`ktk.loading.default_backend`.
-        shards : int, optional
-            As of :class:`MoE`: by default one per NUMA node.
-        **options
-            ``experts``: the slots to load, by default all; the others take no memory.
-            ``physical_to_logical_map``: as of :meth:`load`. And the keywords of :class:`MoE`;
-            ``force=True`` also loads what seems to be more than memory can hold.
+        experts : sequence of int, optional
+            The slots to load, by default all; the others take no memory and contribute nothing.
+        physical_to_logical_map : sequence of int, optional
+            Slot p holds expert ``physical_to_logical_map[p]`` of the checkpoint. By default p.
+        force : bool
+            Also load what seems to be more than memory can hold; and as of :class:`MoE`.
+        variant, pool, shards, weight_format
+            As of :class:`MoE`.
 
         Raises
         ------
@@ -192,19 +162,36 @@ class MoE:
         """
         from ktk.loading import load_moe
 
-        if shards is not None:
-            options["shards"] = shards
-        return load_moe(path, layer, backend, **options)
+        return load_moe(
+            path,
+            layer,
+            backend,
+            experts=experts,
+            physical_to_logical_map=physical_to_logical_map,
+            variant=variant,
+            force=force,
+            pool=pool,
+            shards=shards,
+            weight_format=weight_format,
+        )
 
     def load(
         self,
-        gate: Array | Sequence[Array | None],
-        up: Array | Sequence[Array | None],
-        down: Array | Sequence[Array | None],
+        gate: Stack,
+        up: Stack,
+        down: Stack,
         *,
+        gate_scale: Stack | None = None,
+        up_scale: Stack | None = None,
+        down_scale: Stack | None = None,
+        gate_zero: Stack | None = None,
+        up_zero: Stack | None = None,
+        down_zero: Stack | None = None,
+        gate_bias: Stack | None = None,
+        up_bias: Stack | None = None,
+        down_bias: Stack | None = None,
         physical_to_logical_map: Sequence[int] | Array | None = None,
-        given: Formats | None = None,
-        **arrays: Array | Sequence[Array | None] | None,
+        given: GivenFormats | None = None,
     ) -> MoE:
         """Pack all experts; the arrays may go afterwards.
 
@@ -217,14 +204,15 @@ class MoE:
             a time.
         down : array [experts, hidden_size, intermediate_size]
             Likewise.
+        gate_scale, up_scale, down_scale, gate_zero, up_zero, down_zero : array, optional
+            Scales and zero points as in :meth:`load_expert`, with a leading dimension of experts.
+        gate_bias, up_bias : array [experts, intermediate_size], optional
+        down_bias : array [experts, hidden_size], optional
         physical_to_logical_map : sequence of int, optional
             Slot p is filled with expert ``physical_to_logical_map[p]`` of the arrays. By default
             slot p holds expert p.
         given : Format, its name, or tuple of three, optional
             What the arrays hold, where their dtypes do not tell: all, or gate, up and down.
-        **arrays
-            ``gate_scale``, ``gate_zero``, ``gate_bias`` and the same for up and down, with a
-            leading dimension of experts; as in :meth:`load_expert`.
 
         Returns
         -------
@@ -236,30 +224,21 @@ class MoE:
         RuntimeError, TypeError, ValueError
             As :meth:`load_expert`; or the arrays hold unequal numbers of experts.
         """
-        unknown = arrays.keys() - _EXPERT_ARRAYS
-        if unknown:
-            raise TypeError(f"load() got an unexpected keyword argument {min(unknown)!r}")
-        stacks = {"gate": gate, "up": up, "down": down}
-        stacks |= {name: stack for name, stack in arrays.items() if stack is not None}
-        for name, stack in stacks.items():
-            if not hasattr(stack, "__len__"):
-                raise TypeError(f"{name} must have an entry for each expert, got {stack!r}")
-        count = len(gate)
-        for name, stack in stacks.items():
-            if len(stack) != count:
-                raise ValueError(f"{name} has {len(stack)} experts, gate has {count}")
-        slots = self.config.num_experts
-        order = range(slots) if physical_to_logical_map is None else physical_to_logical_map
-        if not hasattr(order, "__len__"):
-            raise TypeError(f"physical_to_logical_map must be a sequence of ints, got {order!r}")
-        if len(order) != slots:
-            raise ValueError(f"physical_to_logical_map has {len(order)} entries, expected {slots}")
-        if physical_to_logical_map is None and count != slots:
-            raise ValueError(f"gate has {count} experts, expected {slots}")
-        for slot, expert in enumerate(order):
-            expert = int(expert)
-            if not 0 <= expert < count:
-                raise ValueError(f"physical_to_logical_map names expert {expert} of {count}")
+        stacks: dict[str, Any] = {"gate": gate, "up": up, "down": down}
+        beside = {
+            "gate_scale": gate_scale,
+            "up_scale": up_scale,
+            "down_scale": down_scale,
+            "gate_zero": gate_zero,
+            "up_zero": up_zero,
+            "down_zero": down_zero,
+            "gate_bias": gate_bias,
+            "up_bias": up_bias,
+            "down_bias": down_bias,
+        }
+        stacks |= {name: stack for name, stack in beside.items() if stack is not None}
+        sources = experts_of_slots(stacks, self.config.num_experts, physical_to_logical_map)
+        for slot, expert in enumerate(sources):
             if gate[expert] is None:
                 self.leave_out(slot)
             else:
@@ -274,8 +253,16 @@ class MoE:
         up: Array,
         down: Array,
         *,
-        given: Formats | None = None,
-        **arrays: Array | None,
+        gate_scale: Array | None = None,
+        up_scale: Array | None = None,
+        down_scale: Array | None = None,
+        gate_zero: Array | None = None,
+        up_zero: Array | None = None,
+        down_zero: Array | None = None,
+        gate_bias: Array | None = None,
+        up_bias: Array | None = None,
+        down_bias: Array | None = None,
+        given: GivenFormats | None = None,
     ) -> None:
         """Pack one expert; the arrays may go afterwards.
 
@@ -289,15 +276,17 @@ class MoE:
             :func:`ktk.quantize.quantize` returns, which brings its scale, zero and format. 8-bit
             floats are torch.float8_e4m3fn or float8_e5m2; two 4-bit elements share a uint8, or are
             torch.float4_e2m1fn_x2; ggml's types are uint8 [rows, bytes of a row].
+        gate_scale, up_scale, down_scale : array [groups of n, groups of k], optional
+            Or [n]: one per row. The shape tells how large groups are, among those that the backend
+            takes. torch.float8_e8m0fnu and uint8 hold powers of two. ggml's blocks have their
+            scales within; one f32 beside them multiplies the whole matrix.
+        gate_zero, up_zero, down_zero : array, optional
+            Zero points, of the shapes of the scales.
+        gate_bias, up_bias : array [intermediate_size], optional
+        down_bias : array [hidden_size], optional
         given : Format, its name, or tuple of three, optional
             What the arrays hold, where their dtypes do not tell: everything in bytes. One for all,
             or one for each of gate, up and down; a None among them stands for what the dtype says.
-        **arrays
-            ``gate_scale`` and ``gate_zero`` [groups of n, groups of k] (or [n]: one per row),
-            ``gate_bias`` [n], and the same for up and down. Their shapes tell how large groups are,
-            among those that the backend takes. torch.float8_e8m0fnu and uint8 hold powers of two.
-            ggml's blocks have their scales within; a ``gate_scale`` of one f32 beside them
-            multiplies the whole matrix.
 
         Raises
         ------
@@ -309,18 +298,18 @@ class MoE:
             The backend does not take what is given, or an array has another shape than the sizes of
             the layer mean.
         """
-        unknown = arrays.keys() - _EXPERT_ARRAYS
-        if unknown:
-            raise TypeError(f"load_expert() got an unexpected keyword argument {min(unknown)!r}")
-        said = formats_of(given)
-        accepts = self.backend.accepts
-        read: dict[str, Any] = {}
+        matrices = {
+            "gate": (gate, gate_scale, gate_zero),
+            "up": (up, up_scale, up_zero),
+            "down": (down, down_scale, down_zero),
+        }
+        biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
+        read = {name: prepared(name, bias) for name, bias in biases.items()}
+        name, accepts = self.backend.name, self.backend.accepts
         formats: list[_core.Format | None] = []
-        for part, data, fmt in zip(_PARTS, (gate, up, down), said, strict=True):
-            scale, zero, bias = (arrays.get(f"{part}_{what}") for what in _BESIDE)
-            one = read_matrix(part, data, scale, zero, fmt, self.backend.name, accepts)
+        for (part, arrays), fmt in zip(matrices.items(), formats_of(given), strict=True):
+            one = read_matrix(part, *arrays, fmt, name, accepts)
             read |= {part: one.data, f"{part}_scale": one.scale, f"{part}_zero": one.zero}
-            read[f"{part}_bias"] = prepared(f"{part}_bias", bias)
             formats.append(one.format)
         self._core.load_expert(
             self._slot(expert), **read, given=(formats[0], formats[1], formats[2])

@@ -59,6 +59,8 @@ class KTMoEWrapper(Layer):
         "inference".
     num_gpu_experts : int, optional
         Experts 0 .. n-1 are the GPU's: what came before the mask.
+    lora_rank, lora_alpha, lora_dropout, max_cache_depth, group_size, zero_point, full_weight_grad
+        Of the fine-tuning mode, and accepted with kt-kernel's defaults only.
     swiglu_limit, swiglu_alpha : float
         See :func:`ktk.ktmoe.arguments.activation`.
     model : ModelState, optional

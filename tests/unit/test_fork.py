@@ -34,8 +34,7 @@ class Parent:
     def __init__(self) -> None:
         self.pool = ktk.WorkerPool(threads=2)
         backend = ktk.load_backend("BF16")
-        self.moe = ktk.MoE(
-            backend,
+        self.moe = backend.moe(
             num_experts=E,
             num_experts_per_tok=K,
             hidden_size=H,

@@ -166,7 +166,6 @@ def test_an_expert_that_is_not_there() -> None:
         ({"activation_limit": "7"}, "activation_limit must be a positive number or None, got '7'"),
         ({"activation_alpha": None}, "activation_alpha must be a number, got None"),
         ({"clamp_gate_below": 1}, "clamp_gate_below must be a bool, got 1"),
-        ({"config": {}}, "give either config or its fields|config must be a ktk.MoEConfig"),
     ],
 )
 def test_a_layer(changes: dict[str, Any], message: str) -> None:
@@ -178,7 +177,12 @@ def test_a_layer_of_no_backend() -> None:
     with pytest.raises(
         TypeError, match=r"backend must be a Backend of ktk.load_backend, got 'BF16'"
     ):
-        ktk.MoE("BF16", **config())  # type: ignore[arg-type]
+        ktk.MoE("BF16", ktk.MoEConfig(**config()))  # type: ignore[arg-type]
+
+
+def test_a_layer_of_no_configuration() -> None:
+    with pytest.raises(TypeError, match=r"config must be a ktk.MoEConfig, got \{'num_experts': 3,"):
+        ktk.MoE(ktk.load_backend("BF16"), config())  # type: ignore[arg-type]
 
 
 def test_activations_go_by_name_to_the_core() -> None:

@@ -40,7 +40,7 @@ def lying(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], _core.Ba
 
 def layer(core: _core.Backend) -> ktk.MoE:
     backend = ktk.Backend(core, ktk.load_backend("BF16").info)
-    return ktk.MoE(backend, **SIZES, pool=ktk.WorkerPool(threads=2))
+    return backend.moe(**SIZES, pool=ktk.WorkerPool(threads=2))
 
 
 def expert() -> dict[str, Any]:
