@@ -283,16 +283,6 @@ class PackedMatrix:
 
 ACTIVATIONS: tuple = ('silu', 'swigluoai', 'gelu_tanh')
 
-class Ticket:
-    """A call that was submitted."""
-
-    def wait(self) -> None:
-        """Waits for the end of the call; raises what went wrong in it."""
-
-    @property
-    def done(self) -> bool:
-        """Whether wait() would return at once."""
-
 class MoE:
     """The experts of one layer; ktk.MoE is its public face."""
 
@@ -303,8 +293,6 @@ class MoE:
     def leave_out(self, expert: int) -> None: ...
 
     def forward(self, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None) -> None: ...
-
-    def submit(self, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None) -> Ticket: ...
 
     def unpack_expert(self, expert: int) -> tuple: ...
 
@@ -350,16 +338,20 @@ class Carry:
     def __init__(self, sums: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C')]) -> None: ...
 
 class AsyncCall:
-    """A call of a layer that may be started, and waited for, repeatedly."""
+    """
+    A call of a layer that runs later. Its inputs are copied when it is made, unless
+    options say otherwise.
+    """
 
-    def __init__(self, layer: MoE, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None, errors: Latch, *, name: str, live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None, left_out: Annotated[NDArray, dict(writable=False)] | None = None) -> None: ...
+    def __init__(self, layer: MoE, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None, errors: Latch | None = None, *, name: str = '', live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None, left_out: Annotated[NDArray, dict(writable=False)] | None = None) -> None: ...
 
     def start(self) -> None:
         """Queues the call behind others of its pool."""
 
     def wait(self, all: bool = False) -> None:
         """
-        Waits until the output is written; `all`: until the deferred half has ended, too.
+        Waits until the output is written; `all`: until the deferred half has ended, too. Raises
+        what went wrong unless the call has a latch for errors.
         """
 
     @property

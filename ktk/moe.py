@@ -381,10 +381,10 @@ class MoE:
         result = empty_like(hidden) if out is None else out
         if is_tensor(result):
             refuse_gradient("out", result)
-        # The core ticket keeps `result` itself, so that its memory outlives the call.
-        inputs = _inputs(hidden, topk_ids, topk_weights, mask)
-        core = _core.MoE.submit(self._core, *inputs, result)
-        return Ticket(core, result)
+        # The call keeps `result`, so that its memory outlives the call.
+        call = _core.AsyncCall(self._core, *_inputs(hidden, topk_ids, topk_weights, mask), result)
+        _core.AsyncCall.start(call)  # unbound, as above
+        return Ticket(call, result)
 
     def unpack_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return gate, up and down of an expert as they are stored, in f32."""

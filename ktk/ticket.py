@@ -11,7 +11,7 @@ from ktk.arrays import Array
 class Ticket:
     """A call that was submitted; see :meth:`MoE.submit`. Dropping it waits for the call."""
 
-    def __init__(self, core: _core.Ticket, out: Array) -> None:
+    def __init__(self, core: _core.AsyncCall, out: Array) -> None:
         self._core = core
         self._out = out
 

@@ -11,10 +11,10 @@
 
 #include "moe/activation.h"
 #include "moe/layer.h"
-#include "moe/ticket.h"
 #include "ops/select.h"
 #include "python/bind.h"
 #include "python/call.h"
+#include "python/gil.h"
 #include "python/source.h"
 
 namespace ktk {
@@ -114,15 +114,6 @@ void call_layer(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weig
   layer.forward(call.request);
 }
 
-using TicketHandle = Awaited<Ticket>;
-
-TicketHandle* submit(std::shared_ptr<Layer> layer, nb::handle hidden, nb::handle ids,
-                     nb::handle weights, nb::handle mask, nb::handle out) {
-  const Call call(*layer, hidden, ids, weights, mask, out);
-  const Unlocked unlocked;
-  return new TicketHandle(std::move(layer), call.request);
-}
-
 nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
   const size_t at = check_expert(layer, expert);
   const size_t h = layer.config().hidden, i = layer.config().intermediate;
@@ -165,11 +156,6 @@ void bind_moe(nb::module_& m) {
   for (const Activation& one : kActivations) activations.append(one.name);
   m.attr("ACTIVATIONS") = nb::tuple(activations);
 
-  nb::class_<TicketHandle>(m, "Ticket", "A call that was submitted.")
-      .def("wait", &TicketHandle::wait, nb::call_guard<Unlocked>(),
-           "Waits for the end of the call; raises what went wrong in it.")
-      .def_prop_ro("done", &TicketHandle::done, "Whether wait() would return at once.");
-
   nb::class_<Layer>(m, "MoE", "The experts of one layer; ktk.MoE is its public face.")
       .def(nb::new_(&make_layer), "backend"_a, "pool"_a, "num_experts"_a, "num_experts_per_tok"_a,
            "hidden_size"_a, "intermediate_size"_a, "activation"_a, "alpha"_a, "limit"_a.none(),
@@ -189,8 +175,6 @@ void bind_moe(nb::module_& m) {
           "expert"_a)
       .def("forward", &call_layer, "hidden"_a.none(), "topk_ids"_a.none(), "topk_weights"_a.none(),
            "mask"_a.none(), "out"_a.none())
-      .def("submit", &submit, "hidden"_a.none(), "topk_ids"_a.none(), "topk_weights"_a.none(),
-           "mask"_a.none(), "out"_a.none(), nb::keep_alive<0, 6>())
       .def("unpack_expert", &unpack_expert, "expert"_a)
       .def_prop_ro("variant", [](const Layer& l) { return l.variant().name; })
       .def_prop_ro("pool", [](const Layer& l) { return l.engine(); })

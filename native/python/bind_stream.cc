@@ -1,4 +1,4 @@
-// Calls that are started and waited for by threads or CUDA streams: what KTMoEWrapper is made of.
+// Calls that run later: what a ticket and KTMoEWrapper are made of.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
@@ -13,6 +13,7 @@
 
 #include "python/bind.h"
 #include "python/call.h"
+#include "python/gil.h"
 #include "stream/call.h"
 #include "stream/job.h"
 #include "stream/write_expert.h"
@@ -126,7 +127,18 @@ nb::tuple split(nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device
                         ids_array(std::move(halves.later), tokens, k));
 }
 
-using JobHandle = Awaited<Job>;
+// Python's hold on a job, which waits for the job when it goes: that may take as long as all that
+// is queued before.
+struct JobHandle : Job {
+  using Job::Job;
+  ~JobHandle() {
+    const Unlocked unlocked;
+    try {
+      wait();
+    } catch (...) {  // nobody asked how it ended
+    }
+  }
+};
 
 JobHandle* submit_write(std::shared_ptr<Layer> layer, size_t expert,
                         const std::vector<std::array<uintptr_t, 4>>& ranks, bool wide_scales) {
@@ -160,16 +172,20 @@ void bind_stream(nb::module_& m) {
       .def(nb::new_(&make_carry), "sums"_a, nb::keep_alive<0, 2>());
 
   const auto unlocked = nb::call_guard<Unlocked>();
-  nb::class_<CallHandle>(m, "AsyncCall",
-                         "A call of a layer that may be started, and waited for, repeatedly.")
+  nb::class_<CallHandle>(
+      m, "AsyncCall",
+      "A call of a layer that runs later. Its inputs are copied when it is made, unless\n"
+      "options say otherwise.")
       .def(nb::new_(&make_call), "layer"_a, "hidden"_a.none(), "topk_ids"_a.none(),
-           "topk_weights"_a.none(), "mask"_a.none(), "out"_a.none(), "errors"_a, nb::kw_only(),
-           "name"_a, "live"_a = false, "stable"_a = false, "deferred"_a = 0,
+           "topk_weights"_a.none(), "mask"_a.none(), "out"_a.none(), "errors"_a.none() = nb::none(),
+           nb::kw_only(), "name"_a = "", "live"_a = false, "stable"_a = false, "deferred"_a = 0,
            "batch_union"_a = false, "give"_a.none() = nb::none(), "take"_a.none() = nb::none(),
            "left_out"_a.none() = nb::none())
       .def("start", &CallHandle::start, unlocked, "Queues the call behind others of its pool.")
       .def("wait", &CallHandle::wait, "all"_a = false, unlocked,
-           "Waits until the output is written; `all`: until the deferred half has ended, too.")
+           "Waits until the output is written; `all`: until the deferred half has ended, too. "
+           "Raises\n"
+           "what went wrong unless the call has a latch for errors.")
       .def_prop_ro("done", &CallHandle::done, "Whether it was started, and has ended.")
       .def("start_on", &CallHandle::start_on, "stream"_a, unlocked,
            "Lets a CUDA stream start the call; in a capture, at every replay.")

@@ -1,4 +1,4 @@
-// Calls of a layer as they come from Python: their arrays, and handles on what was queued.
+// The arrays of a call as they come from Python.
 #pragma once
 
 #include <optional>
@@ -6,7 +6,6 @@
 
 #include "moe/layer.h"
 #include "python/array.h"
-#include "python/gil.h"
 
 namespace ktk {
 
@@ -25,20 +24,6 @@ struct Call {
   AnyOutput out;
   Request request;
   std::vector<float> converted;  // weights that did not come as f32
-};
-
-// Python's hold on what is waited for when it goes, with the GIL released: that may take as long as
-// all that is queued before it.
-template <typename Queued>
-struct Awaited : Queued {
-  using Queued::Queued;
-  ~Awaited() {
-    const Unlocked unlocked;
-    try {
-      this->wait();
-    } catch (...) {  // nobody asked how it ended
-    }
-  }
 };
 
 }  // namespace ktk

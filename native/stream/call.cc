@@ -27,10 +27,10 @@ void copy_mask(std::span<const uint8_t> mask, std::vector<uint8_t>& to) {
   }
 }
 
-// What is being handled, in words; backends may throw anything.
-std::string describe_current() {
+// Backends may throw anything.
+std::string in_words(const std::exception_ptr& thrown) {
   try {
-    throw;
+    std::rethrow_exception(thrown);
   } catch (const std::exception& error) {
     return error.what();
   } catch (...) {
@@ -54,11 +54,10 @@ AsyncCall::AsyncCall(std::shared_ptr<Layer> layer, const Request& request, Optio
 void AsyncCall::read_inputs() {
   const Choice& from = given_.choice;
   Choice& to = request_.choice;
-  const size_t element = element_bits(given_.hidden.type) / 8;
+  const Rows& rows = given_.hidden;
   const size_t width = layer_->config().hidden;
-  copy_rows(given_.hidden.data, from.tokens, width * element, given_.hidden.stride * element,
-            hidden_);
-  request_.hidden = {hidden_.data(), given_.hidden.type, width};
+  copy_rows(rows.data, from.tokens, rows.bytes_of(width), rows.bytes_of(rows.stride), hidden_);
+  request_.hidden = {hidden_.data(), rows.type, width};
   const size_t id = from.ids_64 ? 8 : 4;
   copy_rows(from.ids, from.tokens, from.top_k * id, from.ids_stride * id, ids_);
   to.ids = ids_.data();
@@ -78,9 +77,10 @@ void AsyncCall::start() {
   // A graph may be replayed before the deferred half of its last replay has ended.
   changed_.wait(lock, [&] { return ended_ == started_; });
   if (abandoned_) {
-    keep_error(
+    lock.unlock();
+    keep_error(std::make_exception_ptr(std::runtime_error(
         "a graph was replayed that outlived its buffers (clear_buffer_cache, or the end of "
-        "the layer); capture it again");
+        "the layer); capture it again")));
     return;
   }
   if (!layer_) throw std::logic_error("a call that is not live can be started once");
@@ -91,6 +91,13 @@ void AsyncCall::start() {
   request_.skip = skip_;
   layer_->engine()->enqueue([self = shared_from_this()] { self->run(); });
   ++started_;  // not before: what could not be queued would be waited for
+  error_ = nullptr;
+}
+
+void AsyncCall::keep_error(std::exception_ptr error) {
+  if (errors_) return errors_->set(options_.name + ": " + in_words(error));
+  const std::lock_guard lock(mutex_);
+  if (!error_) error_ = std::move(error);
 }
 
 void AsyncCall::check_left_out() const {
@@ -107,27 +114,34 @@ void AsyncCall::run() {
     check_left_out();
     compute_now();
   } catch (...) {
-    keep_error(describe_current().c_str());
-    clear_output();
+    keep_error(std::current_exception());
+    request_.out.clear(0, request_.choice.tokens, layer_->config().hidden);
   }
-  {
-    const std::lock_guard lock(mutex_);
-    ++written_;
-  }
-  changed_.notify_all();
   if (options_.give) {
+    {
+      const std::lock_guard lock(mutex_);
+      ++written_;
+    }
+    changed_.notify_all();
     try {
       compute_later();
     } catch (...) {
-      keep_error(describe_current().c_str());
+      keep_error(std::current_exception());
       std::fill_n(options_.give->sums, options_.give->size(), 0.0f);
     }
   }
-  std::shared_ptr<Layer> layer;  // may take its time to go, so not under the lock
+  // What the call holds goes before anybody hears of its end. The layer may be the last owner of
+  // the engine that runs this, and goes without the lock, because that may take its time.
+  if (!options_.live) release_layer();
   const std::lock_guard lock(mutex_);
-  if (!options_.live) layer.swap(layer_);
-  ++ended_;
+  written_ = ++ended_;
   changed_.notify_all();
+}
+
+void AsyncCall::release_layer() {
+  std::shared_ptr<Layer> layer;
+  const std::lock_guard lock(mutex_);
+  layer.swap(layer_);
 }
 
 void AsyncCall::compute_now() {
@@ -149,9 +163,8 @@ void AsyncCall::compute_now() {
   request.out = {sums.data(), KTK_F32, width};
   layer_->forward(request);
   ops().add(options_.take->sums, sums.size(), sums.data());
-  const size_t stride = out.stride * element_bits(out.type) / 8;
   for (size_t t = 0; t < tokens; ++t) {
-    ops().from_f32(&sums[t * width], out.type, width, static_cast<char*>(out.data) + t * stride);
+    ops().from_f32(&sums[t * width], out.type, width, out.at(t));
   }
 }
 
@@ -166,27 +179,15 @@ void AsyncCall::compute_later() {
   layer_->forward(request);
 }
 
-void AsyncCall::clear_output() {
-  const Rows& out = request_.out;
-  const size_t bytes = element_bits(out.type) / 8;
-  for (size_t t = 0; t < request_.choice.tokens; ++t) {
-    std::memset(static_cast<char*>(out.data) + t * out.stride * bytes, 0,
-                layer_->config().hidden * bytes);
-  }
-}
+void AsyncCall::wait() { wait_for(written_); }
+void AsyncCall::wait_all() { wait_for(ended_); }
 
-void AsyncCall::wait() {
+void AsyncCall::wait_for(const size_t& count) {
   process_.check();
   std::unique_lock lock(mutex_);
   const size_t until = started_;
-  changed_.wait(lock, [&] { return written_ >= until; });
-}
-
-void AsyncCall::wait_all() {
-  process_.check();
-  std::unique_lock lock(mutex_);
-  const size_t until = started_;
-  changed_.wait(lock, [&] { return ended_ >= until; });
+  changed_.wait(lock, [&] { return count >= until; });
+  if (error_) std::rethrow_exception(error_);
 }
 
 bool AsyncCall::done() {
@@ -201,12 +202,12 @@ void AsyncCall::abandon() {
     static_cast<void>(new std::shared_ptr(shared_from_this()));
     return;
   }
-  std::shared_ptr<Layer> layer;  // may take its time to go, so not under the lock
-  std::unique_lock lock(mutex_);
-  abandoned_ = true;
-  changed_.wait(lock, [&] { return ended_ == started_; });
-  layer.swap(layer_);
-  lock.unlock();
+  {
+    std::unique_lock lock(mutex_);
+    abandoned_ = true;
+    changed_.wait(lock, [&] { return ended_ == started_; });
+  }
+  release_layer();
 }
 
 // What a host function throws would end the process.
@@ -227,7 +228,7 @@ void AsyncCall::launch(uintptr_t stream, void (*body)(AsyncCall&)) {
         try {
           at->body(*at->call);
         } catch (...) {
-          at->call->keep_error(describe_current().c_str());
+          at->call->keep_error(std::current_exception());
         }
         if (at->once) delete at;
       },

@@ -1,7 +1,8 @@
-// A call of a layer that a thread or a CUDA stream starts, and waits for, as often as it likes.
+// A call of a layer that runs later. A thread or a CUDA stream starts it, and waits for it.
 #pragma once
 
 #include <condition_variable>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,7 +32,8 @@ struct Carry : std::enable_shared_from_this<Carry> {
 // block the host functions of all streams while it waits for a job, and that is no deadlock: no job
 // waits for something that another host function has yet to do.
 //
-// An error is kept in the latch, and the output is then zeros.
+// After an error the output is zeros. The latch keeps the error, or, where there is none, the call
+// itself, whose wait() then throws it.
 class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
  public:
   struct Options {
@@ -49,7 +51,8 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
 
   // Inputs are copied now, at each start if `live`, or not at all if `stable` (but for a deferred
   // half, which would read them too late). The mask is copied now, or at each start if `live`. The
-  // output is written later.
+  // output is written later, and must live until the call has ended or was abandoned. `errors` may
+  // be NULL.
   AsyncCall(std::shared_ptr<Layer> layer, const Request& request, Options options,
             std::shared_ptr<Latch> errors);
 
@@ -58,7 +61,8 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
   //
   // A call that is not live can be started once, and lets go of its layer when it has ended.
   void start();
-  // Returns when what was started has written its output; its deferred half may still run.
+  // Returns when what was started has written its output; its deferred half may still run. Without
+  // a latch it throws, at every wait, what the call threw; a start forgets that.
   void wait();
   // Returns when the deferred half has ended, too.
   void wait_all();
@@ -77,8 +81,9 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
   void check_left_out() const;
   void compute_now();
   void compute_later();
-  void clear_output();
-  void keep_error(const char* what) { errors_->set(options_.name + ": " + what); }
+  void release_layer();
+  void wait_for(const size_t& count);
+  void keep_error(std::exception_ptr error);
   void launch(uintptr_t stream, void (*body)(AsyncCall&));
 
   const Process process_;
@@ -95,6 +100,7 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
   std::mutex mutex_;
   std::condition_variable changed_;
   size_t started_ = 0, written_ = 0, ended_ = 0;
+  std::exception_ptr error_;  // where there is no latch
   bool abandoned_ = false;
 };
 

@@ -23,7 +23,7 @@
 #include "format/format.h"
 #include "ktk/target.h"
 #include "moe/layer.h"
-#include "moe/ticket.h"
+#include "stream/call.h"
 
 #define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
 #define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
@@ -356,21 +356,29 @@ TEST(weights_may_be_read_while_another_thread_loads) {
   CHECK(one.get() == two.get());
 }
 
+std::shared_ptr<ktk::AsyncCall> submit(const std::shared_ptr<Layer>& layer, const Call& call) {
+  auto ticket =
+      std::make_shared<ktk::AsyncCall>(layer, call.request, ktk::AsyncCall::Options(), nullptr);
+  ticket->start();
+  return ticket;
+}
+
 TEST(tickets_run_in_the_background) {
   const auto layer = make_layer(kGiven[0], runnable().front(), 2, 1);
   Call direct(kGiven[0], 9);
   layer->forward(direct.request);
   std::vector<std::unique_ptr<Call>> calls;
-  std::vector<std::unique_ptr<ktk::Ticket>> tickets;
+  std::vector<std::shared_ptr<ktk::AsyncCall>> tickets;
   for (int i = 0; i < 8; ++i) {
     calls.push_back(std::make_unique<Call>(kGiven[0], 9));
-    tickets.push_back(std::make_unique<ktk::Ticket>(layer, calls.back()->request));
+    tickets.push_back(submit(layer, *calls.back()));
     // The inputs were copied.
     calls.back()->hidden.assign(calls.back()->hidden.size(), 0);
     calls.back()->ids.assign(calls.back()->ids.size(), -1);
   }
   for (int i = 0; i < 8; ++i) {
     tickets[i]->wait();
+    CHECK(tickets[i]->done());
     CHECK(calls[i]->out == direct.out);
   }
 }
@@ -378,8 +386,10 @@ TEST(tickets_run_in_the_background) {
 TEST(an_error_in_a_ticket_reaches_its_owner) {
   const auto layer = empty_layer(kGiven[0], "", 2, 1);
   Call call(kGiven[0], 4);
-  const ktk::Ticket ticket(layer, call.request);
-  CHECK_THROWS(std::runtime_error, ticket.wait());
+  const auto ticket = submit(layer, call);
+  for (int i = 0; i < 2; ++i) CHECK_THROWS(std::runtime_error, ticket->wait());
+  CHECK(ticket->done());
+  for (const float value : call.out) CHECK_EQ(value, 0.0f);
 }
 
 }  // namespace

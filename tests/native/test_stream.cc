@@ -299,6 +299,36 @@ TEST(experts_may_be_loaded_while_calls_run) {
   }
 }
 
+TEST(without_a_latch_a_wait_throws_until_the_next_start) {
+  const auto layer = empty_layer(kBackend, 16);
+  Arrays arrays(16, 0);
+  const auto call = make_call(layer, arrays, nullptr, {.live = true});
+  call->start();
+  for (int i = 0; i < 2; ++i) CHECK_THROWS(std::runtime_error, call->wait());
+  CHECK_THROWS(std::runtime_error, call->wait_all());
+  CHECK(arrays.out == std::vector<float>(arrays.out.size()));
+  std::mt19937 random(1);
+  for (size_t e = 0; e < kExperts; ++e) load(*layer, e, random);
+  call->start();
+  call->wait();
+  CHECK(arrays.out == direct(layer, 0));
+}
+
+TEST(a_call_that_has_ended_holds_no_layer) {
+  for (int i = 0; i < 20; ++i) {
+    auto layer = make_layer(16, 1);
+    const std::weak_ptr<Layer> left = layer;
+    Arrays arrays(16, 0);
+    const auto call = make_call(layer, arrays, nullptr);
+    layer.reset();
+    call->start();
+    call->wait();
+    CHECK(call->done());
+    CHECK(left.expired());
+    CHECK_THROWS(std::logic_error, call->start());
+  }
+}
+
 TEST(scales_of_all_rows_have_no_place_in_what_gpus_get) {
   constexpr ktk_format kScaled = {KTK_BF16, KTK_F32, KTK_NONE, 0, 0};
   constexpr ktk_accept kScaledAccept = {kScaled, 0};
