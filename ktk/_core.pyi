@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 
-ABI: tuple = (1, 1)
+ABI: tuple = (1, 0)
 
 class SettingError(ValueError):
     pass
@@ -27,6 +27,24 @@ def allowed_isa() -> list[str]:
 
 def cpu_model() -> str:
     """What the CPU calls itself."""
+
+def cpu_id() -> tuple[str, int, int]:
+    """Vendor, family and model of the CPU."""
+
+def prefetch() -> str:
+    """
+    How weights are fetched ahead of their use on this CPU, as KTK_PREFETCH has it.
+    """
+
+def set_prefetch(setting: str) -> None:
+    """
+    Change `prefetch` of this process, for trials; an empty text restores it.
+
+    Raises
+    ------
+    SettingError
+        The text is not like a value of KTK_PREFETCH.
+    """
 
 def topology() -> dict:
     """NUMA nodes and CPUs of this process: nodes, quota, default_threads."""

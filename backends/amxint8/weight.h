@@ -57,7 +57,7 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
 }
 
 inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                          size_t n_end, const ktk_target* target) {
+                          size_t n_end, const ktk_export* target) {
   const float* scale = weight_scale(matrix, packed);
   for (size_t n = n_begin; n < n_end; ++n) {
     const uint8_t* column = static_cast<const uint8_t*>(packed) +

@@ -105,7 +105,7 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
 // A pair of a row is a dword of the layout. Two rows of a step are a line apart, so a block is read
 // step by step, as unpack_block() does.
 inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                          size_t n_end, const ktk_target* target) {
+                          size_t n_end, const ktk_export* target) {
   for (size_t first = n_begin; first < n_end; first += kBlockCols) {
     const char* step = static_cast<const char*>(packed) + weight_offset(matrix, first);
     const size_t columns = n_end - first < kBlockCols ? n_end - first : kBlockCols;

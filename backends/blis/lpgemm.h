@@ -47,7 +47,7 @@ struct Lpgemm {
   }
 
   static void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                            size_t n_end, const ktk_target* target) {
+                            size_t n_end, const ktk_export* target) {
     const float* scale = weight_scale(matrix, packed);
     for (size_t n = n_begin; n < n_end; ++n) export_scale(target, n, scale[n]);
     for_each_code(matrix, packed, n_begin, n_end, [target](size_t n, size_t k, int32_t code) {

@@ -8,10 +8,10 @@ namespace ktk::blis {
 namespace {
 
 // Where row n of codes goes, and its scale.
-inline int8_t* target_row(const ktk_target* target, size_t n) {
+inline int8_t* target_row(const ktk_export* target, size_t n) {
   return static_cast<int8_t*>(target->data) + n * target->data_stride;
 }
-inline void export_scale(const ktk_target* target, size_t n, float scale) {
+inline void export_scale(const ktk_export* target, size_t n, float scale) {
   char* at = static_cast<char*>(target->scale) + n * target->scale_stride;
   *reinterpret_cast<float*>(at) = scale;
 }

@@ -24,7 +24,7 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
            [&](auto codec) { codec.unpack(matrix, packed, n_begin, n_end, out, out_stride); });
 }
 inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                          size_t n_end, const ktk_target* target) {
+                          size_t n_end, const ktk_export* target) {
   dispatch(matrix, [&](auto codec) { codec.write(matrix, packed, n_begin, n_end, target); });
 }
 

@@ -16,6 +16,7 @@
 #include <atomic>
 #include <cstring>
 
+#include "core/prefetch.h"
 #include "moe/plan.h"
 #include "ops/select.h"
 
@@ -32,6 +33,7 @@ class ChunkRun {
         weights_(weights),
         request_(request),
         ops_(ops()),
+        prefetch_(prefetch()),
         slices_(weights.slices()),
         shards_(weights.shards()),
         plan_(config, variant, weights),
@@ -274,6 +276,7 @@ class ChunkRun {
     mm.act = act;
     mm.act_stride = act_stride;
     mm.scratch = own + plan_.own.scratch;
+    mm.prefetch = &prefetch_;
     return mm;
   }
 
@@ -288,6 +291,7 @@ class ChunkRun {
   const Weights& weights_;
   const Request& request_;
   const ktk_ops& ops_;
+  const ktk_prefetch& prefetch_;
   const std::vector<Slice>& slices_;
   const std::vector<Shard>& shards_;
 

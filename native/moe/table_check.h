@@ -13,7 +13,7 @@ namespace ktk {
 [[noreturn]] void reject(const std::string& where, const std::string& what);
 
 // Each throws std::invalid_argument, with field and value, for a struct that ends before the last
-// field of ABI 1.0, or inside a field, or that is larger than any version of ktk will have it.
+// field of ABI 1.0, or that is larger than any version of ktk will have it.
 void check_struct(const std::string& where, const ktk_backend& backend);
 void check_struct(const std::string& where, const ktk_variant& variant);
 void check_struct(const std::string& where, const ktk_ukernel& kernel);

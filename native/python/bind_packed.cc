@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "core/guarded.h"
+#include "core/prefetch.h"
 #include "core/size.h"
 #include "format/elements.h"
 #include "format/format.h"
@@ -95,7 +96,7 @@ class PackedMatrix {
     const Lent scales = output(scale.nbytes(), 1);
     const Lent zeros = output(zero.nbytes(), 1);
     const auto given = [](const Lent& part) { return part.size() ? part.data() : nullptr; };
-    const ktk_target target = {given(codes),  given(scales),  given(zeros),
+    const ktk_export target = {given(codes),  given(scales),  given(zeros),
                                data.shape(1), scale.shape(1), zero.shape(1)};
     {
       const Unlocked unlocked;
@@ -294,6 +295,7 @@ class PackedMatrix {
     mm.dst = floats(panel);
     mm.dst_stride = stride;
     mm.scratch = scratch.data();
+    mm.prefetch = &prefetch();
     {
       const Unlocked unlocked;
       if (variant_.enter) variant_.enter();

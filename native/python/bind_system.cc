@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "core/cpu.h"
+#include "core/prefetch.h"
 #include "core/topology.h"
 #include "moe/engine.h"
 #include "python/arguments.h"
@@ -65,6 +66,20 @@ void bind_system(nb::module_& m) {
       "Names of the instruction sets that variants may use: detected_isa() and KTK_ISA_FORCE,\n"
       "under KTK_ISA.");
   m.def("cpu_model", &cpu_model_name, "What the CPU calls itself.");
+  m.def(
+      "cpu_id",
+      [] {
+        const CpuId id = cpu_id();
+        return nb::make_tuple(id.vendor, id.family, id.model);
+      },
+      nb::sig("def cpu_id() -> tuple[str, int, int]"), "Vendor, family and model of the CPU.");
+  m.def(
+      "prefetch", [] { return describe(prefetch()); },
+      "How weights are fetched ahead of their use on this CPU, as KTK_PREFETCH has it.");
+  m.def(
+      "set_prefetch", [](const std::string& setting) { set_prefetch(setting); }, "setting"_a,
+      "Change `prefetch` of this process, for trials; an empty text restores it.\n\n"
+      "Raises\n------\nSettingError\n    The text is not like a value of KTK_PREFETCH.");
   m.def(
       "topology", [] { return describe_topology(topology()); },
       "NUMA nodes and CPUs of this process: nodes, quota, default_threads.");

@@ -102,7 +102,7 @@ class Writer {
       return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(all.data()) - row * bytes);
     };
     const size_t group = f.group_n ? begin / f.group_n : 0;
-    const ktk_target target = {first(rows.data, begin, shape.data_bytes),
+    const ktk_export target = {first(rows.data, begin, shape.data_bytes),
                                first(rows.scale, group, shape.scale_bytes),
                                first(rows.zero, group, shape.zero_bytes),
                                shape.data_bytes,

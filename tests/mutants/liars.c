@@ -27,13 +27,13 @@ static void unpack_weight_endless(const ktk_matrix* matrix, const void* packed, 
 }
 
 static void export_weight_crashing(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                                   size_t n_end, const ktk_target* target) {
+                                   size_t n_end, const ktk_export* target) {
   *(volatile char*)(matrix->n > 2 ? NULL : target->data) = 0;
   export_weight(matrix, packed, n_begin, n_end, target);
 }
 
 static void export_weight_aborting(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                                   size_t n_end, const ktk_target* target) {
+                                   size_t n_end, const ktk_export* target) {
   if (matrix->n > 2) abort();
   export_weight(matrix, packed, n_begin, n_end, target);
 }

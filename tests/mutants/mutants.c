@@ -44,7 +44,7 @@ static void unpack_weight_negated(const ktk_matrix* matrix, const void* packed, 
 }
 
 static void export_weight_short(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                                size_t n_end, const ktk_target* target) {
+                                size_t n_end, const ktk_export* target) {
   export_rows(matrix, packed, n_begin, n_end, target, matrix->k - 1);
 }
 

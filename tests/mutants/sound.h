@@ -83,7 +83,7 @@ static inline void unpack_weight(const ktk_matrix* matrix, const void* packed, s
 }
 
 static inline void export_rows(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                               size_t n_end, const ktk_target* target, size_t count) {
+                               size_t n_end, const ktk_export* target, size_t count) {
   for (size_t n = n_begin; n < n_end; ++n) {
     char* row = (char*)target->data + n * target->data_stride;
     memset(row, 0, matrix->k * sizeof(uint16_t));
@@ -92,7 +92,7 @@ static inline void export_rows(const ktk_matrix* matrix, const void* packed, siz
 }
 
 static inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                                 size_t n_end, const ktk_target* target) {
+                                 size_t n_end, const ktk_export* target) {
   export_rows(matrix, packed, n_begin, n_end, target, matrix->k);
 }
 

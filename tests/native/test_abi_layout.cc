@@ -8,7 +8,7 @@
 #define OFFSET(type, field, offset) static_assert(offsetof(type, field) == (offset))
 
 static_assert(sizeof(void*) == 8, "ktk is for 64-bit systems");
-static_assert(KTK_ABI_MAJOR == 1 && KTK_ABI_MINOR == 1);
+static_assert(KTK_ABI_MAJOR == 1 && KTK_ABI_MINOR == 0);
 static_assert(KTK_ALIGNMENT == 64);
 
 static_assert(KTK_ISA_AVX2 == 1u << 0);
@@ -57,7 +57,7 @@ OFFSET(ktk_tile, m_step, 0);
 OFFSET(ktk_tile, n_step, 4);
 OFFSET(ktk_tile, k_step, 8);
 
-static_assert(sizeof(ktk_matmul) == 96);
+static_assert(sizeof(ktk_matmul) == 104);
 OFFSET(ktk_matmul, struct_size, 0);
 OFFSET(ktk_matmul, matrix, 8);
 OFFSET(ktk_matmul, weight, 16);
@@ -70,6 +70,21 @@ OFFSET(ktk_matmul, dst, 64);
 OFFSET(ktk_matmul, dst_stride, 72);
 OFFSET(ktk_matmul, scratch, 80);
 OFFSET(ktk_matmul, next, 88);
+OFFSET(ktk_matmul, prefetch, 96);
+
+static_assert(sizeof(ktk_fetch) == 8);
+OFFSET(ktk_fetch, ahead, 0);
+OFFSET(ktk_fetch, cache, 4);
+OFFSET(ktk_fetch, order, 6);
+
+static_assert(sizeof(ktk_prefetch) == 56);
+OFFSET(ktk_prefetch, struct_size, 0);
+OFFSET(ktk_prefetch, few_products, 8);
+OFFSET(ktk_prefetch, few, 16);
+OFFSET(ktk_prefetch, one, 24);
+OFFSET(ktk_prefetch, pair, 32);
+OFFSET(ktk_prefetch, many, 40);
+OFFSET(ktk_prefetch, decode, 48);
 
 static_assert(sizeof(ktk_ukernel) == 40);
 OFFSET(ktk_ukernel, struct_size, 0);
@@ -78,26 +93,26 @@ OFFSET(ktk_ukernel, m_max, 16);
 OFFSET(ktk_ukernel, scratch_size, 24);
 OFFSET(ktk_ukernel, run, 32);
 
-static_assert(offsetof(ktk_variant, weight_offset) == 144);
-OFFSET(ktk_variant, act_format, 152);  // since 1.1
-OFFSET(ktk_variant, export_weight, 160);
-static_assert(sizeof(ktk_variant) == 168);
+static_assert(sizeof(ktk_variant) == 176);
 OFFSET(ktk_variant, struct_size, 0);
 OFFSET(ktk_variant, name, 8);
 OFFSET(ktk_variant, required_isa, 16);
 OFFSET(ktk_variant, tile, 24);
-OFFSET(ktk_variant, act, 36);
-OFFSET(ktk_variant, layout, 56);
-OFFSET(ktk_variant, weight_size, 64);
-OFFSET(ktk_variant, pack_weight, 72);
-OFFSET(ktk_variant, unpack_weight, 80);
-OFFSET(ktk_variant, act_size, 88);
-OFFSET(ktk_variant, pack_act, 96);
-OFFSET(ktk_variant, unpack_act, 104);
-OFFSET(ktk_variant, ukernels, 112);
-OFFSET(ktk_variant, num_ukernels, 120);
-OFFSET(ktk_variant, enter, 128);
-OFFSET(ktk_variant, leave, 136);
+OFFSET(ktk_variant, layout, 40);
+OFFSET(ktk_variant, weight_size, 48);
+OFFSET(ktk_variant, pack_weight, 56);
+OFFSET(ktk_variant, unpack_weight, 64);
+OFFSET(ktk_variant, weight_offset, 72);
+OFFSET(ktk_variant, export_weight, 80);
+OFFSET(ktk_variant, act, 88);
+OFFSET(ktk_variant, act_format, 112);
+OFFSET(ktk_variant, act_size, 120);
+OFFSET(ktk_variant, pack_act, 128);
+OFFSET(ktk_variant, unpack_act, 136);
+OFFSET(ktk_variant, ukernels, 144);
+OFFSET(ktk_variant, num_ukernels, 152);
+OFFSET(ktk_variant, enter, 160);
+OFFSET(ktk_variant, leave, 168);
 
 static_assert(sizeof(ktk_accept) == 24);
 OFFSET(ktk_accept, given, 0);

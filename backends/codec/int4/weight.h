@@ -130,7 +130,7 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
 }
 
 inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
-                          size_t n_end, const ktk_target* target) {
+                          size_t n_end, const ktk_export* target) {
   const size_t depth = group_depth(matrix);
   for (size_t n = n_begin; n < n_end; ++n) {
     const size_t column = n % kColumns;

@@ -46,7 +46,7 @@ inline float source_scale_f32(const ktk_source* source, size_t row, size_t group
 
 // Where a scale of a row and group of k is written to.
 template <class Scale>
-Scale* target_scale(const ktk_target* target, size_t row, size_t group) {
+Scale* target_scale(const ktk_export* target, size_t row, size_t group) {
   char* line = static_cast<char*>(target->scale) + row * target->scale_stride;
   return reinterpret_cast<Scale*>(line) + group;
 }
@@ -73,7 +73,7 @@ struct MxScaleCodec : MxScales {
     }
   }
   static void write(const ktk_matrix* matrix, char* block, size_t step_bytes, size_t n,
-                    size_t columns, const ktk_target* target) {
+                    size_t columns, const ktk_export* target) {
     for (size_t col = 0; col < columns; ++col) {
       for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
         *target_scale<uint8_t>(target, n + col, group) = *at(block, step_bytes, col, group);
@@ -107,7 +107,7 @@ struct BlockScaleCodec : BlockScales {
   }
   // All blocks of a group of columns hold its scales; the first one gives them.
   static void write(const ktk_matrix* matrix, const char* block, size_t, size_t n, size_t,
-                    const ktk_target* target) {
+                    const ktk_export* target) {
     if (n % matrix->format.group_n) return;
     const float* scales = reinterpret_cast<const float*>(block + kStartBytes);
     for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
@@ -130,7 +130,7 @@ struct RowScaleCodec : RowScales {
     }
   }
   static void write(const ktk_matrix*, const char* block, size_t, size_t n, size_t columns,
-                    const ktk_target* target) {
+                    const ktk_export* target) {
     const float* scales = reinterpret_cast<const float*>(block + kStartBytes);
     for (size_t col = 0; col < columns; ++col) {
       *target_scale<float>(target, n + col, 0) = scales[col];
@@ -199,7 +199,7 @@ struct ScaledCodec {
   }
 
   static void write(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
-                    const ktk_target* target) {
+                    const ktk_export* target) {
     uint8_t* data = static_cast<uint8_t*>(target->data);
     for (size_t n = n_begin; n < n_end; n += kBlockCols) {
       const size_t columns = smaller(n_end - n, kBlockCols);

@@ -10,9 +10,10 @@
  *   - what is the product of the two (micro-kernels: run).
  * All functions are re-entrant and stateless, never fail, and write only what their comment says.
  *
- * Names: a weight is an n x k matrix (n output columns, k = depth), an activation is a row of k
- * values, dst[m][n] = act[m][k] x weight[n][k]^T. Sizes are counted in elements unless a name says
- * bytes. Strides of packed data are in bytes.
+ * Names, as in BLAS: dst[m][n] = act[m][k] x weight[n][k]^T. m are rows: activations, which other
+ * texts call A or the left-hand side. n are columns of dst, and what a checkpoint calls rows of a
+ * weight. k is the depth of the sum. Sizes are counted in elements unless a name says bytes.
+ * Strides of packed data are in bytes.
  *
  * The header is append-only within a MAJOR version: new fields go to the end of a struct, and
  * `struct_size` tells the reader which of them the writer knew.
@@ -29,7 +30,7 @@ extern "C" {
 
 /* MAJOR: a field moved or changed its meaning. MINOR: a field was appended. */
 #define KTK_ABI_MAJOR 1
-#define KTK_ABI_MINOR 1
+#define KTK_ABI_MINOR 0
 
 /* Name (and type tag) of the PyCapsule that carries a `const ktk_backend *`; the capsule is what
  * `__ktk_backend__()` of a backend's module returns. The table must outlive the process. */
@@ -68,17 +69,17 @@ enum {
   KTK_BF16 = 3,
   KTK_I8 = 4, /* two's complement */
   KTK_U8 = 5,
-  KTK_I4 = 6,     /* two's complement, even column in the low nibble */
-  KTK_U4 = 7,     /* even column in the low nibble; without a zero point its zero is 8 */
+  KTK_I4 = 6,     /* two's complement, even k in the low nibble */
+  KTK_U4 = 7,     /* even k in the low nibble; without a zero point its zero is 8 */
   KTK_E4M3 = 8,   /* OCP FP8 E4M3 (finite, 0x7f and 0xff are NaN) */
   KTK_E5M2 = 9,   /* OCP FP8 E5M2 */
-  KTK_E2M1 = 10,  /* OCP FP4, even column in the low nibble */
+  KTK_E2M1 = 10,  /* OCP FP4, even k in the low nibble */
   KTK_UE8M0 = 11, /* OCP power-of-two scale, 2^(e-127), 255 is NaN */
   KTK_GGML = 256
 };
 
 /* How a matrix is stored: value(n, k) = (element(n, k) - zero) * scale of the group it is in.
- * A group spans group_n rows and group_k columns; 0 means the whole extent. `scale` and `zero` are
+ * A group spans group_n of n and group_k of k; 0 means the whole extent. `scale` and `zero` are
  * KTK_NONE where the format has none. */
 typedef struct ktk_format {
   ktk_element element;
@@ -105,10 +106,10 @@ typedef struct ktk_source {
 } ktk_source;
 
 /* Where a weight matrix is written to, row-major, in its own format: ktk_source the other way. */
-typedef struct ktk_target {
+typedef struct ktk_export {
   void *data, *scale, *zero; /* NULL where the format has none */
   size_t data_stride, scale_stride, zero_stride;
-} ktk_target;
+} ktk_export;
 
 /* Where the core may cut what it does with one matrix: ranges of rows and of depth that functions
  * are called for. Every cut is a multiple of the step, or the end of the extent. */
@@ -118,25 +119,51 @@ typedef struct ktk_tile {
   uint32_t k_step; /* depth of activations that are packed together (partial pack_act) */
 } ktk_tile;
 
-/* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32.
- *
- * `weight` is the whole packed matrix. dst points at row 0, column n_begin. dst and act have m
- * rounded up to m_step rows, and rows of dst reach up to n_end rounded up to n_step: all of that
- * may be read and, of dst, overwritten with anything. What the additional rows of act hold is
- * unspecified, as is all of dst and scratch, and must not reach a result. NaN and Inf in one row
- * must not reach another. */
+/* Fetching packed weights ahead of their use. `ahead`: bytes from the line that is used to the one
+ * that is fetched meanwhile; 0 fetches nothing. `cache`: the level that lines are fetched into, 1
+ * or
+ * 2. `order`: KTK_FETCH_IN_ORDER, or KTK_FETCH_BY_PAGES, one line of each of eight pages in turn;
+ * kernels that cannot do that fetch in order. */
+enum { KTK_FETCH_IN_ORDER = 0, KTK_FETCH_BY_PAGES = 1 };
+typedef struct ktk_fetch {
+  uint32_t ahead;
+  uint16_t cache;
+  uint16_t order;
+} ktk_fetch;
+
+/* What this CPU wants, measured (native/core/prefetch.cc) or set by the user: data, so that what
+ * suits one CPU is not compiled into code that another one runs. No result depends on it. */
+typedef struct ktk_prefetch {
+  size_t struct_size;
+  /* A tile of rows that multiplies each line of weights with at most so many instructions waits
+   * for memory. */
+  size_t few_products;
+  ktk_fetch few;    /* one tile of rows, which waits for memory */
+  ktk_fetch one;    /* one tile of more rows, which computes about as long */
+  ktk_fetch pair;   /* two or three tiles that read the same weights and share fetching the next */
+  ktk_fetch many;   /* more of them */
+  ktk_fetch decode; /* weights that are decoded to scratch, ahead of all tiles */
+} ktk_prefetch;
+
+/* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32. */
 typedef struct ktk_matmul {
   size_t struct_size;
   const ktk_matrix* matrix;
-  const void* weight;
+  const void* weight; /* the whole packed matrix */
   size_t n_begin, n_end;
   size_t m;
+  /* Both have m rounded up to m_step rows. All of them may be read; what the rows of act from m on
+   * hold is unspecified, and must not reach a result. NaN and Inf in one row must not reach
+   * another. */
   const void* act;
   size_t act_stride; /* bytes; what act_size() returned */
+  /* Points at row 0, column n_begin. Rows reach up to n_end rounded up to n_step. All of that may
+   * be read and overwritten with anything; nothing is in it before. */
   float* dst;
   size_t dst_stride; /* floats, >= n_end - n_begin rounded up to n_step; a multiple of 16 */
   void* scratch;     /* scratch_size() bytes, KTK_ALIGNMENT-aligned, private to the call */
   const void* next;  /* where this worker will probably read weights next, to prefetch; or NULL */
+  const ktk_prefetch* prefetch; /* never NULL */
 } ktk_matmul;
 
 /* A product over one packed layout, best up to m_max rows: GEMV, then GEMM. All micro-kernels of a
@@ -155,29 +182,44 @@ typedef struct ktk_variant {
   const char* name;     /* the instruction set: "amx_int8", "avx2" ... */
   ktk_isa required_isa; /* all of these bits */
   ktk_tile tile;
-  ktk_format
-      act; /* what a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... (act_format) */
 
   /* Weight codec. Variants of a backend that share `layout` read each other's packed weights. */
   const char* layout;
   /* Bytes of a packed matrix, a multiple of KTK_ALIGNMENT. */
   size_t (*weight_size)(const ktk_matrix* matrix);
-  /* Packs rows [n_begin, n_end) of `source` (row 0 of the source is row 0 of the matrix). Memory
-   * holds anything before: ranges that cover all rows, in any order and at the same time, write
-   * every byte of weight_size(), and each range writes its own bytes only. Padding behind row n - 1
-   * belongs to the range that ends at n. */
+  /* Packs [n_begin, n_end) of `source` (whose row 0 is n = 0). Memory holds anything before: ranges
+   * that cover all n, in any order and at the same time, write every byte of weight_size(), and
+   * each range writes its own bytes only. Padding behind n - 1 belongs to the range that ends at
+   * n. */
   void (*pack_weight)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                       size_t n_end, void* packed);
-  /* Writes rows [n_begin, n_end) as f32 to out, `out_stride` floats apart. */
+  /* Writes [n_begin, n_end) as rows of f32 to out, `out_stride` floats apart. */
   void (*unpack_weight)(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
                         float* out, size_t out_stride);
+  /* Offset in bytes of where a product that begins at column n starts to read a packed matrix: what
+   * ktk_matmul.next is made of. NULL: the layout has no such place, and `next` stays NULL. */
+  size_t (*weight_offset)(const ktk_matrix* matrix, size_t n);
+  /* Writes [n_begin, n_end) of a packed matrix as a checkpoint gives what is in its format:
+   * `pack_weight` of that makes the same weights again, bit by bit. It is how weights that were
+   * quantized while they were packed are kept in a file that outlives the layout. Row 0 of the
+   * target is n = 0; ranges are cut at n_step and at whole groups. NULL: only what comes in a
+   * stored format can be kept. */
+  void (*export_weight)(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
+                        const ktk_export* target);
 
   /* Activation codec; `matrix` is the weight that the rows will be multiplied with.
-   * Bytes of one packed row, a multiple of KTK_ALIGNMENT. */
+   * What a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... */
+  ktk_format act;
+  /* The same where it depends on the weight; `act` is then that of the first stored format. Rows of
+   * one such format and depth are the same bytes whatever weight they were packed for, so that gate
+   * and up of an expert, which read the same tokens, may share them. NULL: `act` holds for all, and
+   * rows are packed for both unless gate and up are stored in one format. */
+  void (*act_format)(const ktk_matrix* matrix, ktk_format* format);
+  /* Bytes of one packed row, a multiple of KTK_ALIGNMENT. */
   size_t (*act_size)(const ktk_matrix* matrix);
-  /* Packs columns [k_begin, k_end) of m rows. x points at column k_begin, `x_stride` floats apart;
-   * act points at the start of the packed rows. Packing the last column also writes the padding;
-   * what stays unwritten of a row is part of no result. */
+  /* Packs [k_begin, k_end) of m rows. x points at k_begin, `x_stride` floats apart; act points at
+   * the start of the packed rows. Packing the last k also writes the padding; what stays unwritten
+   * of a row is part of no result. */
   void (*pack_act)(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end, const float* x,
                    size_t x_stride, void* act, size_t act_stride);
   /* Writes m whole rows as f32, `out_stride` floats apart. */
@@ -187,30 +229,10 @@ typedef struct ktk_variant {
   /* By ascending m_max. */
   const ktk_ukernel* ukernels;
   size_t num_ukernels;
-
   /* Called on a worker before its first and after its last run of a batch (AMX palette ...). Both
    * NULL, or neither. */
   void (*enter)(void);
   void (*leave)(void);
-
-  /* Offset in bytes of where a product that begins at column n starts to read a packed matrix: what
-   * ktk_matmul.next is made of. NULL: the layout has no such place, and `next` stays NULL. */
-  size_t (*weight_offset)(const ktk_matrix* matrix, size_t n);
-
-  /* Since 1.1. What a packed activation is where it depends on the weight that it meets; `act` is
-   * then that of the first stored format. Rows of one such format and depth are the same bytes
-   * whatever weight they were packed for, so that gate and up of an expert, which read the same
-   * tokens, may share them. NULL: `act` holds for all, and rows are packed for both unless gate and
-   * up are stored in one format. */
-  void (*act_format)(const ktk_matrix* matrix, ktk_format* format);
-
-  /* Since 1.1. Writes rows [n_begin, n_end) of a packed matrix as a checkpoint gives what is in its
-   * format: `pack_weight` of that makes the same weights again, bit by bit. It is how weights that
-   * were quantised while they were packed are kept in a file that outlives the layout. Row 0 of the
-   * target is row 0 of the matrix; ranges are cut at n_step and at whole groups. NULL: only what
-   * comes in a stored format can be kept. */
-  void (*export_weight)(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
-                        const ktk_target* target);
 } ktk_variant;
 
 /* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */

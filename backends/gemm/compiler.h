@@ -1,0 +1,35 @@
+// What keeps gcc 12 from undoing a register tile. None of these is an instruction.
+#pragma once
+
+namespace ktk {
+namespace {
+
+// The same pointer, but the compiler does not know: it would compute the address of every row
+// ahead of a loop, run out of registers, and spill them.
+template <class T>
+inline T* hidden(T* pointer) {
+  asm("" : "+r"(pointer));
+  return pointer;
+}
+
+#if defined(__AVX512F__)
+#define KTK_REGISTER "+v"
+#elif defined(__aarch64__)
+#define KTK_REGISTER "+w"
+#else
+#define KTK_REGISTER "+x"
+#endif
+
+// Keeps a sum in a register apart from its neighbors: the compiler would merge and split them again
+// between loops, or load a weight once for every row.
+template <class Register>
+inline void pin(Register& x) {
+  asm("" : KTK_REGISTER(x));
+}
+#undef KTK_REGISTER
+
+// No load moves across: loads that wander to the front of a loop push sums out of registers.
+inline void keep_order() { asm volatile("" : : : "memory"); }
+
+}  // namespace
+}  // namespace ktk

@@ -1,0 +1,35 @@
+// How this CPU wants weights fetched ahead of their use (ktk_prefetch of abi.h).
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "ktk/abi.h"
+
+namespace ktk {
+
+// A CPU as CPUID names it. On Arm all of it is empty.
+struct CpuId {
+  std::string vendor;  // "AuthenticAMD"
+  unsigned family = 0, model = 0;
+};
+CpuId cpu_id();
+
+// What products are told: that of this CPU in the table of prefetch.cc, changed by KTK_PREFETCH.
+// Read once. Throws SettingError.
+const ktk_prefetch& prefetch();
+
+// The same for another CPU, and for a value of KTK_PREFETCH: the name of a row of the table, or
+// entries that take the place of those of the CPU, or both, with commas between them:
+//
+//   zen5,few=4096:l1,many=32768:l2:pages,few_products=8
+ktk_prefetch prefetch_for(const CpuId& cpu, ktk_isa isa, std::string_view setting);
+
+// As it is written in KTK_PREFETCH.
+std::string describe(const ktk_prefetch& prefetch);
+
+// Changes what prefetch() returns, for trials; an empty text restores it. Products that run at the
+// same time may be told either.
+void set_prefetch(std::string_view setting);
+
+}  // namespace ktk

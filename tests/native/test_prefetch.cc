@@ -1,0 +1,67 @@
+// How weights are fetched: the row of a CPU, and what KTK_PREFETCH makes of it.
+#include "check.h"
+#include "core/cpu.h"
+#include "core/prefetch.h"
+
+namespace {
+
+using ktk::describe;
+using ktk::prefetch_for;
+
+constexpr ktk_isa kAvx512 = KTK_ISA_AVX2 | KTK_ISA_AVX512;
+const ktk::CpuId kZen5{"AuthenticAMD", 0x1a, 2}, kZen4{"AuthenticAMD", 0x19, 0x11};
+const ktk::CpuId kSapphireRapids{"GenuineIntel", 6, 143};
+
+std::string setting(const ktk::CpuId& cpu, ktk_isa isa, const char* text) {
+  return describe(prefetch_for(cpu, isa, text));
+}
+
+TEST(a_cpu_has_its_row) {
+  CHECK_EQ(prefetch_for(kZen5, kAvx512, "").few.cache, 1);
+  CHECK_EQ(prefetch_for(kZen4, kAvx512, "").few.cache, 2);
+  CHECK(setting(kZen5, kAvx512, "") == setting(kZen4, kAvx512, "zen5"));
+}
+
+TEST(intel_has_a_row_where_amx_may_be_used) {
+  const ktk_isa amx = kAvx512 | KTK_ISA_AMX_INT8 | KTK_ISA_AMX_BF16;
+  CHECK_EQ(prefetch_for(kSapphireRapids, amx, "").many.order, KTK_FETCH_BY_PAGES);
+  CHECK_EQ(prefetch_for(kSapphireRapids, kAvx512, "").many.order, KTK_FETCH_IN_ORDER);
+}
+
+TEST(any_cpu_has_one) {
+  CHECK(prefetch_for({}, KTK_ISA_NONE, "").few_products > 0);
+  CHECK_EQ(prefetch_for({}, KTK_ISA_NONE, "").struct_size, sizeof(ktk_prefetch));
+}
+
+TEST(entries_of_a_setting_take_the_place_of_those_of_the_cpu) {
+  const ktk_prefetch p =
+      prefetch_for(kZen4, kAvx512, "few=4096:l1,many=32768:l2:pages,few_products=7");
+  CHECK_EQ(p.few.ahead, 4096u);
+  CHECK_EQ(p.few.cache, 1);
+  CHECK_EQ(p.many.order, KTK_FETCH_BY_PAGES);
+  CHECK_EQ(p.few_products, 7u);
+  CHECK_EQ(p.one.ahead, prefetch_for(kZen4, kAvx512, "").one.ahead);
+}
+
+TEST(what_is_described_is_a_setting) {
+  const std::string text = "few=1:l1,one=2:l2,pair=3:l1:pages,many=4:l2,decode=0:l2,few_products=5";
+  CHECK_EQ(setting(kZen5, kAvx512, text.c_str()), text);
+}
+
+TEST(nonsense_is_refused_by_name) {
+  for (const char* text : {"zen9", "few", "few=", "few=1", "few=l1", "few=-1:l1", "few=1:l3",
+                           "few=1:l1:", "few=1:l1:page", "few=4294967296:l1", "some=1:l1",
+                           "few_products=x", "zen5,", ","}) {
+    CHECK_THROWS(ktk::SettingError, prefetch_for(kZen5, kAvx512, text));
+  }
+}
+
+TEST(a_trial_changes_what_products_are_told_and_ends) {
+  const std::string before = describe(ktk::prefetch());
+  ktk::set_prefetch("few=64:l1");
+  CHECK_EQ(ktk::prefetch().few.ahead, 64u);
+  ktk::set_prefetch("");
+  CHECK_EQ(describe(ktk::prefetch()), before);
+}
+
+}  // namespace
