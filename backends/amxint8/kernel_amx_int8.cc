@@ -13,7 +13,7 @@
 #include "amxint8/variant.h"
 #include "amxint8/vnni512.h"
 #include "gemm/amx.h"
-#include "gemm/prefetch.h"
+#include "gemm/weight_stream.h"
 
 namespace ktk::amxint8 {
 namespace {

@@ -20,7 +20,7 @@
 #include "amxint8/act.h"
 #include "amxint8/layout.h"
 #include "amxint8/stream.h"
-#include "gemm/prefetch.h"
+#include "gemm/weight_stream.h"
 
 namespace ktk::amxint8 {
 namespace {

@@ -14,14 +14,15 @@
 namespace ktk::bf16 {
 namespace {
 
-template <size_t kM, size_t kTiles>
+template <size_t kRows, size_t kTiles>
 struct Sums {
   static constexpr size_t kActBytes = 2;
-  static constexpr size_t kPairs = (kM + 1) / 2;
+  static constexpr size_t kLineProducts = 4;
+  static constexpr size_t kPairs = (kRows + 1) / 2;
   float32x4_t v[kPairs][8 * kTiles];
 
   // The other row of a pair; the last one may be its own.
-  static constexpr size_t odd_row(size_t i) { return 2 * i + 1 < kM ? 2 * i + 1 : 2 * i; }
+  static constexpr size_t odd_row(size_t i) { return 2 * i + 1 < kRows ? 2 * i + 1 : 2 * i; }
 
   void zero() {
 #pragma GCC unroll 2
@@ -51,7 +52,7 @@ struct Sums {
     }
   }
 
-  void add(size_t tile, const char* weight, const char* const (&rows)[kM], size_t offset) {
+  void add(size_t tile, const char* weight, const char* const (&rows)[kRows], size_t offset) {
     bfloat16x8_t act[kPairs];
 #pragma GCC unroll 2
     for (size_t i = 0; i < kPairs; ++i) {
@@ -85,7 +86,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActBf16;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_4x16", matmul<NeonTile<Sums>, LoneShare, LinearShare>)};
+      ukernel("gemm_4x16_arm_bf16", gemm<NeonKernel<Sums>>)};
 };
 
 }  // namespace

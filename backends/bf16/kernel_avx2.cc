@@ -12,8 +12,8 @@
 // of memory, step by step. More rows pass over a run of steps in L1 twice, for a tile each.
 #include <immintrin.h>
 
+#include "bf16/kernel.h"
 #include "bf16/variant.h"
-#include "gemm/rows.h"
 
 namespace ktk::bf16 {
 namespace {
@@ -45,9 +45,9 @@ inline void multiply_add(__m256& sum, __m256 a, __m256 w) {
 }
 
 // Sums += products of one line of weights and a pair of each row.
-template <size_t kM, size_t kTiles>
-inline void add_line(__m256 (&acc)[kM][2 * kTiles], size_t tile, const char* weight,
-                     const RowPointers<kM>& act) {
+template <size_t kRows, size_t kTiles>
+inline void add_line(__m256 (&acc)[kRows][2 * kTiles], size_t tile, const char* weight,
+                     const RowPointers<kRows>& act) {
 #pragma GCC unroll 2
   for (int odd = 0; odd < 2; ++odd) {
     // For the same reason: no loads of the odd half among the even ones.
@@ -60,7 +60,7 @@ inline void add_line(__m256 (&acc)[kM][2 * kTiles], size_t tile, const char* wei
       w[j] = odd ? odd_k(pairs) : even_k(pairs);
     }
 #pragma GCC unroll 6
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
       const __m256 a = broadcast(act.row(i) + odd * sizeof(float));
 #pragma GCC unroll 2
       for (size_t j = 0; j < 2; ++j) multiply_add(acc[i][2 * tile + j], a, w[j]);
@@ -69,40 +69,27 @@ inline void add_line(__m256 (&acc)[kM][2 * kTiles], size_t tile, const char* wei
 }
 
 // `kTiles` tiles of columns, from number `first_tile` on.
-template <size_t kM, size_t kTiles, class Share>
-inline void tiles(const TileWork<Share>& work, size_t first_tile) {
-  constexpr bool kLone = __is_same(Share, LoneShare);
-  __m256 acc[kM][2 * kTiles];
-  float* dst = work.dst + first_tile * kTileCols;
+template <size_t kRows, size_t kTiles>
+inline void multiply_columns(const Tile& t, size_t first_tile, Fetch& fetch) {
+  __m256 acc[kRows][2 * kTiles];
+  float* dst = t.dst + first_tile * kTileCols;
 #pragma GCC unroll 6
-  for (size_t i = 0; i < kM; ++i) {
+  for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (size_t j = 0; j < 2 * kTiles; ++j) {
-      acc[i][j] = work.first ? _mm256_setzero_ps()
-                             : _mm256_loadu_ps(dst + i * work.dst_stride + j * kVectorCols);
+      acc[i][j] = t.is_first() ? _mm256_setzero_ps()
+                               : _mm256_loadu_ps(dst + i * t.dst_stride + j * kVectorCols);
     }
   }
-  RowPointers<kM> act(work.act, work.act_stride);
-  const char* weight = work.weight + first_tile * kTileBytes;
-  for (size_t step = 0; step < work.steps; ++step) {
-    const char* ahead = nullptr;
-    if constexpr (kLone) {
-      // Each of two passes fetches half of the steps that come after this run.
-      ahead = kTiles == 2 ? work.stream.at(step, bytes_ahead(kM))
-                          : work.stream.at((first_tile * work.steps + step) / 2,
-                                           bytes_ahead(kM) + step % 2 * kStepBytes / 2);
-    } else if (first_tile == 0) {
-      prefetch_step(work, step, weight);
-    }
+  RowPointers<kRows> act(first_act<sizeof(float)>(t), t.act_stride);
+  const char* weight = first_weight(t) + first_tile * kTileBytes;
+  for (size_t slab = t.begin; slab < t.end; ++slab) {
 #pragma GCC unroll 2
     for (size_t tile = 0; tile < kTiles; ++tile) {
 #pragma GCC unroll 1
       for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
-        if constexpr (kLone) {
-          prefetch_l2(ahead);
-          ahead += kLine;
-        }
-        add_line<kM, kTiles>(acc, tile, weight, act);
+        fetch.next();
+        add_line<kRows, kTiles>(acc, tile, weight, act);
         act.advance(kPairBytes);
       }
       if (tile + 1 < kTiles) act.advance(-static_cast<ptrdiff_t>(kPairs) * kPairBytes);
@@ -110,45 +97,41 @@ inline void tiles(const TileWork<Share>& work, size_t first_tile) {
     if (kTiles == 1) weight += kTileBytes;
   }
 #pragma GCC unroll 6
-  for (size_t i = 0; i < kM; ++i) {
+  for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (size_t j = 0; j < 2 * kTiles; ++j) {
-      _mm256_storeu_ps(dst + i * work.dst_stride + j * kVectorCols, acc[i][j]);
+      _mm256_storeu_ps(dst + i * t.dst_stride + j * kVectorCols, acc[i][j]);
     }
   }
 }
 
-template <size_t kM, class Share>
-void tile(const TileWork<Share>& work) {
-  if constexpr (kM <= 3) {
-    tiles<kM, 2>(work, 0);
+constexpr size_t kOnePassRows = 3;
+
+template <size_t kRows>
+void multiply_tile(const Tile& t) {
+  Fetch fetch = t.fetch;
+  if constexpr (kRows <= kOnePassRows) {
+    multiply_columns<kRows, 2>(t, 0, fetch);
   } else {
-    tiles<kM, 1>(work, 0);
-    tiles<kM, 1>(work, 1);
+    multiply_columns<kRows, 1>(t, 0, fetch);
+    multiply_columns<kRows, 1>(t, 1, fetch);
   }
 }
 
-struct Tile {
-  static constexpr size_t kRows = 6;
-  static constexpr size_t kRowStep = 1;
-  static constexpr size_t kSteps = 8;      // 16 KiB of weights
-  static constexpr size_t kLoneSteps = 8;  // its two halves share them
-  static constexpr size_t kActBytes = sizeof(float);
+struct Kernel : KernelBase {
+  using KernelBase::KernelBase;
+  static constexpr size_t kMr = 6;
+  static constexpr size_t kLineProducts = 4;
+  static constexpr auto kTiles = row_table<kMr>([]<size_t kRows> { return &multiply_tile<kRows>; });
 
-  template <class Share>
-  static void run(const TileWork<Share>& work) {
-    static constexpr void (*kTiles[kRows])(const TileWork<Share>&) = {
-        tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<6>,
-    };
-    kTiles[work.rows - 1](work);
-  }
+  static size_t passes(size_t rows) { return rows <= kOnePassRows ? 1 : 2; }
+  static void tile(const Tile& t) { kTiles[t.rows](t); }
 };
 
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
-  static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_6x16", matmul<Tile, LoneShare, LinearShare>)};
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_6x16_avx2", gemm<Kernel>)};
 };
 
 }  // namespace

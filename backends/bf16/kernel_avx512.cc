@@ -9,7 +9,8 @@ namespace {
 
 struct DotF32 {
   static constexpr size_t kActBytes = sizeof(float);
-  static constexpr size_t kThinRows = 4;
+  static constexpr size_t kInOrderRows = 4;
+  static constexpr size_t kLineProducts = 2;
 
   // Not _mm512_slli_epi32: gcc 12 warns of an uninitialized variable inside its header.
   static __m512 even_k(__m512i pairs) { return (__m512)((__v16su)pairs << 16); }
@@ -28,9 +29,9 @@ struct DotF32 {
     asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(w));
   }
 
-  template <size_t kM, size_t kTiles>
-  static void add(__m512 (&acc)[kM][2], size_t tile, const char* weight,
-                  const RowPointers<kM>& act) {
+  template <size_t kRows, size_t kTiles>
+  static void add(__m512 (&acc)[kRows][2], size_t tile, const char* weight,
+                  const RowPointers<kRows>& act) {
     __m512i pairs[kTiles];
 #pragma GCC unroll 2
     for (size_t t = 0; t < kTiles; ++t) pairs[t] = _mm512_load_si512(weight + t * kTileBytes);
@@ -42,7 +43,7 @@ struct DotF32 {
 #pragma GCC unroll 2
       for (size_t t = 0; t < kTiles; ++t) w[t] = odd ? odd_k(pairs[t]) : even_k(pairs[t]);
 #pragma GCC unroll 12
-      for (size_t i = 0; i < kM; ++i) {
+      for (size_t i = 0; i < kRows; ++i) {
         const __m512 a = broadcast(act.row(i) + odd * sizeof(float));
 #pragma GCC unroll 2
         for (size_t t = 0; t < kTiles; ++t) multiply_add(acc[i][tile + t], a, w[t]);
@@ -55,7 +56,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32", matmul<ZmmTile<DotF32>, LoneShare, LinearShare>)};
+      ukernel("gemm_12x32_avx512", gemm<ZmmKernel<DotF32>>)};
 };
 
 }  // namespace

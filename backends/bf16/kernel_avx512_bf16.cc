@@ -8,7 +8,8 @@ namespace {
 
 struct DotBf16 {
   static constexpr size_t kActBytes = 2;
-  static constexpr size_t kThinRows = 8;
+  static constexpr size_t kInOrderRows = 8;
+  static constexpr size_t kLineProducts = 1;
 
   static __m512bh broadcast_pair(const char* pair) {
     int bits;
@@ -16,16 +17,16 @@ struct DotBf16 {
     return (__m512bh)_mm512_set1_epi32(bits);
   }
 
-  template <size_t kM, size_t kTiles>
-  static void add(__m512 (&acc)[kM][2], size_t tile, const char* weight,
-                  const RowPointers<kM>& act) {
+  template <size_t kRows, size_t kTiles>
+  static void add(__m512 (&acc)[kRows][2], size_t tile, const char* weight,
+                  const RowPointers<kRows>& act) {
     __m512bh w[kTiles];
 #pragma GCC unroll 2
     for (size_t t = 0; t < kTiles; ++t) {
       w[t] = (__m512bh)_mm512_load_si512(weight + t * kTileBytes);
     }
 #pragma GCC unroll 12
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
       const __m512bh a = broadcast_pair(act.row(i));
 #pragma GCC unroll 2
       for (size_t t = 0; t < kTiles; ++t) {
@@ -39,7 +40,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActBf16;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32", matmul<ZmmTile<DotBf16>, LoneShare, LinearShare>)};
+      ukernel("gemm_12x32_avx512_bf16", gemm<ZmmKernel<DotBf16>>)};
 };
 
 }  // namespace

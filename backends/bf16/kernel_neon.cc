@@ -11,37 +11,38 @@
 namespace ktk::bf16 {
 namespace {
 
-template <size_t kM, size_t kTiles>
+template <size_t kRows, size_t kTiles>
 struct Sums {
   static constexpr size_t kActBytes = sizeof(float);
-  float32x4_t v[kM][4 * kTiles];
+  static constexpr size_t kLineProducts = 8;
+  float32x4_t v[kRows][4 * kTiles];
 
   void zero() {
 #pragma GCC unroll 4
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
       for (size_t j = 0; j < 4 * kTiles; ++j) v[i][j] = vdupq_n_f32(0);
     }
   }
   void load(const float* dst, size_t stride) {
 #pragma GCC unroll 4
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
       for (size_t j = 0; j < 4 * kTiles; ++j) v[i][j] = vld1q_f32(dst + i * stride + 4 * j);
     }
   }
   void store(float* dst, size_t stride) const {
 #pragma GCC unroll 4
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
       for (size_t j = 0; j < 4 * kTiles; ++j) vst1q_f32(dst + i * stride + 4 * j, v[i][j]);
     }
   }
 
-  void add(size_t tile, const char* weight, const char* const (&rows)[kM], size_t offset) {
-    float32x4_t act[kM];
+  void add(size_t tile, const char* weight, const char* const (&rows)[kRows], size_t offset) {
+    float32x4_t act[kRows];
 #pragma GCC unroll 4
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
       act[i] = vld1q_f32(reinterpret_cast<const float*>(rows[i] + offset));
     }
     add_line<0>(tile, weight, act);
@@ -50,7 +51,7 @@ struct Sums {
 
  private:
   template <int kLane>
-  void add_line(size_t tile, const char* line, const float32x4_t (&act)[kM]) {
+  void add_line(size_t tile, const char* line, const float32x4_t (&act)[kRows]) {
 #pragma GCC unroll 4
     for (size_t j = 0; j < 4; ++j) {
       keep_order();
@@ -58,7 +59,7 @@ struct Sums {
       const float32x4_t even = vreinterpretq_f32_u32(vshlq_n_u32(pairs, 16));
       const float32x4_t odd = vreinterpretq_f32_u32(vandq_u32(pairs, vdupq_n_u32(0xffff0000)));
 #pragma GCC unroll 4
-      for (size_t i = 0; i < kM; ++i) {
+      for (size_t i = 0; i < kRows; ++i) {
         float32x4_t& sum = v[i][4 * tile + j];
         sum = vfmaq_laneq_f32(sum, even, act[i], kLane);
         sum = vfmaq_laneq_f32(sum, odd, act[i], kLane + 1);
@@ -70,8 +71,7 @@ struct Sums {
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
-  static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_4x16", matmul<NeonTile<Sums>, LoneShare, LinearShare>)};
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_4x16_neon", gemm<NeonKernel<Sums>>)};
 };
 
 }  // namespace

@@ -14,6 +14,7 @@
 // one stream too.
 #pragma once
 
+#include "gemm/math.h"
 #include "ktk/abi.h"
 
 namespace ktk::bf16 {
@@ -23,18 +24,13 @@ constexpr size_t kBlockCols = 32;
 constexpr size_t kStepDepth = 32;
 constexpr size_t kTileCols = 16;
 constexpr size_t kPairs = kStepDepth / 2;          // rows of a tile
-constexpr size_t kLine = 64;                       // bytes of a row of a tile
-constexpr size_t kTileBytes = kPairs * kLine;      // 1 KiB
+constexpr size_t kTileBytes = kPairs * kLine;      // 1 KiB; a row is a cache line
 constexpr size_t kStepBytes = 2 * kTileBytes;      // 2 KiB
 constexpr size_t kStepLines = kStepBytes / kLine;  // 32
 constexpr const char* kLayout = "bf16-n32k32-vnni2";
 
-inline size_t num_blocks(const ktk_matrix* matrix) {
-  return (matrix->n + kBlockCols - 1) / kBlockCols;
-}
-inline size_t num_steps(const ktk_matrix* matrix) {
-  return (matrix->k + kStepDepth - 1) / kStepDepth;
-}
+inline size_t num_blocks(const ktk_matrix* matrix) { return ceil_div(matrix->n, kBlockCols); }
+inline size_t num_steps(const ktk_matrix* matrix) { return ceil_div(matrix->k, kStepDepth); }
 inline size_t block_bytes(const ktk_matrix* matrix) { return num_steps(matrix) * kStepBytes; }
 
 inline size_t weight_size(const ktk_matrix* matrix) {

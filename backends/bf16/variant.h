@@ -1,7 +1,6 @@
 // What all variants share: the weight codec, and how activations are kept.
 #pragma once
 
-#include "bf16/loops.h"
 #include "bf16/weight_codec.h"
 #include "codec/act_rows.h"
 #include "ktk/backend.h"

@@ -60,5 +60,81 @@ class TileRows {
   bool changed_;
 };
 
+// The 2 x 2 scheme: sums of 32 rows and 32 columns, or of 16 rows.
+//
+//                          B: two tiles of 16 columns
+//                          tmm6            tmm7
+//   A: rows 0..15   tmm4   tmm0            tmm1
+//      rows 16..31  tmm5   tmm2            tmm3
+//
+// Four tile loads (64 cache lines) feed four products (64 cycles).
+constexpr size_t kAmxRows = 16;  // of a tile
+constexpr size_t kAmxTileBytes = 1024;
+
+// The products of the four tiles. The intrinsics take literals only.
+struct TilesBf16 {
+  static void top_left() { _tile_dpbf16ps(0, 4, 6); }
+  static void top_right() { _tile_dpbf16ps(1, 4, 7); }
+  static void bottom_left() { _tile_dpbf16ps(2, 5, 6); }
+  static void bottom_right() { _tile_dpbf16ps(3, 5, 7); }
+};
+// Signed by unsigned bytes.
+struct TilesInt8 {
+  static void top_left() { _tile_dpbsud(0, 4, 6); }
+  static void top_right() { _tile_dpbsud(1, 4, 7); }
+  static void bottom_left() { _tile_dpbsud(2, 5, 6); }
+  static void bottom_right() { _tile_dpbsud(3, 5, 7); }
+};
+
+template <bool kBothHalves>
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (kBothHalves) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+}
+
+// Sums are 4 bytes; `stride` counts them.
+template <bool kBothHalves>
+inline void load_sums(const void* sums, size_t stride) {
+  const char* from = static_cast<const char*>(sums);
+  const size_t bytes = stride * 4;
+  _tile_loadd(0, from, bytes);
+  _tile_loadd(1, from + 64, bytes);
+  if constexpr (kBothHalves) {
+    _tile_loadd(2, from + kAmxRows * bytes, bytes);
+    _tile_loadd(3, from + kAmxRows * bytes + 64, bytes);
+  }
+}
+
+template <bool kBothHalves>
+inline void store_sums(void* sums, size_t stride) {
+  char* to = static_cast<char*>(sums);
+  const size_t bytes = stride * 4;
+  _tile_stored(0, to, bytes);
+  _tile_stored(1, to + 64, bytes);
+  if constexpr (kBothHalves) {
+    _tile_stored(2, to + kAmxRows * bytes, bytes);
+    _tile_stored(3, to + kAmxRows * bytes + 64, bytes);
+  }
+}
+
+// Adds the products of one tile of depth: B tiles at `b` and `b + b_half`.
+template <class Products, bool kBothHalves>
+inline void add_tiles(const char* a, size_t a_stride, const char* b, size_t b_half) {
+  _tile_loadd(6, b, 64);
+  _tile_loadd(4, a, a_stride);
+  Products::top_left();
+  _tile_loadd(7, b + b_half, 64);
+  Products::top_right();
+  if constexpr (kBothHalves) {
+    _tile_loadd(5, a + kAmxRows * a_stride, a_stride);
+    Products::bottom_left();
+    Products::bottom_right();
+  }
+}
+
 }  // namespace
 }  // namespace ktk

@@ -14,7 +14,7 @@
 // and their sums are 16 times too large.
 #pragma once
 
-#include "gemm/prefetch.h"
+#include "gemm/weight_stream.h"
 #include "ktk/backend.h"
 #include "llamafile/codes.h"
 #include "llamafile/run_sums.h"
@@ -27,7 +27,7 @@ constexpr int kThinRows = 1;  // as in dot.h
 #else
 constexpr int kThinRows = 2;
 #endif
-constexpr size_t kThinAhead = 512;  // bytes, see gemm/prefetch.h
+constexpr size_t kThinAhead = 512;  // bytes, see gemm/weight_stream.h
 
 template <size_t kType, int kRows>
 class Thin {

@@ -26,7 +26,7 @@
 // itself, which stays in L1 for all rows. Many rows are different: see held.h.
 #pragma once
 
-#include "gemm/prefetch.h"
+#include "gemm/weight_stream.h"
 #include "llamafile/codes.h"
 #include "llamafile/params.h"
 

@@ -23,7 +23,7 @@
 
 #include "codec/int4/act.h"
 #include "codec/int4/layout.h"
-#include "gemm/prefetch.h"
+#include "gemm/weight_stream.h"
 
 namespace ktk::int4 {
 namespace {

@@ -17,7 +17,7 @@
 #include <immintrin.h>
 
 #include "codec/scaled/layout.h"
-#include "gemm/prefetch.h"
+#include "gemm/weight_stream.h"
 
 namespace ktk {
 namespace {

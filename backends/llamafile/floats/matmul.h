@@ -11,8 +11,8 @@
 // bits in any batch, and in registers of any width.
 #pragma once
 
-#include "gemm/prefetch.h"
 #include "gemm/rows.h"
+#include "gemm/weight_stream.h"
 #include "llamafile/floats/codec.h"
 
 namespace ktk::llamafile::floats {

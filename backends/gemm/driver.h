@@ -1,0 +1,132 @@
+// The loops around a register tile, the same for every kernel:
+//
+//   for each block of nr columns                 one sequential stream of weights
+//     for each run of up to kc of depth            stays in L1 ...
+//       for each tile of rows                        ... while all rows of act, from L2, pass it
+//
+// Rows are dealt out evenly: 13 are 7 + 6 and not 12 + 1. Tiles that read the same run share
+// fetching what comes next (prefetch.h): each fetches a part of it while it computes. A single
+// tile, which does not come back to weights, has no runs.
+//
+// Between two runs partial sums rest in dst. So that a row has the same bits in any batch, the sums
+// of a tile must be one chain of additions over ascending k, wherever runs are cut.
+//
+// A kernel states
+//
+//   kMr                      most rows of a tile
+//   kRowStep                 rows that a tile is made of (16 for AMX); 1 if it does not say
+//   kNr                      columns of a block
+//   kLineProducts            multiply instructions for one line of weights and one row
+//   Kernel(mm)               what it keeps for a whole product
+//   passes(rows)             how often a tile of so many rows goes over a run, for some columns
+//                            of the block each time
+//   slabs()                  the depth in units that runs may be cut at
+//   offset(slab)             where a slab is in a block; offset(slabs()) bytes are a block
+//   tile(tile)               adds the products of a run, in all passes
+//   begin_block(block, dst)  if there is anything to do ahead of the runs of a block,
+//   begin_run(run, fetch)    ahead of the tiles of a run, which then do not fetch: they multiply
+//                            what this decodes,
+//   end_block(n, dst)        and after the runs
+#pragma once
+
+#include "gemm/prefetch.h"
+#include "gemm/rows.h"
+
+namespace ktk {
+namespace {
+
+// Slabs [begin, end) of a block.
+struct Run {
+  const char* block;
+  size_t begin, end;
+};
+
+// What one call of a tile works on.
+struct Tile : Run {
+  const char* act;  // first row
+  size_t act_stride;
+  size_t rows;
+  float* dst;  // first row, first column of the block
+  size_t dst_stride;
+  Fetch fetch;
+  BulkFetch bulk_fetch;  // the same, for those that prefer it
+
+  bool is_first() const { return begin == 0; }
+};
+
+constexpr size_t kRunBytes = 16384;  // half of the smallest L1
+
+template <class Kernel>
+constexpr size_t row_step() {
+  if constexpr (requires { Kernel::kRowStep; }) return Kernel::kRowStep;
+  return 1;
+}
+
+// How many slabs a run has: what stays in L1, or all of the depth.
+template <class Kernel>
+inline size_t run_slabs(const Kernel& kernel, bool is_alone) {
+  const size_t slabs = kernel.slabs();
+  if constexpr (requires { Kernel::kRunSlabs; }) return smaller(Kernel::kRunSlabs, slabs);
+  if (is_alone) return slabs;
+  const size_t bytes = kernel.offset(1) - kernel.offset(0);
+  return smaller(kRunBytes > bytes ? kRunBytes / bytes : 1, slabs);
+}
+
+template <class Kernel>
+inline void gemm(const ktk_matmul* mm) {
+  constexpr bool kDecodes = requires(Kernel k, Run r, Fetch f) { k.begin_run(r, f); };
+  constexpr size_t kRowStep = row_step<Kernel>();
+  Kernel kernel(mm);
+  const size_t slabs = kernel.slabs(), block_bytes = kernel.offset(slabs);
+  const WeightStream stream =
+      weight_stream(mm, Kernel::kNr, block_bytes, mm->n_begin / Kernel::kNr * block_bytes);
+  const size_t row_steps = ceil_div(mm->m, kRowStep), tiles = ceil_div(mm->m, Kernel::kMr);
+  const bool is_alone = tiles == 1 && kernel.passes(mm->m) == 1;
+  const size_t run = run_slabs(kernel, is_alone);
+  const ktk_fetch& policy =
+      kDecodes ? mm->prefetch->decode : fetch_policy(mm, tiles, Kernel::kLineProducts);
+  const size_t ahead = policy.ahead;
+  // For tiles that fetch `step` bytes for every line that they use, from `offset` on.
+  const auto fetch_from = [&](size_t offset, size_t step) {
+    return Fetch{stream.at(offset + ahead), ahead ? step : 0, policy.cache == 1};
+  };
+  Tile tile;
+  tile.act_stride = mm->act_stride;
+  tile.dst_stride = mm->dst_stride;
+  size_t block_offset = 0;
+  for (size_t n = mm->n_begin; n < mm->n_end; n += Kernel::kNr, block_offset += block_bytes) {
+    tile.block = stream.begin + block_offset;
+    float* const dst = mm->dst + (n - mm->n_begin);
+    if constexpr (requires { kernel.begin_block(tile.block, dst); }) {
+      kernel.begin_block(tile.block, dst);
+    }
+    for (tile.begin = 0; tile.begin < slabs; tile.begin = tile.end) {
+      tile.end = smaller(tile.begin + run, slabs);
+      const size_t offset = block_offset + kernel.offset(tile.begin);
+      // What follows the last block is elsewhere: a run ends where fetching comes to it.
+      while (is_alone && tile.end > tile.begin + 1 && offset + ahead < stream.bytes &&
+             block_offset + kernel.offset(tile.end - 1) + ahead >= stream.bytes) {
+        --tile.end;
+      }
+      const size_t bytes = block_offset + kernel.offset(tile.end) - offset;
+      if constexpr (kDecodes) kernel.begin_run(tile, fetch_from(offset, kLine));
+      const size_t step = ceil_div(kLine, tiles);
+      for (size_t i = 0, row = 0; i < tiles; ++i) {
+        const size_t row_end = smaller(row_steps * (i + 1) / tiles * kRowStep, mm->m);
+        const size_t share = offset + i * (bytes / tiles);
+        tile.act = static_cast<const char*>(mm->act) + row * mm->act_stride;
+        tile.rows = row_end - row;
+        tile.dst = dst + row * mm->dst_stride;
+        tile.fetch = fetch_from(share, step);
+        tile.bulk_fetch = {stream, share + ahead, tile.fetch.step, tile.fetch.into_l1,
+                           policy.order == KTK_FETCH_BY_PAGES};
+        kernel.tile(tile);
+        row = row_end;
+      }
+    }
+    if constexpr (requires { kernel.end_block(n, dst); }) kernel.end_block(n, dst);
+  }
+}
+
+}  // namespace
+}  // namespace ktk
