@@ -299,12 +299,13 @@ class PackedMatrix:
     def run_raw(self, act: object | None, m: int, n_begin: int, n_end: int, dst: object | None, ukernel: int | None = None) -> None:
         """Multiplies encoded rows into the caller's memory."""
 
-ACTIVATIONS: tuple = ('silu', 'swigluoai', 'gelu_tanh')
+def activation_names() -> list[str]:
+    """Names of the activation functions that layers compute."""
 
 class MoE:
     """The experts of one layer; ktk.MoE is its public face."""
 
-    def __init__(self, backend: object, pool: WorkerPool, num_experts: int, num_experts_per_tok: int, hidden_size: int, intermediate_size: int, activation: str, alpha: float, limit: float | None, clamp_gate_below: bool, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
+    def __init__(self, backend: object, pool: WorkerPool, config: object, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
 
     def load_expert(self, expert: int, gate: object | None, up: object | None, down: object | None, gate_scale: object | None = None, up_scale: object | None = None, down_scale: object | None = None, gate_zero: object | None = None, up_zero: object | None = None, down_zero: object | None = None, gate_bias: object | None = None, up_bias: object | None = None, down_bias: object | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None: ...
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Real
 
-from ktk._core import ACTIVATIONS
+from ktk._core import activation_names
 
+#: Names of the activation functions; `MoEConfig` has their definitions.
+ACTIVATIONS = tuple(activation_names())
+#: What else checkpoints call them (`hidden_act` of config.json). transformers has the tanh form of
+#: GELU under two names.
+_SPELLINGS = {
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 #: No layer has more experts, or wider matrices.
 _MOST = 1 << 24
 
@@ -77,3 +86,9 @@ class MoEConfig:
             raise ValueError(f"activation_alpha must be a number, got {alpha!r}")
         if not isinstance(self.clamp_gate_below, bool):
             raise ValueError(f"clamp_gate_below must be a bool, got {self.clamp_gate_below!r}")
+
+
+def activation_called(name: str) -> str | None:
+    """Return the activation function that checkpoints call so; None if ktk does not compute it."""
+    found = _SPELLINGS.get(name, name)
+    return found if found in ACTIVATIONS else None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 import ktk
-from ktk.activation import glu
 from ktk.bench.inputs import (
     DISTRIBUTIONS,
     Call,
@@ -22,6 +22,9 @@ from ktk.bench.runner import load_subject, make_layer
 from ktk.bench.shapes import Shape
 from ktk.bench.weights import prepare
 from ktk.formats import label
+from ktk.testing import reference
+from ktk.testing.bounds import Array, relative_error
+from ktk.testing.formats import as_float64
 
 
 @dataclass(frozen=True)
@@ -64,16 +67,12 @@ def measure_accuracy(
     results = []
     for distribution in DISTRIBUTIONS:
         experts = random_experts(small, small.num_experts, seed=1, distribution=distribution)
-        exact = reference(small, call, lambda e, experts=experts: experts[e])  # type: ignore[misc]
+        exact = expected_output(small, call, experts.__getitem__)
         for subject in subjects:
             _, chosen = load_subject(subject)
             moe = make_layer(subject, small, prepare(chosen, experts), pool)
-            got = torch.as_tensor(moe(call.hidden, call.ids, call.weights)).double()
-            stored = reference(
-                small,
-                call,
-                lambda e, moe=moe, experts=experts: _stored(moe, experts[e], e),  # type: ignore[misc]
-            )
+            got = as_float64(moe(call.hidden, call.ids, call.weights))
+            stored = expected_output(small, call, partial(_stored, moe, experts))
             original = stored if chosen.is_random else exact
             results.append(
                 Accuracy(
@@ -91,31 +90,17 @@ def measure_accuracy(
     return results
 
 
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the L2 norm of the difference over that of `expected`."""
-    return float((got - expected).norm() / expected.norm())
+def expected_output(shape: Shape, call: Call, weights_of: Callable[[int], ExpertWeights]) -> Array:
+    """Compute a call in float64 with the weights that are returned for each expert."""
+    return reference.layer(
+        call.hidden,
+        call.ids,
+        call.weights,
+        lambda expert: reference.Expert.of(vars(weights_of(expert))),
+        shape,
+    )
 
 
-def _stored(moe: ktk.MoE, given: ExpertWeights, expert: int) -> ExpertWeights:
+def _stored(moe: ktk.MoE, given: Sequence[ExpertWeights], expert: int) -> ExpertWeights:
     gate, up, down = (torch.from_numpy(matrix) for matrix in moe.unpack_expert(expert))
-    return replace(given, gate=gate, up=up, down=down)
-
-
-def reference(shape: Shape, call: Call, weights_of: Callable[[int], ExpertWeights]) -> torch.Tensor:
-    """Compute the layer in float64, expert by expert."""
-    hidden = call.hidden.double()
-    out = torch.zeros(hidden.shape, dtype=torch.float64)
-    for expert in torch.unique(call.ids).tolist():
-        weights = weights_of(expert)
-        token, slot = torch.where(call.ids == expert)
-        gate = _linear(hidden[token], weights.gate, weights.gate_bias)
-        up = _linear(hidden[token], weights.up, weights.up_bias)
-        inner = glu(gate, up, shape.activation, shape.activation_limit)
-        down = _linear(inner, weights.down, weights.down_bias)
-        out.index_add_(0, token, down * call.weights[token, slot, None].double())
-    return out
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product = x @ weight.double().T
-    return product if bias is None else product + bias.double()
+    return replace(given[expert], gate=gate, up=up, down=down)

@@ -72,18 +72,9 @@ def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
         if layers and len(alike) < len(numbers):
             [other, *_] = [number for number in numbers if number not in alike]
             raise ValueError(f"layers {numbers[0]} and {other} differ in size: time one of them")
-        arguments = first.arguments()
         return ModelLayers(
             path=path,
-            shape=Shape(
-                name=path.resolve().name,
-                num_experts=first.num_experts,
-                num_experts_per_tok=first.num_experts_per_tok,
-                hidden_size=first.hidden_size,
-                intermediate_size=first.intermediate_size,
-                activation=arguments["activation"],
-                activation_limit=first.activation_limit,
-            ),
+            shape=Shape(name=path.resolve().name, **first.arguments()),
             numbers=tuple(alike),
             total=len(all_of_model),
             default_backend=default_backend(checkpoint, checkpoint.layer(numbers[0])).name,

@@ -321,9 +321,7 @@ def make_layer(
 ) -> ktk.MoE:
     """Load a layer whose experts repeat those of `prepare`, each in memory of its own."""
     backend, chosen = load_subject(subject)
-    moe = backend.moe(
-        **shape.moe_arguments(), variant=subject.variant, pool=pool, weight_format=chosen.stored
-    )
+    moe = ktk.MoE(backend, shape, variant=subject.variant, pool=pool, weight_format=chosen.stored)
     for expert in range(shape.num_experts):
         moe.load_expert(expert, **prepared[expert % len(prepared)])
     return moe

@@ -5,18 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ktk.config import MoEConfig
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one MoE layer, and what its experts compute between the matrices."""
+
+@dataclass(frozen=True, kw_only=True)
+class Shape(MoEConfig):
+    """Sizes and activation function of one MoE layer, with a name."""
 
     name: str
-    num_experts: int
-    num_experts_per_tok: int
-    hidden_size: int
-    intermediate_size: int
-    activation: str = "silu"
-    activation_limit: float | None = None
     biases: bool = False
 
     @property
@@ -27,17 +23,6 @@ class Shape:
     def flops(self, tokens: int) -> float:
         """Return the operations of the matrix products; a multiply and an add are two."""
         return 2.0 * tokens * self.num_experts_per_tok * self.weights_per_expert
-
-    def moe_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `Backend.moe` for this layer."""
-        return {
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.num_experts_per_tok,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "activation": self.activation,
-            "activation_limit": self.activation_limit,
-        }
 
     def with_experts(self, num_experts: int) -> Shape:
         """Return the same layer with fewer (or more) experts, to fit memory.
@@ -54,16 +39,31 @@ class Shape:
         return replace(self, name=f"{self.name}-e{num_experts}", num_experts=num_experts)
 
 
+def _shape(
+    name: str, experts: int, top_k: int, hidden: int, intermediate: int, **others: Any
+) -> Shape:
+    return Shape(
+        name=name,
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        **others,
+    )
+
+
+_OPENAI: dict[str, Any] = {"activation": "swigluoai", "activation_limit": 7.0, "biases": True}
+
 SHAPES = {
     shape.name: shape
     for shape in (
-        Shape("qwen3-30b-a3b", 128, 8, 2048, 768),
-        Shape("deepseek-v3", 256, 8, 7168, 2048),
-        Shape("mixtral-8x7b", 8, 2, 4096, 14336),
-        Shape("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai", 7.0, biases=True),
-        Shape("deepseek-v4-flash", 256, 6, 4096, 2048, "silu", 10.0),
+        _shape("qwen3-30b-a3b", 128, 8, 2048, 768),
+        _shape("deepseek-v3", 256, 8, 7168, 2048),
+        _shape("mixtral-8x7b", 8, 2, 4096, 14336),
+        _shape("gpt-oss-20b", 32, 4, 2880, 2880, **_OPENAI),
+        _shape("deepseek-v4-flash", 256, 6, 4096, 2048, activation_limit=10.0),
         # Not a model: small enough for a test to run in a second.
-        Shape("tiny", 8, 2, 512, 256),
+        _shape("tiny", 8, 2, 512, 256),
     )
 }
 

@@ -119,16 +119,23 @@ def _load_or_note(name: str, notes: Notes) -> Backend | None:
 
 def _task(folder: Path, layer: int) -> Task:
     from ktk.checkpoint import open_checkpoint
+    from ktk.config import MoEConfig
     from ktk.demo.measure import Task
-    from ktk.demo.reference import reference
     from ktk.demo.routing import batches
+    from ktk.testing import reference
 
     with open_checkpoint(folder) as opened:
         found = opened.layer(layer)
         config = opened.config_of(found)
         tokens = max(_CHECKED_EXPERTS // config.num_experts_per_tok, 1)
         [check] = batches(config, tokens, 1, seed=0)
-        expected = reference(opened, found, check.hidden, check.ids, check.weights)
+        expected = reference.layer(
+            check.hidden,
+            check.ids,
+            check.weights,
+            lambda expert: reference.Expert.of(opened.values(found, expert)),
+            MoEConfig(**config.arguments()),
+        )
     return Task(
         path=folder,
         layer=layer,

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ktk.bench.limits import Limits, roofline, variant_units
 from ktk.checkpoint.open import open_checkpoint
 from ktk.demo.routing import Batch
 from ktk.loading.load import load_layers
 from ktk.loading.plan import plan_layer
+from ktk.testing.bounds import Array, relative_error
+from ktk.testing.formats import as_float64
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -32,7 +32,7 @@ class Task:
     path: Path
     layer: int
     check: Batch
-    expected: torch.Tensor
+    expected: Array
     decode: list[Batch]
     prefill: list[Batch]
 
@@ -75,14 +75,14 @@ def measure(task: Task, backend: Backend, variant: Any, pool: Any) -> Measured:
     began = time.perf_counter()
     moe, decoded = _load(task, backend, variant=variant.name, pool=pool)
     load_seconds = time.perf_counter() - began
-    got = moe(task.check.hidden, task.check.ids, task.check.weights).double()
+    got = as_float64(moe(task.check.hidden, task.check.ids, task.check.weights))
     units = variant_units(variant, library=backend.library is not None)
     return Measured(
         backend=backend.name,
         variant=variant.name,
         nbytes=moe.nbytes,
         load_seconds=load_seconds,
-        error=float((got - task.expected).norm() / task.expected.norm()),
+        error=relative_error(got, task.expected),
         decode=_time(moe, task.decode, units),
         prefill=_time(moe, task.prefill, units),
         decoded=decoded,

@@ -28,6 +28,11 @@ def gamma(roundings: float, unit: float = UNIT) -> float:
     return roundings * unit / (1 - roundings * unit)
 
 
+def relative_error(got: Array, expected: Array) -> float:
+    """Return the L2 norm of the difference over that of `expected`."""
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+
+
 def dot(act: Array, weight: Array, extra: int = 0, reach: Array | float = 0.0) -> Array:
     """Bound ``act @ weight.T`` computed in float32, in any order of summation.
 

@@ -74,7 +74,7 @@ def test_shards_agree(subject: Subject, data: st.DataObject) -> None:
         assert len(moe.shard_widths) == shards
         expected = subject.expected(moe, layer, batch)
         bounds.check(_call(moe, batch), expected.value, expected.error, f"{shards} shards")
-        for expert in range(layer.config["num_experts"] if kept else 0):
+        for expert in range(layer.config.num_experts if kept else 0):
             pairs = zip(moe.unpack_expert(expert), whole.unpack_expert(expert), strict=True)
             for part, (cut, uncut) in zip(("gate", "up", "down"), pairs, strict=True):
                 bounds.check_same_bits(cut, uncut, f"{part} in {shards} shards")
@@ -112,7 +112,7 @@ def test_skipped_experts_contribute_nothing(subject: Subject, data: st.DataObjec
     """A masked expert, and an id outside the range, are as good as no expert."""
     layer, batch = _draw(subject, data)
     moe = subject.moe(layer)
-    experts = layer.config["num_experts"]
+    experts = layer.config.num_experts
     rng = np.random.default_rng(data.draw(strategies.seeds(), label="mask"))
     mask = rng.random(experts) < 0.5
     result = _call(moe, batch, mask=mask)
@@ -130,7 +130,7 @@ def test_skipped_experts_contribute_nothing(subject: Subject, data: st.DataObjec
 def test_a_repeated_expert_counts_twice(subject: Subject, data: st.DataObject) -> None:
     """The same expert in two slots adds both weights."""
     layer, batch = _draw(subject, data, min_tokens=1)
-    expert = data.draw(st.integers(0, layer.config["num_experts"] - 1), label="expert")
+    expert = data.draw(st.integers(0, layer.config.num_experts - 1), label="expert")
     repeated = Batch(batch.hidden, np.full_like(batch.ids, expert), batch.weights)
     moe = subject.moe(layer)
     expected = subject.expected(moe, layer, repeated)
@@ -145,7 +145,7 @@ def test_no_work_gives_zeros(subject: Subject, data: st.DataObject) -> None:
     assert _call(moe, Batch(batch.hidden[:0], batch.ids[:0], batch.weights[:0])).shape[0] == 0
     idle = _call(moe, Batch(batch.hidden, np.full_like(batch.ids, -1), batch.weights))
     assert not idle.any()
-    all_masked = _call(moe, batch, mask=np.ones(layer.config["num_experts"], bool))
+    all_masked = _call(moe, batch, mask=np.ones(layer.config.num_experts, bool))
     assert not all_masked.any()
 
 
@@ -199,8 +199,8 @@ def test_nan_stays_in_its_token(subject: Subject, data: st.DataObject) -> None:
     result = _call(moe, Batch(hidden, batch.ids, batch.weights))
     others = np.arange(len(hidden)) != row
     bounds.check_same_bits(result[others], expected[others], f"tokens beside token {row}")
-    active = (batch.ids[row] >= 0) & (batch.ids[row] < layer.config["num_experts"])
-    if active.any() and layer.config["activation"] == "silu" and np.isnan(hidden[row, 0]):
+    active = (batch.ids[row] >= 0) & (batch.ids[row] < layer.config.num_experts)
+    if active.any() and layer.config.activation == "silu" and np.isnan(hidden[row, 0]):
         assert np.isnan(result[row]).all(), f"token {row} lost its NaN"
 
 

@@ -1,7 +1,8 @@
-"""The experts of a layer in float64, with a bound for what a correct layer may differ.
+"""The experts of a layer in float64: what they are, and what a correct layer may differ by.
 
-Every step of the pipeline turns an uncertain value (a value and a bound of its error) into the
-next one: activations are encoded, multiplied with the stored weights, go through the activation
+`layer` is the definition, and the only one in Python. `bounded_layer` follows an implementation
+through the same steps: every one turns uncertain values (a value and a bound of its error) into the
+next ones. Activations are encoded, multiplied with the stored weights, go through the activation
 function, are encoded again, multiplied, weighted and added, and rounded to the type of the output.
 Worst cases add up, so the bound holds for any distribution of values.
 """
@@ -9,13 +10,18 @@ Worst cases add up, so the bound holds for any distribution of values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ktk.config import MoEConfig
 from ktk.testing import bounds, formats
 from ktk.testing.bounds import TINY, UNIT, Array
+
+Ids = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 #: What an implementation of exp may lose, in units of UNIT: four units in the last place.
 EXP_UNITS = 8
@@ -23,25 +29,63 @@ EXP_UNITS = 8
 GLU_ROUNDINGS = 5
 #: Roundings of sigmoid's argument: the cubic of GELU, its constants included, has the most.
 ARGUMENT_ROUNDINGS = 8
-#: Upper bounds of |d/dg| of g * sigmoid(a * g) for any a, and of gelu_tanh.
-LIPSCHITZ = {"silu": 1.1, "swigluoai": 1.1, "gelu_tanh": 1.13}
 
 
 @dataclasses.dataclass(frozen=True)
-class Uncertain:
-    """Values that are known up to an error."""
+class Activation:
+    """An activation function: ``g * sigmoid(argument) * (u + up_offset)``.
 
-    value: Array
-    error: Array
+    ``steepest`` bounds ``|d/dg|`` of what stands before ``(u + up_offset)``.
+    """
 
-    @property
-    def size(self) -> Array:
-        """Upper bound of the magnitude."""
-        return np.abs(self.value) + self.error
+    argument: Callable[[Array, MoEConfig], Array]
+    up_offset: float = 0.0
+    steepest: float = 1.1  # of g * sigmoid(a * g), for any a
 
-    def widened(self, error: Array | float) -> Uncertain:
-        """Return the same values with some more error."""
-        return Uncertain(self.value, self.error + error)
+
+#: By the names of `ktk.MoEConfig`.
+ACTIVATIONS = {
+    "silu": Activation(lambda g, config: g),
+    "swigluoai": Activation(lambda g, config: config.activation_alpha * g, up_offset=1.0),
+    "gelu_tanh": Activation(
+        lambda g, config: 2 * np.sqrt(2 / np.pi) * (g + 0.044715 * g**3), steepest=1.13
+    ),
+}
+#: Options that every activation function is tested with.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"activation_limit": 2.0},
+    {"activation_limit": 1.5, "activation_alpha": 1.0, "clamp_gate_below": True},
+)
+
+
+def activation_of(config: MoEConfig) -> Activation:
+    """Return the activation function of a layer."""
+    try:
+        return ACTIVATIONS[config.activation]
+    except KeyError:
+        name = config.activation
+        raise ValueError(f"the reference does not know the activation {name!r}") from None
+
+
+def clamp(gate: Array, up: Array, config: MoEConfig) -> tuple[Array, Array]:
+    """Clamp what goes into the activation function."""
+    limit = config.activation_limit
+    if limit is None:
+        return gate, up
+    low = -limit if config.clamp_gate_below else None
+    return np.clip(gate, low, limit), np.clip(up, -limit, limit)
+
+
+def glu(gate: Array, up: Array, config: MoEConfig) -> Array:
+    """Return the input of the down projection."""
+    function = activation_of(config)
+    g, u = clamp(gate, up, config)
+    return g * _sigmoid(function.argument(g, config)) * (u + function.up_offset)
+
+
+def _sigmoid(x: Array) -> Array:
+    return np.exp(-np.logaddexp(0, -x))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +103,86 @@ class Expert:
     down_bias: Array | None = None
     reach: tuple[Array | float, Array | float, Array | float] = (0.0, 0.0, 0.0)
 
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any]) -> Expert:
+        """Make one of arrays of any library and type, by the names of the fields."""
+        given: dict[str, Any] = {
+            name: formats.as_float64(array) for name, array in arrays.items() if array is not None
+        }
+        return cls(**given)
+
+
+def expert(hidden: Array, weights: Expert, config: MoEConfig) -> Array:
+    """Compute one expert for rows of hidden states."""
+    gate = _linear(hidden, weights.gate, weights.gate_bias)
+    up = _linear(hidden, weights.up, weights.up_bias)
+    return _linear(glu(gate, up, config), weights.down, weights.down_bias)
+
+
+def _linear(x: Array, weight: Array, bias: Array | None) -> Array:
+    product: Array = x @ weight.T
+    return product if bias is None else product + bias
+
+
+def named(ids: Ids, experts: int, mask: Mask | None = None) -> Iterator[tuple[int, Ids, Ids]]:
+    """Yield each expert that computes something, with the tokens that name it and their slots.
+
+    Ids outside the range of experts contribute nothing, nor do experts whose mask is True.
+    """
+    for number in np.unique(ids).tolist():
+        if 0 <= number < experts and not (mask is not None and mask[number]):
+            yield number, *np.nonzero(ids == number)
+
+
+def layer(
+    hidden: Any,
+    ids: Any,
+    topk_weights: Any,
+    expert_of: Callable[[int], Expert],
+    config: MoEConfig,
+) -> Array:
+    """Compute the routed experts of a layer.
+
+    Parameters
+    ----------
+    hidden : array of shape (tokens, hidden_size)
+        Of any library and type of floats; so are the weights.
+    ids : array of shape (tokens, top_k)
+    topk_weights : array of shape (tokens, top_k)
+    expert_of : callable
+        Returns an expert by its number; is called once for each that a token names.
+    config : MoEConfig
+
+    Returns
+    -------
+    array of shape (tokens, hidden_size)
+    """
+    x, factors = formats.as_float64(hidden), formats.as_float64(topk_weights)
+    result = np.zeros_like(x)
+    for number, tokens, slots in named(np.asarray(ids), config.num_experts):
+        y = expert(x[tokens], expert_of(number), config)
+        np.add.at(result, tokens, factors[tokens, slots][:, np.newaxis] * y)
+    return result
+
+
+# --- with bounds --------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
-class Activation:
-    """The activation function of a layer; fields as in ``ktk.MoEConfig``."""
+class Uncertain:
+    """Values that are known up to an error."""
 
-    activation: str = "silu"
-    activation_limit: float | None = None
-    activation_alpha: float = 1.702
-    clamp_gate_below: bool = False
+    value: Array
+    error: Array
+
+    @property
+    def size(self) -> Array:
+        """Upper bound of the magnitude."""
+        return np.abs(self.value) + self.error
+
+    def widened(self, error: Array | float) -> Uncertain:
+        """Return the same values with some more error."""
+        return Uncertain(self.value, self.error + error)
 
 
 def encode(x: Uncertain, act: formats.Format) -> Uncertain:
@@ -99,26 +214,12 @@ def matmul(
     return Uncertain(value, error)
 
 
-def _sigmoid(x: Array) -> Array:
-    return np.exp(-np.logaddexp(0, -x))
-
-
-def glu(gate: Uncertain, up: Uncertain, config: Activation) -> Uncertain:
+def bounded_glu(gate: Uncertain, up: Uncertain, config: MoEConfig) -> Uncertain:
     """Apply the activation function. Clamping never makes an error larger."""
-    g, u = gate.value, up.value
-    if config.activation_limit is not None:
-        limit = config.activation_limit
-        g = np.clip(g, -limit if config.clamp_gate_below else None, limit)
-        u = np.clip(u, -limit, limit)
-    if config.activation == "gelu_tanh":
-        argument = 2 * np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)
-    elif config.activation == "swigluoai":
-        argument = config.activation_alpha * g
-        u = u + 1
-    elif config.activation == "silu":
-        argument = g
-    else:
-        raise ValueError(f"the reference does not know the activation {config.activation!r}")
+    function = activation_of(config)
+    g, u = clamp(gate.value, up.value, config)
+    argument = function.argument(g, config)
+    u = u + function.up_offset
     gated = g * _sigmoid(argument)
 
     # The function itself in float32. Its argument is off by some units, which matters where
@@ -129,17 +230,17 @@ def glu(gate: Uncertain, up: Uncertain, config: Activation) -> Uncertain:
         + bounds.gamma(ARGUMENT_ROUNDINGS) * 1.001 * slope
         + 2 * TINY * (1 + np.abs(g))
     )
-    gated_error = LIPSCHITZ[config.activation] * gate.error + own
+    gated_error = function.steepest * gate.error + own
     up_error = up.error + UNIT * np.abs(u)
     error = gated_error * (np.abs(u) + up_error) + np.abs(gated) * up_error
     error = error * (1 + UNIT) + UNIT * np.abs(gated * u) + TINY
     return Uncertain(gated * u, error)
 
 
-def expert(
+def bounded_expert(
     hidden: Array,
     weights: Expert,
-    config: Activation,
+    config: MoEConfig,
     acts: tuple[formats.Format, formats.Format, formats.Format],
     slices: Sequence[int],
 ) -> Uncertain:
@@ -148,23 +249,23 @@ def expert(
     exact = Uncertain(hidden, np.zeros_like(hidden))
     gate = matmul(encode(exact, acts[0]), weights.gate, weights.gate_bias, reach=reach[0])
     up = matmul(encode(exact, acts[1]), weights.up, weights.up_bias, reach=reach[1])
-    h = encode_slices(glu(gate, up, config), acts[2], slices)
+    h = encode_slices(bounded_glu(gate, up, config), acts[2], slices)
     return matmul(h, weights.down, weights.down_bias, len(slices), reach[2])
 
 
-def layer(
+def bounded_layer(
     hidden: Array,
-    ids: npt.NDArray[np.int64],
+    ids: Ids,
     topk_weights: Array,
     experts: Sequence[Expert],
-    config: Activation,
+    config: MoEConfig,
     acts: tuple[formats.Format, formats.Format, formats.Format],
     slices: Sequence[int],
     *,
-    mask: npt.NDArray[np.bool_] | None = None,
+    mask: Mask | None = None,
     out: str = "f32",
 ) -> Uncertain:
-    """Compute the routed experts of a layer.
+    """Compute the routed experts of a layer, with bounds for an implementation in float32.
 
     Parameters
     ----------
@@ -174,7 +275,7 @@ def layer(
     topk_weights : array of shape (tokens, top_k)
     experts : sequence of Expert
         Weights as stored.
-    config : Activation
+    config : MoEConfig
     acts : tuple of three Format
         How the activations of gate, up and down are stored.
     slices : sequence of int
@@ -193,14 +294,9 @@ def layer(
     error = np.zeros_like(hidden)
     size = np.zeros_like(hidden)
     with np.errstate(all="ignore"):
-        for number, weights in enumerate(experts):
-            if mask is not None and mask[number]:
-                continue
-            tokens, slots = np.nonzero(ids == number)
-            if len(tokens) == 0:
-                continue
+        for number, tokens, slots in named(ids, config.num_experts, mask):
             rows, at = np.unique(tokens, return_inverse=True)
-            y = expert(hidden[rows], weights, config, acts, slices)
+            y = bounded_expert(hidden[rows], experts[number], config, acts, slices)
             factor = topk_weights[tokens, slots][:, np.newaxis]
             np.add.at(value, tokens, factor * y.value[at])
             np.add.at(error, tokens, np.abs(factor) * y.error[at])

@@ -15,8 +15,10 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from ktk._core import ACTIVATIONS as NAMES
+from ktk.config import ACTIVATIONS as NAMES
+from ktk.config import MoEConfig
 from ktk.testing import formats
+from ktk.testing.reference import OPTIONS
 
 F32 = npt.NDArray[np.float32]
 
@@ -191,18 +193,9 @@ def cuts(extent: int, step: int) -> st.SearchStrategy[list[int]]:
 
 # --- whole layers -------------------------------------------------------------------------------
 
-#: Options of an activation function, where it has others than a limit.
-OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "swigluoai": (
-        {"activation_limit": 7.0, "activation_alpha": 1.702},
-        {"activation_limit": 1.5, "activation_alpha": 1.0, "clamp_gate_below": True},
-    ),
-}
 #: All activation functions of layers, with the options that they are tested with.
 ACTIVATIONS: tuple[dict[str, Any], ...] = tuple(
-    {"activation": name, **options}
-    for name in NAMES
-    for options in OPTIONS.get(name, ({}, {"activation_limit": 2.0}))
+    {"activation": name, **options} for name in NAMES for options in OPTIONS
 )
 
 
@@ -210,7 +203,7 @@ ACTIVATIONS: tuple[dict[str, Any], ...] = tuple(
 class Layer(formats.Summary):
     """The configuration and the weights of a layer: one source per expert. Biases may be None."""
 
-    config: dict[str, Any]
+    config: MoEConfig
     conversions: tuple[Conversion, Conversion, Conversion]  # of gate, up and down
     gate: list[formats.Source] = dataclasses.field(repr=False)
     up: list[formats.Source] = dataclasses.field(repr=False)
@@ -248,7 +241,7 @@ class Layer(formats.Summary):
     def most_shards(self) -> int:
         """Parts that the intermediate size can be cut into: whole blocks of down, 32 columns."""
         step = math.lcm(LEAST_COLUMNS, self.conversions[2].fill_bytes(1))
-        return int(-(-self.config["intermediate_size"] // step))
+        return int(-(-self.config.intermediate_size // step))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,13 +291,13 @@ def layers(
     kind = draw(st.sampled_from(LAYER_KINDS), label="kind of weights")
     rng = np.random.default_rng(draw(seeds(), label="seed of weights"))
     scale = np.float32(hidden**-0.5)
-    config = {
-        "num_experts": experts,
-        "num_experts_per_tok": top_k,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
+    config = MoEConfig(
+        num_experts=experts,
+        num_experts_per_tok=top_k,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         **(activation or draw(st.sampled_from(ACTIVATIONS), label="activation")),
-    }
+    )
     shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden)}
     shapes["down"] = (hidden, intermediate)
     arrays: dict[str, Any] = {
@@ -321,15 +314,13 @@ def layers(
 
 
 @st.composite
-def batches(
-    draw: st.DrawFn, config: dict[str, Any], min_tokens: int = 0, outside: bool = True
-) -> Batch:
+def batches(draw: st.DrawFn, config: MoEConfig, min_tokens: int = 0, outside: bool = True) -> Batch:
     """Tokens with any routing: repeated experts and, with ``outside``, ids that mean nothing."""
     tokens = draw(
         st.integers(min_tokens, 9) | st.sampled_from([max(17, min_tokens), 33]), label="tokens"
     )
-    experts, top_k = config["num_experts"], config["num_experts_per_tok"]
-    hidden = draw(matrices((tokens, config["hidden_size"]), LAYER_KINDS, "hidden"))
+    experts, top_k = config.num_experts, config.num_experts_per_tok
+    hidden = draw(matrices((tokens, config.hidden_size), LAYER_KINDS, "hidden"))
     rng = np.random.default_rng(draw(seeds(), label="seed of routing"))
     low, high = (-2, experts + 2) if outside else (0, experts)
     routing = draw(st.sampled_from(["random", "one expert", "nothing"][: 2 + outside]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,8 +85,9 @@ class Subject(formats.Summary):
         self, layer: strategies.Layer, *, threads: int = 2, shards: int | None = None
     ) -> ktk.MoE:
         """Make a layer and load its weights."""
-        moe = self.backend.moe(
-            **layer.config,
+        moe = ktk.MoE(
+            self.backend,
+            layer.config,
             variant=self.variant.name,
             pool=pool(threads),
             shards=shards,
@@ -107,7 +107,7 @@ class Subject(formats.Summary):
     ) -> reference.Uncertain:
         """Compute the layer in float64 from the weights that are stored."""
         experts = []
-        for number in range(layer.config["num_experts"]):
+        for number in range(layer.config.num_experts):
             gate, up, down = (part.astype(np.float64) for part in moe.unpack_expert(number))
             biases = {
                 name: None if bias is None else bias[number].astype(np.float64)
@@ -120,14 +120,12 @@ class Subject(formats.Summary):
             )
             experts.append(reference.Expert(gate, up, down, **biases, reach=reach))
         of_gate, of_up, of_down = (self.act_of(stored) for stored in layer.stored)
-        names = {field.name for field in dataclasses.fields(reference.Activation)}
-        chosen: dict[str, Any] = {k: v for k, v in layer.config.items() if k in names}
-        return reference.layer(
+        return reference.bounded_layer(
             batch.hidden.astype(np.float64),
             batch.ids,
             batch.weights.astype(np.float64),
             experts,
-            reference.Activation(**chosen),
+            layer.config,
             (of_gate, of_up, of_down),
             [width for shard in moe._core.slices for width in shard],
             mask=mask,

@@ -15,4 +15,14 @@ struct Config {
   ktk_glu glu{};
 };
 
+// Calls visit(name, value) for each field of ktk.MoEConfig.
+template <class Visit>
+void visit_fields(Config& config, Visit visit) {
+  visit("num_experts", config.num_experts);
+  visit("num_experts_per_tok", config.top_k);
+  visit("hidden_size", config.hidden);
+  visit("intermediate_size", config.intermediate);
+  visit_fields(config.glu, visit);
+}
+
 }  // namespace ktk

@@ -13,6 +13,16 @@ typedef enum ktk_activation {
   KTK_GELU_TANH = 2,  // gelu_tanh(g) * u
 } ktk_activation;
 
+// By the names that users give them. ktk.config says what checkpoints call them.
+constexpr struct {
+  const char* name;
+  ktk_activation kind;
+} kActivations[] = {
+    {"silu", KTK_SILU},
+    {"swigluoai", KTK_SWIGLUOAI},
+    {"gelu_tanh", KTK_GELU_TANH},
+};
+
 // An activation with its constants. Both clamps come before the function.
 typedef struct ktk_glu {
   ktk_activation kind;
@@ -20,6 +30,15 @@ typedef struct ktk_glu {
   float limit;            // +inf: no clamp. Otherwise g <= limit and -limit <= u <= limit
   bool clamp_gate_below;  // also g >= -limit
 } ktk_glu;
+
+// Calls visit(name, value) for each field of ktk.MoEConfig that is one of an activation's.
+template <class Visit>
+void visit_fields(ktk_glu& glu, Visit visit) {
+  visit("activation", glu.kind);
+  visit("activation_alpha", glu.alpha);
+  visit("activation_limit", glu.limit);
+  visit("clamp_gate_below", glu.clamp_gate_below);
+}
 
 typedef struct ktk_ops {
   // n elements of KTK_F32, KTK_F16 or KTK_BF16 to f32, and back (round to nearest even).

@@ -6,14 +6,13 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include <cmath>
 #include <optional>
 
-#include "moe/activation.h"
 #include "moe/layer.h"
 #include "ops/select.h"
 #include "python/bind.h"
 #include "python/call.h"
+#include "python/config.h"
 #include "python/gil.h"
 #include "python/source.h"
 
@@ -22,21 +21,10 @@ namespace ktk {
 namespace {
 
 std::shared_ptr<Layer> make_layer(nb::handle backend, std::shared_ptr<Engine> pool,
-                                  size_t num_experts, size_t top_k, size_t hidden,
-                                  size_t intermediate, const std::string& activation, float alpha,
-                                  std::optional<float> limit, bool clamp_gate_below,
-                                  const std::string& variant, bool force, int shards,
-                                  const std::optional<PartFormats>& stored) {
-  Config config;
-  config.num_experts = num_experts;
-  config.top_k = top_k;
-  config.hidden = hidden;
-  config.intermediate = intermediate;
-  if (limit && !(*limit > 0)) throw nb::value_error("activation_limit must be positive");
-  config.glu = {activation_from_name(activation), alpha, limit.value_or(HUGE_VALF),
-                clamp_gate_below && limit.has_value()};
+                                  nb::handle config, const std::string& variant, bool force,
+                                  int shards, const std::optional<PartFormats>& stored) {
   return std::make_shared<Layer>(nb::cast<std::shared_ptr<BackendTable>>(backend), variant, force,
-                                 config, std::move(pool), shards, parts_from(stored));
+                                 config_from(config), std::move(pool), shards, parts_from(stored));
 }
 
 size_t check_expert(const Layer& layer, int64_t expert) {
@@ -152,14 +140,12 @@ std::vector<std::vector<size_t>> slice_widths(const Weights& weights) {
 }  // namespace
 
 void bind_moe(nb::module_& m) {
-  nb::list activations;
-  for (const Activation& one : kActivations) activations.append(one.name);
-  m.attr("ACTIVATIONS") = nb::tuple(activations);
+  m.def("activation_names", &activation_names,
+        "Names of the activation functions that layers compute.");
 
   nb::class_<Layer>(m, "MoE", "The experts of one layer; ktk.MoE is its public face.")
-      .def(nb::new_(&make_layer), "backend"_a, "pool"_a, "num_experts"_a, "num_experts_per_tok"_a,
-           "hidden_size"_a, "intermediate_size"_a, "activation"_a, "alpha"_a, "limit"_a.none(),
-           "clamp_gate_below"_a, "variant"_a, "force"_a, "shards"_a, "stored"_a.none())
+      .def(nb::new_(&make_layer), "backend"_a, "pool"_a, "config"_a, "variant"_a, "force"_a,
+           "shards"_a, "stored"_a.none())
       .def("load_expert", &load_expert, "expert"_a, "gate"_a.none(), "up"_a.none(), "down"_a.none(),
            "gate_scale"_a = nb::none(), "up_scale"_a = nb::none(), "down_scale"_a = nb::none(),
            "gate_zero"_a = nb::none(), "up_zero"_a = nb::none(), "down_zero"_a = nb::none(),

@@ -13,10 +13,12 @@ import torch
 
 import ktk
 from ktk import Format
-from ktk.bench.accuracy import reference
+from ktk.bench.accuracy import expected_output
 from ktk.bench.inputs import ExpertWeights, random_experts, routed_calls
 from ktk.bench.shapes import find_shape
 from ktk.quantize import quantize
+from ktk.testing.bounds import relative_error
+from ktk.testing.formats import as_float64
 
 PEER = Path(__file__).parents[2] / "tools/bench/peer.py"
 GGML = runpy.run_path(str(Path(__file__).parents[1] / "gguf/ggml_library.py"))
@@ -109,10 +111,9 @@ def test_peer_adapter_runs_a_layer(name: str) -> None:
     peer.load(source)
     call = routed_calls(shape, 4)[0]
     weights = [ExpertWeights(*peer.dequant(e)) for e in range(2)]
-    expected = reference(shape, call, lambda e: weights[e % 2])
+    expected = expected_output(shape, call, lambda e: weights[e % 2])
     arguments = SimpleNamespace(x=call.hidden, ids=call.ids, w=call.weights)
-    got = torch.as_tensor(peer.run(1, arguments)).double()
-    assert float((got - expected).norm() / expected.norm()) < 0.03
+    assert relative_error(as_float64(peer.run(1, arguments)), expected) < 0.03
     assert peer.expert_bytes() >= 0.5 * shape.weights_per_expert
     error = (weights[1].gate - experts[1].gate.float()).norm() / experts[1].gate.float().norm()
     assert error < 0.2

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -18,7 +19,6 @@ from ktk.bench.limits import Limits
 from ktk.checkpoint.config import read_config
 from ktk.checkpoint.safetensors.reader import Checkpoint
 from ktk.demo import model, run_demo
-from ktk.demo.reference import reference
 from ktk.demo.report import print_json, print_report
 from ktk.demo.routing import batches
 from ktk.errors import CheckpointFormatError
@@ -53,18 +53,18 @@ def test_every_expert_is_taken_in_turn_and_once_by_a_token(small: Path, tokens: 
     assert taken.min() > 0
 
 
-def test_the_reference_is_the_definition(small: Path) -> None:
+def test_the_task_is_checked_against_the_definition(small: Path) -> None:
     """Compare with the sum written out for one token."""
+    task = ktk.demo._task(small, 0)
     with Checkpoint(small) as checkpoint:
         layer = checkpoint.layer(0)
-        [batch] = batches(checkpoint.config, 2, 1)
-        got = reference(checkpoint, layer, batch.hidden, batch.ids, batch.weights)
-        x, total = batch.hidden[1].double(), torch.zeros(192, dtype=torch.float64)
-        for e, weight in zip(batch.ids[1].tolist(), batch.weights[1].tolist(), strict=True):
+        x, total = task.check.hidden[1].double(), torch.zeros(192, dtype=torch.float64)
+        routing = zip(task.check.ids[1].tolist(), task.check.weights[1].tolist(), strict=True)
+        for e, weight in routing:
             part = {name: tensor.double() for name, tensor in checkpoint.expert(layer, e).items()}
             gate = part["gate"] @ x
             total += weight * (part["down"] @ (gate / (1 + (-gate).exp()) * (part["up"] @ x)))
-    torch.testing.assert_close(got[1], total, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(task.expected[1], total.numpy(), rtol=1e-12, atol=1e-12)
 
 
 def test_a_reason_is_given_once(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 
 import ktk
 from ktk import _core
+from ktk.config import ACTIVATIONS
 
 E, K, H, I = 3, 2, 64, 32  # noqa: E741
 
@@ -185,33 +188,60 @@ def test_a_layer_of_no_configuration() -> None:
         ktk.MoE(ktk.load_backend("BF16"), config())  # type: ignore[arg-type]
 
 
-def test_activations_go_by_name_to_the_core() -> None:
-    core = ktk.load_backend("BF16").core
-    rest = {"alpha": 1.0, "limit": None, "clamp_gate_below": False, "variant": "", "force": False}
-    make = lambda activation: _core.MoE(  # noqa: E731
-        core, ktk.default_pool(), **config(), activation=activation, **rest, shards=0, stored=None
-    )
-    for name in _core.ACTIVATIONS:
-        make(name)
-    with pytest.raises(ValueError, match=r"activation must be one of .*, got 'relu'"):
-        make("relu")
-    with pytest.raises(TypeError):
-        make(77)
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"activation": "relu"}, ValueError, r"activation must be one of .*silu.*, got 'relu'"),
+        ({"activation": 77}, TypeError, "activation must be a name, got 77"),
+        ({"hidden_size": -1}, TypeError, "hidden_size must be a size, got -1"),
+        ({"activation_limit": 0}, ValueError, "activation_limit must be positive"),
+        ({"activation_alpha": "x"}, TypeError, "activation_alpha must be a number or None"),
+        ({"clamp_gate_below": "x"}, TypeError, "clamp_gate_below must be a bool, got 'x'"),
+    ],
+)
+def test_the_core_reads_a_configuration_by_its_names(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    """What ktk.MoEConfig has refused before cannot come through another object either."""
+    core, pool = ktk.load_backend("BF16").core, ktk.default_pool()
+    sound = vars(ktk.MoEConfig(**config()))
+
+    def make(**changes: Any) -> None:
+        _core.MoE(core, pool, SimpleNamespace(**sound | changes), "", False, 0, None)
+
+    for activation in ACTIVATIONS:
+        make(activation=activation)
+    with pytest.raises(error, match=message):
+        make(**changes)
 
 
-def test_references_know_all_activations_and_no_other() -> None:
-    from ktk.activation import glu
-    from ktk.testing import reference, strategies
+def test_the_reference_knows_all_activations_and_no_other() -> None:
+    """And it has the same values with bounds and without."""
+    from ktk.testing import reference
+
+    x = np.linspace(-3, 3, 8)
+    assert reference.ACTIVATIONS.keys() == set(ACTIVATIONS)
+    for activation, options in itertools.product(ACTIVATIONS, reference.OPTIONS):
+        layer = ktk.MoEConfig(**config(), activation=activation, **options)
+        bounded = reference.bounded_glu(*[reference.Uncertain(x, np.zeros(8))] * 2, layer)
+        np.testing.assert_allclose(reference.glu(x, x, layer), bounded.value, rtol=1e-12)
+    with pytest.raises(ValueError, match="does not know the activation 'relu'"):
+        reference.glu(x, x, SimpleNamespace(activation="relu"))  # type: ignore[arg-type]
+
+
+def test_the_reference_is_what_torch_computes() -> None:
+    from ktk.testing import reference
 
     x = torch.linspace(-3, 3, 8, dtype=torch.float64)
-    for name in _core.ACTIVATIONS:
-        expected = reference.glu(
-            *[reference.Uncertain(x.numpy(), np.zeros(8))] * 2, reference.Activation(name)
-        )
-        np.testing.assert_allclose(glu(x, x, name), expected.value, rtol=1e-12)
-    assert {one["activation"] for one in strategies.ACTIVATIONS} == set(_core.ACTIVATIONS)
-    with pytest.raises(ValueError, match="does not know the activation 'relu'"):
-        glu(x, x, "relu")
+    gates = {
+        "silu": torch.nn.functional.silu(x) * x,
+        "swigluoai": x * torch.sigmoid(1.702 * x) * (x + 1),
+        "gelu_tanh": torch.nn.functional.gelu(x, approximate="tanh") * x,
+    }
+    for activation, expected in gates.items():
+        layer = ktk.MoEConfig(**config(), activation=activation)
+        got = reference.glu(x.numpy(), x.numpy(), layer)
+        np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12)
 
 
 @pytest.mark.parametrize(

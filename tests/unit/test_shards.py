@@ -68,13 +68,9 @@ def make_layer(pair: strategies.Conversion, hidden: int, intermediate: int) -> s
         ]
         for name, shape in shapes.items()
     }
-    config = {
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "activation": "silu",
-    }
+    config = ktk.MoEConfig(
+        num_experts=1, num_experts_per_tok=1, hidden_size=hidden, intermediate_size=intermediate
+    )
     return strategies.Layer(config, (pair, pair, pair), **arrays)
 
 
