@@ -67,8 +67,10 @@ constexpr Cap kCaps[] = {
     {"amx_bf16", kBelowAmx | KTK_ISA_AMX_BF16},
     {"amx", kBelowAmx | kAmx},
 };
-// Sets that there is an emulation of.
-constexpr ktk_isa kEmulated = kAmx;
+// Sets that may be there, or be emulated, although CPUID denies them: a hypervisor that hides one
+// cannot switch its instructions off while it offers the registers.
+constexpr ktk_isa kForced = kAmx | KTK_ISA_AVX_VNNI | KTK_ISA_AVX512_VNNI | KTK_ISA_AVX512_BF16 |
+                            KTK_ISA_AVX512_VBMI | KTK_ISA_AVX512_FP16;
 
 struct Registers {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -158,7 +160,7 @@ constexpr Cap kCaps[] = {
     {"arm_bf16", kDotprod | KTK_ISA_ARM_BF16},
     {"sve", kI8mm | KTK_ISA_SVE},
 };
-constexpr ktk_isa kEmulated = KTK_ISA_NONE;
+constexpr ktk_isa kForced = KTK_ISA_NONE;
 
 ktk_isa detect() {
   const unsigned long caps = getauxval(AT_HWCAP), caps2 = getauxval(AT_HWCAP2);
@@ -177,6 +179,15 @@ ktk_isa detect() {
 std::string brand() { return {}; }
 
 #endif
+
+ktk_isa forced_by_name(std::string_view name) {
+  constexpr ktk_isa kAllAmx = KTK_ISA_AMX_INT8 | KTK_ISA_AMX_BF16;
+  if (name == "amx") return kAllAmx & kForced;
+  for (const Name& row : kNames) {
+    if (name == row.name) return row.bit & kForced;
+  }
+  return KTK_ISA_NONE;
+}
 
 std::string trimmed(const std::string& text) {
   const size_t begin = text.find_first_not_of(" \t");
@@ -220,16 +231,22 @@ ktk_isa capped_isa(ktk_isa present, std::string_view cap) {
   throw SettingError("KTK_ISA is '" + std::string(cap) + "'; expected one of " + known);
 }
 
-ktk_isa forced_isa(std::string_view name) {
-  std::string known;
-  for (const Cap& row : kCaps) {
-    const ktk_isa emulated = row.allows & kEmulated;
-    if (emulated == KTK_ISA_NONE) continue;
-    if (name == row.name) return emulated;
-    known += (known.empty() ? "" : ", ") + std::string(row.name);
+ktk_isa forced_isa(std::string_view names) {
+  ktk_isa forced = KTK_ISA_NONE;
+  for (std::string_view rest = names;;) {
+    const size_t comma = rest.find(',');
+    const ktk_isa one = forced_by_name(rest.substr(0, comma));
+    if (one == KTK_ISA_NONE) {
+      std::string known;
+      for (const std::string& name : isa_names(kForced)) known += name + ", ";
+      throw SettingError("KTK_ISA_FORCE is '" + std::string(names) + "'; expected " +
+                         (known.empty() ? "nothing on this architecture"
+                                        : "some of " + known + "or amx, with commas between them"));
+    }
+    forced |= one;
+    if (comma == rest.npos) return forced;
+    rest.remove_prefix(comma + 1);
   }
-  throw SettingError("KTK_ISA_FORCE is '" + std::string(name) + "'; expected " +
-                     (known.empty() ? "nothing on this architecture" : "one of " + known));
 }
 
 std::vector<std::string> isa_names(ktk_isa isa) {

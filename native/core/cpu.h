@@ -27,9 +27,10 @@ ktk_isa allowed_isa();
 // "amx_int8", or "amx" for both AMX sets), and leaves of `present` that set and those below it.
 ktk_isa capped_isa(ktk_isa present, std::string_view cap);
 
-// KTK_ISA_FORCE names AMX sets that count as present although CPUID does not show them: their
-// instructions are emulated. Without an emulator the first of them ends the process.
-ktk_isa forced_isa(std::string_view name);
+// KTK_ISA_FORCE names sets, with commas between them, that count as present although CPUID does not
+// show them: AMX that is emulated, or what a hypervisor hides. Where one of them is not there, its
+// first instruction ends the process.
+ktk_isa forced_isa(std::string_view names);
 
 // "avx2", "avx512_vnni" ... of the bits in `isa`, in the order of abi.h; "bit 40" of an unknown
 // one.

@@ -48,19 +48,33 @@ def cpu_flags() -> set[str]:
     return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
+#: What CPUID may hide of a CPU that has it (native/core/cpu.cc), and an instruction of each.
+HIDDEN = {
+    "avx512_vnni": "vpdpbusd %zmm0, %zmm0, %zmm0",
+    "avx512_bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0",
+    "avx512_vbmi": "vpermb %zmm0, %zmm0, %zmm0",
+}
+
+
+@functools.cache
+def executes(instruction: str) -> bool:
+    """Whether the CPU executes it, whatever CPUID says. Ask for AVX-512 registers first."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = f'int main(void) {{ __asm__ volatile("{instruction}"); return 0; }}'
+        program = Path(folder, "program")
+        compiler = ["cc", "-x", "c", "-", "-o", program]
+        if subprocess.run(compiler, input=source.encode(), check=False).returncode != 0:
+            return False
+        return subprocess.run([program], check=False).returncode == 0
+
+
 def why_not() -> str:
     """The reason for which no AMX code can run here, not even in software; empty if it can."""
-    missing = {
-        "avx512f",
-        "avx512bw",
-        "avx512vl",
-        "avx512_vnni",
-        "avx512_bf16",
-        "avx512vbmi",
-    } - cpu_flags()
-    if missing:
-        return f"the code around AMX needs {', '.join(sorted(missing))}"
-    return "" if shutil.which("cc") else "needs a C compiler, cc"
+    if not shutil.which("cc"):
+        return "needs a C compiler, cc"
+    missing = {"avx512f", "avx512bw", "avx512vl"} - cpu_flags()
+    missing = missing or {isa for isa, code in HIDDEN.items() if not executes(code)}
+    return f"the code around AMX needs {', '.join(sorted(missing))}" if missing else ""
 
 
 @functools.cache

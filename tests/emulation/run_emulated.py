@@ -20,7 +20,7 @@ import amx_tools
 
 def main(counts: Path, arguments: list[str]) -> int:
     amx_tools.deny_amx()
-    os.environ["KTK_ISA_FORCE"] = "amx"
+    os.environ["KTK_ISA_FORCE"] = ",".join(["amx", *amx_tools.HIDDEN])
     soft = amx_tools.Soft(amx_tools.build())
 
     import pytest

@@ -115,7 +115,12 @@ TEST(forcing_adds_the_named_sets_and_no_other) {
   CHECK_EQ(isa_names(ktk::forced_isa("amx_bf16")), {"amx_bf16"});
   CHECK_EQ(ktk::forced_isa("amx"), kAmx);
   CHECK_EQ(CHECK_THROWS(ktk::SettingError, ktk::forced_isa("avx512")),
-           "KTK_ISA_FORCE is 'avx512'; expected one of amx_int8, amx_bf16, amx");
+           "KTK_ISA_FORCE is 'avx512'; expected some of avx_vnni, avx512_vnni, avx512_bf16, "
+           "avx512_vbmi, avx512_fp16, amx_int8, amx_bf16, or amx, with commas between them");
+  CHECK_EQ(ktk::forced_isa("amx,avx512_bf16"), kAmx | KTK_ISA_AVX512_BF16);
+  for (const char* value : {"amx,", ",amx", "amx,,avx_vnni", "amx, avx_vnni", "avx2"}) {
+    CHECK_THROWS(ktk::SettingError, ktk::forced_isa(value));
+  }
   CHECK_EQ(allowed_with("", "amx"), detected_isa() | kAmx);
   CHECK_EQ(allowed_with("avx2", "amx"), detected_isa() & KTK_ISA_AVX2);  // the cap comes last
   CHECK_EQ(allowed_with("amx_int8", "amx") & kAmx, KTK_ISA_AMX_INT8);
