@@ -69,12 +69,12 @@ struct Act {
     I32x16 total = zero_i32();
     size_t i = 0;
     for (; i + 16 <= count; i += 16) {
-      const I32x16 q = quantise(load_f32(x + i), s);
+      const I32x16 q = quantize(load_f32(x + i), s);
       total = add(total, q);
       Codes::store(row, k + i, narrow(q));
     }
     if (i < count) {
-      const I32x16 q = quantise(load_some<ElementF32>(x + i, count - i), s);
+      const I32x16 q = quantize(load_some<ElementF32>(x + i, count - i), s);
       total = add(total, q);
       Codes::store(row, k + i, narrow(q));
       i += 16;

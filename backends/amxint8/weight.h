@@ -8,6 +8,30 @@
 namespace ktk::amxint8 {
 namespace {
 
+// Stores 16 rows of 16 dwords as 16 columns, with every byte's top bit flipped: two's complement
+// becomes offset binary. tile[r][c] = rows[c][r].
+inline void transpose_to_offset_binary(const uint8_t rows[16][64], uint8_t* tile) {
+  const __m128i flip = _mm_set1_epi8(-128);
+  for (int r = 0; r < 4; ++r) {
+    for (int c = 0; c < 4; ++c) {
+      __m128i in[4];
+      for (int i = 0; i < 4; ++i) {
+        const uint8_t* from = rows[4 * c + i] + 16 * r;
+        in[i] = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), flip);
+      }
+      const __m128i ab_lo = _mm_unpacklo_epi32(in[0], in[1]);
+      const __m128i ab_hi = _mm_unpackhi_epi32(in[0], in[1]);
+      const __m128i cd_lo = _mm_unpacklo_epi32(in[2], in[3]);
+      const __m128i cd_hi = _mm_unpackhi_epi32(in[2], in[3]);
+      __m128i* to = reinterpret_cast<__m128i*>(tile + 256 * r + 16 * c);
+      _mm_storeu_si128(to, _mm_unpacklo_epi64(ab_lo, cd_lo));
+      _mm_storeu_si128(to + 4, _mm_unpackhi_epi64(ab_lo, cd_lo));
+      _mm_storeu_si128(to + 8, _mm_unpacklo_epi64(ab_hi, cd_hi));
+      _mm_storeu_si128(to + 12, _mm_unpackhi_epi64(ab_hi, cd_hi));
+    }
+  }
+}
+
 // Rows of one block on their way into tiles: 16 rows, one step deep.
 using Codes = uint8_t[16][kDepth];
 

@@ -27,7 +27,7 @@ inline float encode_group(const float* x, size_t count, uint8_t* codes) {
   const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, count));
   for (size_t i = 0; i < round_up(count, kCodes); i += 16) {
     const size_t left = i < count ? count - i : 0;
-    store_bytes(codes + i, narrow(quantise(load_some<ElementF32>(left ? x + i : x, left), s)));
+    store_bytes(codes + i, narrow(quantize(load_some<ElementF32>(left ? x + i : x, left), s)));
   }
   return s.scale;
 }

@@ -32,7 +32,7 @@ inline const float* act_scale(const ktk_matrix* m, const uint8_t* row) {
 inline float pack_group(const float* x, size_t count, uint8_t* codes) {
   const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, count));
   for (size_t i = 0; i < count; i += 16) {
-    store_bytes(codes + i, narrow(quantise(load_some<ElementF32>(x + i, count - i), s)));
+    store_bytes(codes + i, narrow(quantize(load_some<ElementF32>(x + i, count - i), s)));
   }
   return s.scale;
 }

@@ -64,8 +64,8 @@ inline int32_t larger_square(__m256i codes) {
 
 inline void pack_act_unit(const float* x, SymmetricScale s, uint8_t* codes, Factor* factor,
                           Length* length) {
-  const __m128i low = narrow(quantise(load_f32(x), s));
-  const __m128i high = narrow(quantise(load_f32(x + 16), s));
+  const __m128i low = narrow(quantize(load_f32(x), s));
+  const __m128i high = narrow(quantize(load_f32(x + 16), s));
   store_bytes(codes, low);
   store_bytes(codes + 16, high);
   const __m256i both = _mm256_set_m128i(high, low);

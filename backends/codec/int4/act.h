@@ -50,7 +50,7 @@ struct Act {
       I32x16 total = zero_i32();
       for (size_t i = begin; i < begin + unit; i += 16) {
         const size_t left = i < count ? count - i : 0;
-        const I32x16 q = quantise(load_some<ElementF32>(left ? x + i : x, left), s);
+        const I32x16 q = quantize(load_some<ElementF32>(left ? x + i : x, left), s);
         total = add(total, q);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm_shuffle_epi8(narrow(q), order));
       }

@@ -38,14 +38,14 @@ struct FloatRows {
     const Storage* from = row(n) + k_begin;
     if (k_begin + kDepth <= k) {
       for (size_t i = 0; i < kDepth; i += 16) {
-        store_bytes(out + i, narrow(quantise(Element::load(from + i), s)));
+        store_bytes(out + i, narrow(quantize(Element::load(from + i), s)));
       }
       return;
     }
     for (size_t i = 0; i < kDepth; i += 16) {
       const size_t left = k_begin + i < k ? k - k_begin - i : 0;
       const F32x16 x = load_some<Element>(left ? from + i : from, left);
-      store_bytes(out + i, narrow(quantise(x, s)));
+      store_bytes(out + i, narrow(quantize(x, s)));
     }
   }
 };

@@ -1,4 +1,4 @@
-// What int8.h needs of NEON: sixteen floats in four registers.
+// x16.h in four registers of NEON.
 #pragma once
 
 #include <arm_neon.h>
