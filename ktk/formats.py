@@ -6,6 +6,8 @@ import re
 
 from ktk._core import Format
 
+#: Elements that are floats as they are.
+FLOATS = ("f32", "f16", "bf16")
 # What str() of a Format gives.
 _SENTENCE = re.compile(
     r"([\w:]+) with (\w+) scales(?: and (\w+) zero points)? per (\d+|n) x (\d+|k)"
@@ -80,3 +82,10 @@ def _of_words(element: str, words: list[str]) -> Format:
 
 def _extent(text: str) -> int:
     return int(text) if text.isdigit() else 0
+
+
+def is_blocks(fmt: Format) -> bool:
+    """Whether a format is blocks of ggml: of others, two columns at most share bytes."""
+    columns, _ = fmt.block
+    # A type that the core does not know keeps its number for a name.
+    return columns > 2 or fmt.element.startswith("ggml:")

@@ -1,12 +1,16 @@
-"""Where ggml's blocks keep the floats that their other bytes are multiplied with."""
+"""What ggml's blocks mean: their values, and where they keep the floats that all have in common."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.metadata import version
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
+# Rows that are decoded at a time: gguf holds their values twice.
+_ROWS = 64
 F16, E8M0, E4M3, NIBBLES = "f16", "e8m0", "e4m3", "nibbles"
 
 
@@ -47,6 +51,35 @@ FLOATS = {
 }
 
 
+def decoded(rows: np.ndarray, element: str) -> np.ndarray:
+    """Return the values of a matrix of blocks, f32 [n, k].
+
+    Parameters
+    ----------
+    rows
+        uint8 [n, bytes of a row].
+    element
+        Name of their type: q4_k, say.
+
+    Raises
+    ------
+    ValueError
+        gguf cannot decode the type; the message ends a sentence about a tensor.
+    """
+    kind = _type(element)
+    block, nbytes = GGML_QUANT_SIZES[kind]
+    values = np.empty((len(rows), rows.shape[1] // nbytes * block), np.float32)
+    try:
+        with np.errstate(all="ignore"):
+            for row in range(0, len(values), _ROWS):
+                values[row : row + _ROWS] = dequantize(rows[row : row + _ROWS], kind)
+    except NotImplementedError:
+        raise ValueError(
+            f"has the type {kind.name}, which gguf {version('gguf')} cannot decode"
+        ) from None
+    return values
+
+
 def not_finite(data: np.ndarray, element: str) -> int:
     """Count blocks with a scale that is infinite or no number; 0 for types without such floats.
 
@@ -61,7 +94,7 @@ def not_finite(data: np.ndarray, element: str) -> int:
     if place is None or place.kind in (E8M0, E4M3):
         # ggml reads every byte of these as a number.
         return 0
-    _, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[element.upper()]]
+    _, nbytes = GGML_QUANT_SIZES[_type(element)]
     found = data.reshape(-1, nbytes)[:, place.at : place.at + place.size]
     if place.kind == F16:
         bad = (found.copy().view(np.uint16) & 0x7C00) == 0x7C00
@@ -69,3 +102,10 @@ def not_finite(data: np.ndarray, element: str) -> int:
         # Three bits of the exponent are in the last word, two in the one before.
         bad = (found[:, 7:8] >> 4 & 7 == 7) & (found[:, 5:6] >> 6 == 3)
     return int(np.count_nonzero(bad.any(axis=1)))
+
+
+def _type(element: str) -> GGMLQuantizationType:
+    number = element.removeprefix("ggml:")
+    if number != element:
+        return GGMLQuantizationType(int(number))
+    return GGMLQuantizationType[element.upper()]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from ktk._core import Format
 from ktk.arrays import Array, is_tensor, readable
+from ktk.expert import Expert, Matrix
 from ktk.formats import format_named, label
 
 _Named = Format | str | None
@@ -25,16 +26,6 @@ _SMALL = {
 }
 # What scales and zero points in bytes are.
 _BYTES = ("u8", "ue8m0")
-
-
-@dataclass(frozen=True)
-class Given:
-    """A weight [n, k] in arrays that the core reads; `format` is None where their dtypes tell."""
-
-    data: Array
-    scale: Array | None
-    zero: Array | None
-    format: Format | None
 
 
 def formats_of(given: Any) -> tuple[Format | None, Format | None, Format | None]:
@@ -86,26 +77,70 @@ def experts_of_slots(
     return experts
 
 
-def read_matrix(
+def expert_of(
+    arguments: Mapping[str, tuple[Any, Any, Any, Any]], given: GivenFormats | None
+) -> Expert:
+    """Return the expert that the arguments of `MoE.load_expert` mean.
+
+    Parameters
+    ----------
+    arguments : mapping of str to tuple
+        For gate, up and down: what that argument is, its scale, zero points and bias. An `Expert`
+        for gate is all there is.
+    given : Format, its name, or tuple of three, optional
+        What the arrays hold, if somebody said it.
+
+    Raises
+    ------
+    TypeError
+        A matrix is missing, or there is more beside an expert.
+    ValueError
+        Something is said twice.
+    """
+    (expert, *beside), up, down = arguments.values()
+    if isinstance(expert, Expert):
+        if given is not None or any(one is not None for one in (*beside, *up, *down)):
+            raise TypeError("an Expert has all that belongs to it: give nothing else")
+        return expert
+    for name, (data, *_) in arguments.items():
+        if data is None:
+            raise TypeError(f"{name} is missing: give gate, up and down, or an Expert")
+    formats = zip(arguments.items(), formats_of(given), strict=True)
+    return Expert(**{name: _matrix_of(name, *arrays, fmt) for (name, arrays), fmt in formats})
+
+
+def _matrix_of(
     name: str,
-    data: Array,
+    data: Array | Matrix,
     scale: Array | None,
     zero: Array | None,
+    bias: Array | None,
     given: Format | None,
-    backend: str,
-    accepts: Sequence[Format],
-) -> Given:
+) -> Matrix:
+    """Put together what the arguments of a matrix say; a `Matrix` brings what belongs to it."""
+    if not isinstance(data, Matrix):
+        return Matrix(given, data, scale, zero, bias)
+    kind = type(data).__name__
+    if scale is not None or zero is not None:
+        raise ValueError(f"{name} is {kind} and has its scales: {name}_scale is too much")
+    if given is not None and given != data.format:
+        raise ValueError(f"{name} is {kind} in {data.format}, but given says {given}")
+    if bias is None:
+        return data
+    if data.bias is not None:
+        raise ValueError(f"{name} is {kind} and has its bias: {name}_bias is too much")
+    return replace(data, bias=bias)
+
+
+def read_matrix(name: str, matrix: Matrix, backend: str, accepts: Sequence[Format]) -> Matrix:
     """Make a matrix of arrays ready for the core, without a copy where their rows are contiguous.
 
     Parameters
     ----------
     name : str
         Of the argument, for messages.
-    data : array [n, items of a row], or Quantized
-        The latter brings its own scale, zero and format.
-    scale, zero : array [groups of n, groups of k] or [n], optional
-    given : Format, optional
-        What the arrays hold, if somebody said it.
+    matrix : Matrix
+        Its format may be missing: then the dtypes tell.
     backend : str
         Name of the backend, for messages.
     accepts : sequence of Format
@@ -117,14 +152,9 @@ def read_matrix(
     TypeError
         ktk does not know the elements.
     ValueError
-        No format of `accepts` fits, or several do; or `given` contradicts the arrays.
+        No format of `accepts` fits, or several do; or the format contradicts the arrays.
     """
-    if _is_quantized(data):
-        if scale is not None or zero is not None:
-            raise ValueError(f"{name} is Quantized and has its scales: {name}_scale is too much")
-        if given is not None and given != data.format:
-            raise ValueError(f"{name} is Quantized in {data.format}, but given says {given}")
-        data, scale, zero, given = data.data, data.scale, data.zero, data.format
+    data, scale, zero, given = matrix.data, matrix.scale, matrix.zero, matrix.format
     element = element_of(name, data)
     small = element in _SMALL.values()
     if given is None:
@@ -138,15 +168,16 @@ def read_matrix(
             )
     elif small and element != given.element:
         raise ValueError(f"{name} holds {element}, but given says {given}")
-    return Given(
-        prepared(name, data),
-        None if scale is None else prepared(f"{name}_scale", scale),
-        None if zero is None else prepared(f"{name}_zero", zero),
+    return Matrix(
         given,
+        _prepared(name, data),
+        _prepared(f"{name}_scale", scale),
+        _prepared(f"{name}_zero", zero),
+        _prepared(f"{name}_bias", matrix.bias),
     )
 
 
-def prepared(name: str, array: Array) -> Array:
+def _prepared(name: str, array: Array) -> Array:
     """Return what the core reads: small floats as bytes, and the elements of a row side by side."""
     if is_tensor(array):
         if element_of(name, array) in _SMALL.values():
@@ -226,12 +257,6 @@ def _holds(name: str, array: Array | None, element: str, counts: tuple[int, int]
     kinds = _BYTES if told is None and _dtype(array) == "uint8" else (told,)
     shape = tuple(array.shape)
     return element in kinds and (shape if len(shape) == 2 else (*shape, 1)) == counts
-
-
-def _is_quantized(array: Any) -> bool:
-    # Nobody has one who did not import its module, which needs torch.
-    kind = getattr(sys.modules.get("ktk.quantize"), "Quantized", None)
-    return kind is not None and isinstance(array, kind)
 
 
 def _dtype(array: Array) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ktk._core import WorkerPool
 from ktk.moe import Formats, MoE
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
+    from ktk.checkpoint.reader import CheckpointReader
     from ktk.loading.plan import LayerPlan
 
 # Of one layer, or of each.
@@ -113,7 +114,7 @@ class Model(Mapping[int, MoE]):
                             options,
                         )
                     )
-            checkpoint.release()
+            checkpoint.close()
             announce(path, plans)
             total = sum(len(plan.slots) * plan.expert_nbytes for plan in plans)
             with Progress(total, shown=progress) as shown:
@@ -155,14 +156,14 @@ class Model(Mapping[int, MoE]):
         return f"<ktk.Model {names}: {len(self)} layers, {self.nbytes / 2**20:.0f} MiB>"
 
 
-def layers_of(checkpoint: Any, path: str | Path) -> list[int]:
+def layers_of(checkpoint: CheckpointReader, path: str | Path) -> list[int]:
     """Return the layers that have experts and that the model runs for each token."""
     from ktk.errors import CheckpointError
 
-    numbers: list[int] = checkpoint.layers()
+    numbers = checkpoint.layers()
     if not numbers:
         raise CheckpointError(f"{path} has no experts that ktk knows by name")
-    last = checkpoint.config_of(checkpoint.layer(numbers[0])).num_layers
+    last = checkpoint.layer(numbers[0]).config.num_layers
     return [number for number in numbers if last is None or number < last] or numbers
 
 

@@ -13,7 +13,8 @@ from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import MoEConfig
 from ktk.errors import BackendUnsupported
-from ktk.given import GivenFormats, experts_of_slots, formats_of, prepared, read_matrix
+from ktk.expert import Expert
+from ktk.given import GivenFormats, expert_of, experts_of_slots, read_matrix
 from ktk.pool import default_pool
 from ktk.ticket import Ticket
 
@@ -242,9 +243,9 @@ class MoE:
     def load_expert(
         self,
         expert: int,
-        gate: Array,
-        up: Array,
-        down: Array,
+        gate: Array | Expert,
+        up: Array | None = None,
+        down: Array | None = None,
         *,
         gate_scale: Array | None = None,
         up_scale: Array | None = None,
@@ -268,7 +269,9 @@ class MoE:
             f32, f16 or bf16, or what else the backend accepts; or what
             :func:`ktk.quantize.quantize` returns, which brings its scale, zero and format. 8-bit
             floats are torch.float8_e4m3fn or float8_e5m2; two 4-bit elements share a uint8, or are
-            torch.float4_e2m1fn_x2; ggml's types are uint8 [rows, bytes of a row].
+            torch.float4_e2m1fn_x2; ggml's types are uint8 [rows, bytes of a row]. An
+            :class:`ktk.expert.Expert` in the place of gate, such as readers of checkpoints give,
+            stands for all arguments that follow.
         gate_scale, up_scale, down_scale : array [groups of n, groups of k], optional
             Or [n]: one per row. The shape tells how large groups are, among those that the backend
             takes. torch.float8_e8m0fnu and uint8 hold powers of two. ggml's blocks have their
@@ -291,22 +294,17 @@ class MoE:
             The backend does not take what is given, or an array has another shape than the sizes of
             the layer mean.
         """
-        matrices = {
-            "gate": (gate, gate_scale, gate_zero),
-            "up": (up, up_scale, up_zero),
-            "down": (down, down_scale, down_zero),
+        arguments = {
+            "gate": (gate, gate_scale, gate_zero, gate_bias),
+            "up": (up, up_scale, up_zero, up_bias),
+            "down": (down, down_scale, down_zero, down_bias),
         }
-        biases = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-        read = {name: prepared(name, bias) for name, bias in biases.items()}
+        weights = expert_of(arguments, given)
         name, accepts = self.backend.name, self.backend.accepts
-        formats: list[_core.Format | None] = []
-        for (part, arrays), fmt in zip(matrices.items(), formats_of(given), strict=True):
-            one = read_matrix(part, *arrays, fmt, name, accepts)
-            read |= {part: one.data, f"{part}_scale": one.scale, f"{part}_zero": one.zero}
-            formats.append(one.format)
-        self._core.load_expert(
-            self._slot(expert), **read, given=(formats[0], formats[1], formats[2])
-        )
+        matrices = weights.matrices.items()
+        ready = Expert(**{part: read_matrix(part, one, name, accepts) for part, one in matrices})
+        formats = (ready.gate.format, ready.up.format, ready.down.format)
+        self._core.load_expert(self._slot(expert), **ready.arrays(), given=formats)
         if self._hoped_shards is not None:
             _tell_shards(self.config.intermediate_size, self._hoped_shards, self.shards)
             self._hoped_shards = None

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, TextIO
 
+from ktk.closing import Closing
 from ktk.sizes import duration, gigabytes
 
 # Seconds after which a step that goes on has a line of its own.
 EVERY = 10.0
 
 
-class Progress:
+class Progress(Closing):
     """Work on bytes, in named steps such as layers; a context manager.
 
     Parameters
@@ -73,12 +73,8 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Take the bar away, or print the last line."""
         if self._bar is not None:
             self._bar.stop()
         elif self._step:

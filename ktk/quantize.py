@@ -32,9 +32,10 @@ import torch
 
 from ktk._core import Format
 from ktk.arrays import Array
-from ktk.formats import format_named
+from ktk.expert import Matrix
+from ktk.formats import format_named, is_blocks
 
-__all__ = ["Quantized", "from_bytes", "quantize"]
+__all__ = ["Quantized", "dequantize", "from_bytes", "quantize"]
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 _SMALL_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -47,28 +48,19 @@ _HALF_BYTE = ("u4", "i4", "e2m1")
 _UE8M0_BIAS = 127
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """A matrix [n, k] in a format, in arrays that ``MoE.load_expert`` takes; or a stack of such.
+@dataclass(frozen=True, eq=False)
+class Quantized(Matrix):
+    """A matrix whose arrays are tensors of torch; or a stack of such.
 
-    In ``MoE.load`` and ``MoE.load_expert`` it stands for an array and all that belongs to it.
-
-    Attributes
-    ----------
-    format : Format
-    data : Tensor
-        [n, k] of the float type, or uint8 (int8 for i8); [n, k / 2] where two 4-bit elements share
-        a byte, the even column in the low half.
-    scale, zero : Tensor or None
-        [groups of n, groups of k].
-
-    A stack has a leading dimension of experts everywhere, a length, and is indexed by expert.
+    In ``MoE.load`` and ``MoE.load_expert`` it stands for an array and all that belongs to it. A
+    stack has a leading dimension of experts everywhere, a length, and is indexed by expert.
     """
 
     format: Format
     data: torch.Tensor
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of experts of a stack."""
@@ -79,38 +71,50 @@ class Quantized:
     def __getitem__(self, expert: int) -> Quantized:
         """Return one matrix of a stack."""
         len(self)
-        scale, zero = (None if one is None else one[expert] for one in (self.scale, self.zero))
-        return Quantized(self.format, self.data[expert], scale, zero)
+        scale, zero, bias = (
+            None if one is None else one[expert] for one in (self.scale, self.zero, self.bias)
+        )
+        return Quantized(self.format, self.data[expert], scale, zero, bias)
 
     def __bool__(self) -> bool:
         return True
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return the values [n, k], or those of a stack; float64 holds each of them exactly.
-
-        Raises
-        ------
-        ValueError
-            The format is blocks of ggml, which :mod:`ktk.checkpoint.gguf` decodes.
-        """
-        columns, _ = self.format.block
-        if columns > 2:
-            raise ValueError(f"{self.format} is blocks of ggml, expected elements with scales")
+        """Return the values [n, k], or those of a stack, as `dequantize` does."""
         if self.data.ndim == 3:
-            return torch.stack([self[i].dequantize(dtype) for i in range(len(self))])
-        values = _decode(self.data, self.format.element).to(dtype)
-        if self.scale is None:
-            return values
-        n, k = values.shape
-        if self.zero is not None:
-            values = values - _spread(self.format, self.zero.to(dtype), n, k)
-        elif self.format.element in _INTEGERS:
-            values = values - _INTEGERS[self.format.element][2]
-        scale = self.scale
-        if self.format.scale == "ue8m0":
-            exponent = scale.to(torch.float64) - _UE8M0_BIAS
-            scale = torch.where(scale == 255, torch.nan, torch.exp2(exponent))
-        return values * _spread(self.format, scale.to(dtype), n, k)
+            return torch.stack([dequantize(self[i], dtype) for i in range(len(self))])
+        return dequantize(self, dtype)
+
+
+def dequantize(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the values [n, k] of a matrix whose arrays are tensors.
+
+    float64 holds each of them exactly. Blocks of ggml are decoded as the gguf package does, in f32.
+
+    Raises
+    ------
+    ValueError
+        They are blocks of a type that gguf cannot decode.
+    """
+    fmt, scale = matrix.format, matrix.scale
+    assert fmt is not None, "a format says what the bytes are"
+    if is_blocks(fmt):
+        from ktk.ggml import decoded
+
+        blocks = torch.from_numpy(decoded(matrix.data.numpy(), fmt.element))
+        return (blocks if scale is None else blocks * scale).to(dtype)
+    values = _decode(matrix.data, fmt.element).to(dtype)
+    if scale is None:
+        return values
+    n, k = values.shape
+    if matrix.zero is not None:
+        values = values - _spread(fmt, matrix.zero.to(dtype), n, k)
+    elif fmt.element in _INTEGERS:
+        values = values - _INTEGERS[fmt.element][2]
+    if fmt.scale == "ue8m0":
+        exponent = scale.to(torch.float64) - _UE8M0_BIAS
+        scale = torch.where(scale == 255, torch.nan, torch.exp2(exponent))
+    return values * _spread(fmt, scale.to(dtype), n, k)
 
 
 def from_bytes(format: Format, data: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Quantized:

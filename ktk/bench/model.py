@@ -66,7 +66,7 @@ def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
     with open_checkpoint(path) as checkpoint:
         all_of_model = layers_of(checkpoint, path)
         numbers = list(dict.fromkeys(layers or all_of_model))
-        configs = {number: checkpoint.config_of(checkpoint.layer(number)) for number in numbers}
+        configs = {number: checkpoint.layer(number).config for number in numbers}
         first = configs[numbers[0]]
         alike = [number for number in numbers if configs[number] == first]
         if layers and len(alike) < len(numbers):
@@ -77,7 +77,7 @@ def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
             shape=Shape(name=path.resolve().name, **first.arguments()),
             numbers=tuple(alike),
             total=len(all_of_model),
-            default_backend=default_backend(checkpoint, checkpoint.layer(numbers[0])).name,
+            default_backend=default_backend(checkpoint.layer(numbers[0])).name,
         )
 
 

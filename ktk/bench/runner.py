@@ -18,6 +18,7 @@ from ktk.bench.records import Result, Settings, Subject
 from ktk.bench.shapes import Shape
 from ktk.bench.verdict import doubt
 from ktk.bench.weights import Recipe, choose_format, prepare, recipe
+from ktk.expert import Expert
 from ktk.formats import label
 from ktk.system import available_memory
 
@@ -317,11 +318,11 @@ def load_subject(subject: Subject) -> tuple[ktk.Backend, Recipe]:
 
 
 def make_layer(
-    subject: Subject, shape: Shape, prepared: Sequence[dict[str, Any]], pool: ktk.WorkerPool
+    subject: Subject, shape: Shape, prepared: Sequence[Expert], pool: ktk.WorkerPool
 ) -> ktk.MoE:
     """Load a layer whose experts repeat those of `prepare`, each in memory of its own."""
     backend, chosen = load_subject(subject)
     moe = ktk.MoE(backend, shape, variant=subject.variant, pool=pool, weight_format=chosen.stored)
     for expert in range(shape.num_experts):
-        moe.load_expert(expert, **prepared[expert % len(prepared)])
+        moe.load_expert(expert, prepared[expert % len(prepared)])
     return moe

@@ -6,14 +6,15 @@ ggml's block types have no encoder in Python, for the most part: their layers ar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ktk._core import Format
 from ktk.aliases import find_alias
+from ktk.expert import Expert, Matrix
 from ktk.formats import label
 from ktk.quantize import quantize
 from ktk.testing.ggml import Bytes, is_block, random_blocks
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from ktk.backend import Backend
     from ktk.bench.inputs import ExpertWeights
 
-_MATRICES = ("gate", "up", "down")
 _FLOATS = ("bf16", "f16", "f32")
 
 
@@ -46,25 +46,19 @@ class Recipe:
         """Whether the weights are random blocks instead of what the floats are quantised to."""
         return is_block(self.given.element)
 
-    def arrays(self, expert: ExpertWeights) -> dict[str, Any]:
-        """Return one expert's arguments of `MoE.load_expert`."""
-        arrays: dict[str, Any] = {"given": self.given}
-        for field in fields(expert):
-            tensor = getattr(expert, field.name)
-            if field.name not in _MATRICES:
-                if tensor is not None:
-                    arrays[field.name] = tensor
-                continue
-            if self.is_random:
-                arrays[field.name] = _random_blocks(tensor, self.given.element, arrays)
-                continue
-            made = quantize(tensor, self.given)
-            arrays[field.name] = made.data
-            if made.scale is not None:
-                arrays[field.name + "_scale"] = made.scale
-            if made.zero is not None:
-                arrays[field.name + "_zero"] = made.zero
-        return arrays
+    def expert(self, floats: ExpertWeights) -> Expert:
+        """Return what one expert is loaded from."""
+        return Expert(
+            gate=self._matrix(floats.gate, floats.gate_bias, 1),
+            up=self._matrix(floats.up, floats.up_bias, 2),
+            down=self._matrix(floats.down, floats.down_bias, 3),
+        )
+
+    def _matrix(self, tensor: torch.Tensor, bias: torch.Tensor | None, seed: int) -> Matrix:
+        if self.is_random:
+            blocks = _random_blocks(tensor, self.given.element, seed)
+            return Matrix(self.given, blocks, bias=bias)
+        return replace(quantize(tensor, self.given), bias=bias)
 
 
 def recipe(backend: Backend, stored: Format) -> Recipe:
@@ -104,14 +98,14 @@ def choose_format(backend: Backend, name: str, text: str | None = None) -> Forma
     return min(fitting, key=lambda fmt: len(label(fmt).split("-")))
 
 
-def _random_blocks(tensor: torch.Tensor, element: str, before: dict[str, Any]) -> Bytes:
+def _random_blocks(tensor: torch.Tensor, element: str, seed: int) -> Bytes:
     """Return blocks of the tensor's shape and size: there are no encoders for most types."""
     n, k = tensor.shape
-    seed = [len(before), n, k, int(tensor[0, 0].view(torch.int16))]
-    rng = np.random.default_rng([value & 0xFFFF for value in seed])
+    seeds = [seed, n, k, int(tensor[0, 0].view(torch.int16))]
+    rng = np.random.default_rng([value & 0xFFFF for value in seeds])
     return random_blocks(element, (n, k), float(tensor.abs().max()), rng)
 
 
-def prepare(made: Recipe, experts: Sequence[ExpertWeights]) -> list[dict[str, Any]]:
+def prepare(made: Recipe, experts: Sequence[ExpertWeights]) -> list[Expert]:
     """Quantise experts once, for any number of layers."""
-    return [made.arrays(expert) for expert in experts]
+    return [made.expert(expert) for expert in experts]

@@ -58,11 +58,10 @@ def describe(path: str | Path) -> Description:
         if not layers:
             raise CheckpointError(f"{path} has no experts that ktk knows by name")
         layer = checkpoint.layer(layers[0])
-        family, dtype = checkpoint.storage(layer)
         return Description(
             path=Path(path),
-            config=checkpoint.config_of(layer),
+            config=layer.config,
             layers=tuple(layers),
-            family=family,
-            dtype=dtype,
+            family=layer.storage.family,
+            dtype=layer.storage.dtype,
         )

@@ -6,9 +6,9 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ktk.checkpoint.open import OpenCheckpoint, open_checkpoint
+from ktk.checkpoint.open import open_checkpoint
+from ktk.checkpoint.reader import LayerReader
 from ktk.errors import CheckpointError
 
 #: Called after each expert with the number of its layer, its bytes, and the bytes of all layers.
@@ -122,33 +122,31 @@ def _faults(
                 yield Fault(f"{result.path} has no experts that ktk knows by name")
             wanted = there if layers is None else list(dict.fromkeys(map(operator.index, layers)))
             result.layers = tuple(wanted)
-            found: dict[int, Any] = {}
+            found: list[LayerReader] = []
             for number in wanted:
                 layer, errors = checkpoint.examine(number)
                 yield from (Fault(str(error), number) for error in errors)
                 if layer is not None:
-                    found[number] = layer
-            total = sum(checkpoint.nbytes(layer) for layer in found.values())
-            for number, layer in found.items():
-                for expert in range(checkpoint.config_of(layer).num_experts):
+                    found.append(layer)
+            total = sum(layer.nbytes for layer in found)
+            for layer in found:
+                for expert in range(layer.config.num_experts):
                     before = result.nbytes
-                    yield from _of_expert(checkpoint, layer, number, expert, result)
+                    yield from _of_expert(layer, expert, result)
                     result.experts += 1
-                    on_expert(number, result.nbytes - before, total)
-                checkpoint.release()
+                    on_expert(layer.number, result.nbytes - before, total)
+                checkpoint.close()
     except CheckpointError as error:
         yield Fault(str(error))
 
 
-def _of_expert(
-    checkpoint: OpenCheckpoint, layer: Any, number: int, expert: int, result: Verification
-) -> Iterator[Fault]:
+def _of_expert(layer: LayerReader, expert: int, result: Verification) -> Iterator[Fault]:
     try:
-        for piece in checkpoint.pieces(layer, expert):
+        for piece in layer.pieces(expert):
             result.nbytes += piece.data.size
             for what in piece.faults():
                 message = f"tensor {piece.name} in {piece.file}, expert {expert}: {what}"
-                yield Fault(message, number, expert, piece.name, str(piece.file))
-        checkpoint.check_expert(layer, expert)
+                yield Fault(message, layer.number, expert, piece.name, str(piece.file))
+        layer.check_expert(expert)
     except CheckpointError as error:
-        yield Fault(str(error), number, expert)
+        yield Fault(str(error), layer.number, expert)

@@ -25,7 +25,7 @@ from ktk.sizes import size_text
 from ktk.system import available_memory
 
 if TYPE_CHECKING:
-    from ktk.checkpoint.open import OpenCheckpoint
+    from ktk.checkpoint.reader import CheckpointReader, LayerReader
 
 
 _HEADINGS = ("layers", "names", "experts", "stored as", "bytes")
@@ -113,15 +113,15 @@ def totals(layers: Iterable[LayerReport]) -> dict[str, Use]:
     return found
 
 
-def _report(checkpoint: OpenCheckpoint, number: int) -> LayerReport:
+def _report(checkpoint: CheckpointReader, number: int) -> LayerReport:
     try:
         layer = checkpoint.layer(number)
-        config = checkpoint.config_of(layer)
-        family, stored = checkpoint.storage(layer)
+        config = layer.config
+        family, stored = layer.storage
     except CheckpointError as error:
         return LayerReport(number, error=str(error))
     try:
-        chosen = default_backend(checkpoint, layer).name
+        chosen = default_backend(layer).name
     except (BackendError, CheckpointError):
         chosen = None
     return LayerReport(
@@ -133,16 +133,16 @@ def _report(checkpoint: OpenCheckpoint, number: int) -> LayerReport:
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         activation=config.activation,
-        nbytes=checkpoint.nbytes(layer),
+        nbytes=layer.nbytes,
         default_backend=chosen,
-        backends={name: _use(checkpoint, layer, name, config.num_experts) for name in backends()},
+        backends={name: _use(layer, name, config.num_experts) for name in backends()},
     )
 
 
-def _use(checkpoint: OpenCheckpoint, layer: Any, name: str, experts: int) -> Use:
+def _use(layer: LayerReader, name: str, experts: int) -> Use:
     try:
         backend = load_backend(name)
-        route = route_of(checkpoint, layer, backend)
+        route = route_of(layer, backend)
     except BackendError as error:
         return Use(reason=error.brief)
     except CheckpointFormatError as error:

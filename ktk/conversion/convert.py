@@ -16,26 +16,22 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
 
-from ktk.checkpoint.open import open_checkpoint
+from ktk.backend import Backend
 from ktk.checkpoint.packed.durable import locked, remove_temporaries, write_file
 from ktk.checkpoint.packed.folder import Index, file_of, write_index
 from ktk.checkpoint.packed.header import Header
 from ktk.checkpoint.packed.write import LayerWriter, file_size
 from ktk.checkpoint.pieces import digest
+from ktk.closing import Closing
 from ktk.conversion.encode import Encoder, plan_layer
-from ktk.conversion.fingerprint import fingerprint
 from ktk.conversion.resume import is_current, joined, merged, read_of, whole
-from ktk.conversion.stamps import SourceChange, changed, stamps_of
+from ktk.conversion.source import Source
+from ktk.conversion.stamps import SourceChange
 from ktk.errors import CheckpointError
 from ktk.loading.route import format_named_by
 from ktk.registry import load_backend
 from ktk.sizes import gigabytes
-
-if TYPE_CHECKING:
-    from ktk.backend import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +57,7 @@ class FilePlan:
         return file_size(self.header)
 
 
-class Conversion:
+class Conversion(Closing):
     """A conversion that holds its output folder from `with` on.
 
     Parameters
@@ -134,15 +130,21 @@ class Conversion:
 
     def __enter__(self) -> Conversion:
         with ExitStack() as stack:
-            opened = stack.enter_context(ExitStack())
-            encoders = self._open(opened)
+            # Everything that can be wrong with the source is found before the first write.
+            self._source = Source(self.source)
+            stack.callback(lambda: self._source.close())
+            encoders = self._encoders(self._wanted)
             with self._writing():
                 self.output.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(self.output))
                 self._begin(encoders, resume=self._resume)
                 self._copy_config()
-            self._opened, self._stack = opened, stack.pop_all()
+            self._stack = stack.pop_all()
         return self
+
+    def close(self) -> None:
+        """Let go of the output folder, and close the source."""
+        self._stack.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -151,30 +153,19 @@ class Conversion:
         except OSError as error:
             raise CheckpointError(f"{self.output} cannot be written: {error}") from error
 
-    def _open(self, opened: ExitStack) -> list[Encoder]:
-        """Open the source; finds everything that can be wrong with it, before the first write."""
-        with open_checkpoint(self.source) as checkpoint:
-            files = checkpoint.files()
-        self._root = self.source if self.source.is_dir() else self.source.parent
-        self._fingerprint = fingerprint(files)
-        # From here on: headers are read once more.
-        self._stamps = stamps_of(files, self._root)
-        self._checkpoint = opened.enter_context(open_checkpoint(self.source))
-        return self._encoders(self._wanted)
-
     def _begin(self, encoders: list[Encoder], *, resume: bool) -> None:
         """Plan what is to be written, and remove what is there of an older source."""
         mine = Index(
             backend=self.backend.name,
             group_size=self.group_size,
-            source=self._fingerprint,
+            source=self._source.fingerprint,
             source_name=self.source.name,
             layers=tuple(encoder.number for encoder in encoders),
-            stamps=self._stamps,
+            stamps=self._source.stamps,
         )
         index = merged(self.output, mine, resume=resume)
         remove_temporaries(self.output)
-        same = index.stamps == self._stamps
+        same = index.stamps == self._source.stamps
         self.plans = [self._plan(encoder, same=same) for encoder in encoders]
         if not same:
             # The stamps are for all layers of the folder.
@@ -185,20 +176,12 @@ class Conversion:
                 [*self.plans, *(plan for plan in plans if not plan.done)],
                 key=lambda plan: plan.encoder.number,
             )
-            self._check_source()
+            self._source.check()
             # Nobody is to find layers of two sources side by side.
             for plan in self.todo:
                 plan.path.unlink(missing_ok=True)
         self._check_space()
-        write_index(self.output, replace(index, stamps=self._stamps))
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+        write_index(self.output, replace(index, stamps=self._source.stamps))
 
     @property
     def todo(self) -> list[FilePlan]:
@@ -240,26 +223,18 @@ class Conversion:
                 raise CheckpointError(self._failure(plan, error)) from error
             except CheckpointError:
                 # A file that is being written may look damaged.
-                self._check_source()
+                self._source.check()
                 raise
             self._written.add(plan.encoder.number)
-        self._check_source()
-
-    def _check_source(self) -> None:
-        """Raise SourceChange if a file of the source is not what it was."""
-        now = stamps_of((self._root / name for name in self._stamps), self._root)
-        if names := changed(self._stamps, now):
-            raise SourceChange(
-                f"{', '.join(str(self._root / name) for name in names)} changed while "
-                f"{self.source} was converted"
-            )
+        self._source.check()
 
     def _look_again(self) -> None:
         """Open the source anew, and find out which layers were made of what it was before."""
-        before, earlier = self._fingerprint, self.plans
-        self._opened.close()
-        encoders = self._open(self._opened)
-        if self._fingerprint != before:
+        before, earlier = self._source.fingerprint, self.plans
+        self._source.close()
+        self._source = Source(self.source)
+        encoders = self._encoders(self._wanted)
+        if self._source.fingerprint != before:
             raise CheckpointError(
                 f"{self.source} is not the checkpoint any more that {self.output} was begun from: "
                 "choose another folder"
@@ -277,13 +252,13 @@ class Conversion:
         self._written &= done
 
     def _write(self, plan: FilePlan, pool: ThreadPoolExecutor) -> Iterator[FilePlan]:
-        layer = self._checkpoint.layer(plan.encoder.number)
+        layer = plan.encoder.route.layer
         writer = LayerWriter(plan.path, plan.header)
         experts = plan.header.layout.config.num_experts
         read = [0] * experts
 
         def make(expert: int) -> None:
-            read[expert] = digest(self._checkpoint.pieces(layer, expert))
+            read[expert] = digest(layer.pieces(expert))
             writer.put(expert, plan.encoder.expert(expert))
 
         tasks = [pool.submit(make, expert) for expert in range(experts)]
@@ -293,9 +268,9 @@ class Conversion:
                 task.result()
                 if done % self.threads == 0:
                     # Files that were read count as memory of this process.
-                    self._checkpoint.release()
+                    self._source.checkpoint.close()
                 yield plan
-            self._check_source()
+            self._source.check()
             writer.commit(joined(read))
         except BaseException:
             for task in tasks:
@@ -311,22 +286,15 @@ class Conversion:
     # --- before the first write -----------------------------------------------------------------
 
     def _encoders(self, wanted: Iterable[int] | None) -> list[Encoder]:
-        there = self._checkpoint.layers()
-        numbers = there if wanted is None else list(wanted)
-        missing = [layer for layer in numbers if layer not in there]
-        if missing or not there:
-            raise CheckpointError(
-                f"{self.source} has no experts that ktk knows by name"
-                + (f" in layer {missing[0]}" if missing else "")
-            )
+        checkpoint = self._source.checkpoint
         return [
-            plan_layer(self._checkpoint, n, self.backend, self.group_size, self._named)
-            for n in numbers
+            plan_layer(checkpoint, number, self.backend, self.group_size, self._named)
+            for number in self._source.layers(wanted)
         ]
 
     def _plan(self, encoder: Encoder, *, same: bool) -> FilePlan:
         """Say what is to become of a layer; `same` if the source's stamps are those of before."""
-        header = Header(self.backend.name, encoder.number, self._fingerprint, encoder.layout)
+        header = Header(self.backend.name, encoder.number, self._source.fingerprint, encoder.layout)
         path = file_of(self.output, encoder.number)
         if not path.exists():
             return FilePlan(encoder, header, path, done=False)
@@ -336,8 +304,8 @@ class Conversion:
         return FilePlan(encoder, header, path, done=done)
 
     def _read(self, encoder: Encoder) -> Callable[[], int]:
-        checkpoint = self._checkpoint
-        return lambda: read_of(checkpoint, checkpoint.layer(encoder.number))
+        checkpoint = self._source.checkpoint
+        return lambda: read_of(checkpoint, encoder.route.layer)
 
     def _check_space(self) -> None:
         needed = sum(plan.nbytes for plan in self.todo)

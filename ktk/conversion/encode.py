@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ktk import _core
 from ktk._core import Format
-from ktk.checkpoint.matrix import Matrix
-from ktk.checkpoint.packed.layout import PARTS, Layout
+from ktk.backend import Backend
+from ktk.checkpoint.matrix import MatrixInfo
+from ktk.checkpoint.packed.layout import Layout
+from ktk.checkpoint.reader import CheckpointReader
 from ktk.errors import CheckpointError
+from ktk.expert import Expert, Matrix
 from ktk.loading.plan import naming_layer
-from ktk.loading.route import Choose, Route, checked, chooser, matrices, route_of, takes
-from ktk.quantize import Quantized, from_bytes
-
-if TYPE_CHECKING:
-    from ktk.backend import Backend
-    from ktk.checkpoint.open import OpenCheckpoint
+from ktk.loading.route import Choose, Route, checked, chooser, route_of, takes
+from ktk.quantize import from_bytes
 
 
 @dataclass(frozen=True)
@@ -50,48 +47,45 @@ class Encoder:
         """What happens to the weights, for people: "stored as they are", "rounded" ..."""
         return self.route.how
 
-    def expert(self, expert: int) -> dict[str, torch.Tensor]:
-        """Return the arrays of one expert, as `Layout.specs` has them.
+    def expert(self, number: int) -> Expert:
+        """Return one expert in the formats of `layout`.
 
         Raises
         ------
         CheckpointError
             A weight is not finite, where that cannot be stored.
         """
-        read = self.route.read(expert)
+        matrices = self.route.read(number).matrices
         with naming_layer(self.number):
-            return self._arrays(expert, read)
+            for part, matrix in matrices.items():
+                try:
+                    made = self._encode(part, number, matrix)
+                except ValueError as error:
+                    raise CheckpointError(f"{part} of expert {number}: {error}") from error
+                bias = None if matrix.bias is None else matrix.bias.to(torch.float32)
+                matrices[part] = replace(made, bias=bias)
+        return Expert(**matrices)
 
-    def _arrays(self, expert: int, read: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        arrays: dict[str, torch.Tensor] = {}
-        for part, given in matrices(read).items():
-            try:
-                made = self._encode(part, expert, given)
-            except ValueError as error:
-                raise CheckpointError(f"{part} of expert {expert}: {error}") from error
-            arrays[part] = made.data
-            for what, array in (("scale", made.scale), ("zero", made.zero)):
-                if array is not None:
-                    name = f"{part}_{what}"
-                    arrays[name] = array.reshape(self.layout.specs[name].shape)
-        for part in self.layout.biases:
-            arrays[f"{part}_bias"] = torch.as_tensor(read[f"{part}_bias"]).float()
-        return arrays
-
-    def _encode(self, part: str, expert: int, given: Quantized) -> Quantized:
+    def _encode(self, part: str, number: int, given: Matrix) -> Matrix:
         here, stored = self.route.given[part], self.route.stored[part]
-        if given.format.same_as(stored, here.n, here.k):
+        if here.format.same_as(stored, here.n, here.k):
             return given
         if _exports(self.backend) and takes(self.backend, here, stored):
-            arrays: Any = (given.data, given.scale, given.zero)
-            core = self.backend.core
-            packed = _core.PackedMatrix(core, "", *arrays, given=given.format, stored=stored)
+            packed = _core.PackedMatrix(
+                self.backend.core,
+                "",
+                given.data,
+                given.scale,
+                given.zero,
+                given=here.format,
+                stored=stored,
+            )
             return from_bytes(stored, *packed.exported())
-        return self.route.quantized(part, expert, given)
+        return self.route.quantized(part, number, given)
 
 
 def plan_layer(
-    checkpoint: OpenCheckpoint,
+    checkpoint: CheckpointReader,
     number: int,
     backend: Backend,
     group_size: int | None,
@@ -107,31 +101,30 @@ def plan_layer(
         There is no way from what is stored to what the backend stores, or none with such groups.
     """
     layer = checkpoint.layer(number)
-    config = checkpoint.config_of(layer)
     likes = chooser(backend, None, named) if group_size is None else _of_groups(backend, group_size)
 
-    def choose(part: str, given: Matrix, decoded: bool) -> Format:
+    def choose(part: str, given: MatrixInfo, decoded: bool) -> Format:
         # Rows of a file are whole bytes.
         return checked(likes(part, given, decoded), given)
 
     with naming_layer(number):
-        route = route_of(checkpoint, layer, backend, choose)
+        route = route_of(layer, backend, choose)
     if not _exports(backend):
-        route = replace(route, quantiser="ktk.quantize")
-    first = route.read(0)
-    biases = tuple(part for part in PARTS if f"{part}_bias" in first)
+        route = replace(route, quantizer="ktk.quantize")
+    first = route.read(0).matrices
+    biases = tuple(part for part, matrix in first.items() if matrix.bias is not None)
     factors = tuple(
         part
-        for part, matrix in matrices(first).items()
+        for part, matrix in first.items()
         if route.stored[part].scale == "none" and matrix.scale is not None
     )
-    return Encoder(number, Layout(config, route.stored, biases, factors), route)
+    return Encoder(number, Layout(layer.config, route.stored, biases, factors), route)
 
 
 def _of_groups(backend: Backend, group_size: int) -> Choose:
     """Return what chooses the first format with groups of a size."""
 
-    def choose(part: str, given: Matrix, decoded: bool) -> Format:
+    def choose(part: str, given: MatrixInfo, decoded: bool) -> Format:
         fitting = [
             fmt
             for fmt in backend.formats

@@ -6,17 +6,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from ktk.checkpoint.detect import is_packed
-from ktk.checkpoint.open import OpenCheckpoint
 from ktk.checkpoint.packed.durable import LOCK, TEMPORARY
 from ktk.checkpoint.packed.folder import Index, read_index
 from ktk.checkpoint.packed.header import Header
-from ktk.checkpoint.packed.reader import DamagedLayer, PackedLayer, open_layer, verify
+from ktk.checkpoint.packed.layer import DamagedLayer, PackedLayer, open_layer
 from ktk.checkpoint.pieces import digest
+from ktk.checkpoint.reader import CheckpointReader, LayerReader
 from ktk.conversion.stamps import changed
 from ktk.errors import CheckpointError
 
@@ -76,7 +75,7 @@ def whole(path: Path, header: Header) -> PackedLayer | None:
         layer = open_layer(path)
         if not layer.header.same_content(header):
             raise CheckpointError(f"{path} is of another conversion: remove it")
-        verify(layer)
+        layer.verify()
     except DamagedLayer as error:
         logger.warning("layer %d has to be converted again: %s", header.layer, error)
         return None
@@ -96,13 +95,13 @@ def is_current(layer: PackedLayer, read: Callable[[], int], source: Path) -> boo
     return False
 
 
-def read_of(checkpoint: OpenCheckpoint, layer: Any) -> int:
+def read_of(checkpoint: CheckpointReader, layer: LayerReader) -> int:
     """Read all experts of a layer, and return the checksum of that."""
     found = []
-    for expert in range(checkpoint.config_of(layer).num_experts):
-        found.append(digest(checkpoint.pieces(layer, expert)))
+    for expert in range(layer.config.num_experts):
+        found.append(digest(layer.pieces(expert)))
         # Files that were read count as memory of this process.
-        checkpoint.release()
+        checkpoint.close()
     return joined(found)
 
 

@@ -126,14 +126,14 @@ def _task(folder: Path, layer: int) -> Task:
 
     with open_checkpoint(folder) as opened:
         found = opened.layer(layer)
-        config = opened.config_of(found)
+        config = found.config
         tokens = max(_CHECKED_EXPERTS // config.num_experts_per_tok, 1)
         [check] = batches(config, tokens, 1, seed=0)
         expected = reference.layer(
             check.hidden,
             check.ids,
             check.weights,
-            lambda expert: reference.Expert.of(opened.values(found, expert)),
+            lambda expert: reference.Expert.of(found.values(expert).arrays()),
             MoEConfig(**config.arguments()),
         )
     return Task(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ktk import Format
+from ktk._core import Format
 from ktk.backend import Backend
 from ktk.config import MoEConfig
 from ktk.ktmoe.arguments import warn_once
@@ -64,18 +64,19 @@ def load_from_path(
     with open_checkpoint(path) as checkpoint:
         with naming_layer(layer_idx):
             found = checkpoint.layer(layer_idx)
-            own = checkpoint.config_of(found)
+            own = found.config
             _check_sizes(path, config, own, mapped=order is not None)
             _check_activation(path, activation, own)
-            if method.upper() in FORMATS and checkpoint.has_floats(found):
+            if method.upper() in FORMATS and found.has_floats:
                 options["weight_format"] = FORMATS[method.upper()][0]
             plan = plan_layer(
                 checkpoint, layer_idx, backend, experts, order, {**activation, **options}
             )
             _check_map(path, order, own.num_experts)
-            given = None if is_packed(path) else _given(checkpoint, found)
+            formats = found.file_formats
+            given = formats["gate"], formats["up"], formats["down"]
         announce(path, [plan])
-        return load_layers(checkpoint, [plan])[layer_idx], given
+        return load_layers(checkpoint, [plan])[layer_idx], None if is_packed(path) else given
 
 
 def load_from_tensors(
@@ -167,17 +168,3 @@ def _check_activation(path: str | Path, asked: dict[str, Any], own: ExpertConfig
             f"the layer was made with swiglu_limit {limit or 0} for {function}, which is obeyed; "
             f"{path} says {own.activation} with {own.activation_limit or 'no limit'}"
         )
-
-
-def _given(checkpoint: Any, layer: Any) -> Formats:
-    """Return what gate, up and down are in the files, before a reader makes anything of them."""
-    from ktk.checkpoint.safetensors.reader import Checkpoint
-
-    formats = checkpoint.formats(layer)
-    gate, up, down = (formats[part].format for part in ("gate", "up", "down"))
-    if isinstance(checkpoint, Checkpoint) and "scale" in layer.scheme.tensors:
-        shape = checkpoint.index.shape(layer.name(layer.first, 0, "scale"))
-        if gate.group_n == 1 and max(shape, default=1) == 1:
-            # One scale for a matrix, which is read as if every row had it.
-            gate = up = down = Format(gate.element, gate.scale, gate.zero, 0, 0)
-    return gate, up, down

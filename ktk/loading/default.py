@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
 
-from ktk.checkpoint.open import OpenCheckpoint
+from ktk.backend import Backend
+from ktk.checkpoint.reader import LayerReader
 from ktk.errors import BackendError, CheckpointFormatError
-from ktk.loading.route import route_of
+from ktk.loading.route import route_of, taken
 from ktk.registry import backends, load_backend
-
-if TYPE_CHECKING:
-    from ktk.backend import Backend
 
 _log = logging.getLogger(__name__)
 
@@ -33,15 +30,13 @@ _GGML = ("LLAMAFILE",)
 _DECODED = ("BF16",)
 
 
-def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
+def default_backend(layer: LayerReader) -> Backend:
     """Return the backend for a layer of a checkpoint: of packed files, the one they were made for.
 
     Parameters
     ----------
-    checkpoint
-        From `open_checkpoint`.
     layer
-        From `checkpoint.layer`.
+        From the method `layer` of an open checkpoint.
 
     Raises
     ------
@@ -49,16 +44,15 @@ def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
         No installed backend takes what is stored; the message has the reason of each one that was
         considered.
     """
-    recorded = checkpoint.recorded_backend(layer)
-    if recorded is not None:
-        return load_backend(recorded)
-    formats = checkpoint.formats(layer)
+    if layer.recorded_backend is not None:
+        return load_backend(layer.recorded_backend)
+    formats = layer.formats
     stored = ", ".join(dict.fromkeys(str(matrix.format) for matrix in formats.values()))
     reasons = []
     for name, exactly in _candidates({matrix.format.element for matrix in formats.values()}):
         try:
             backend = load_backend(name)
-            given = checkpoint.formats_for(layer, backend)
+            given = taken(layer, backend)
         except (BackendError, CheckpointFormatError) as error:
             reasons.append(f"{name}: {error}")
             continue
@@ -69,16 +63,16 @@ def default_backend(checkpoint: OpenCheckpoint, layer: Any) -> Backend:
     raise CheckpointFormatError(
         f"layer {layer.number} is stored as {stored}, and no backend takes that: "
         + "; ".join(reasons)
-        + _advice(checkpoint, layer)
+        + _advice(layer)
     )
 
 
-def _advice(checkpoint: OpenCheckpoint, layer: Any) -> str:
+def _advice(layer: LayerReader) -> str:
     """Name the backends that would decode a layer, and may have to be asked for by name."""
     able = []
     for name in backends():
         with suppress(BackendError, CheckpointFormatError):
-            route_of(checkpoint, layer, load_backend(name))
+            route_of(layer, load_backend(name))
             able.append(name)
     if not able:
         return ""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ktk.backend import Backend
-from ktk.checkpoint.open import OpenCheckpoint, open_checkpoint
+from ktk.checkpoint.open import open_checkpoint
+from ktk.checkpoint.reader import CheckpointReader
+from ktk.expert import Expert
 from ktk.loading.plan import LayerPlan, naming_layer, plan_layer
 from ktk.loading.room import check_room
 from ktk.loading.route import summaries
@@ -86,7 +88,7 @@ def announce(path: str | Path, plans: Sequence[LayerPlan]) -> None:
 
 
 def load_layers(
-    checkpoint: OpenCheckpoint,
+    checkpoint: CheckpointReader,
     plans: Sequence[LayerPlan],
     on_expert: Callable[[LayerPlan], None] = lambda plan: None,
 ) -> dict[int, MoE]:
@@ -109,31 +111,31 @@ def load_layers(
     CheckpointTooLarge
         See `check_room`.
     """
-    check_room(checkpoint, plans)
+    check_room(plans)
     jobs = _read_ahead(checkpoint, plans)
     loaded = {}
     with ThreadPoolExecutor(1, thread_name_prefix="ktk-read") as reader:
-        read: Future[dict[str, Any]] = reader.submit(next, jobs, {})
+        read: Future[Any] = reader.submit(next, jobs, None)
         for plan in plans:
             with naming_layer(plan.number):
                 moe = plan.make()
                 for slot in plan.slots:
-                    arrays = read.result()
-                    read = reader.submit(next, jobs, {})
-                    moe.load_expert(slot, **arrays)
-                    del arrays
+                    expert = read.result()
+                    read = reader.submit(next, jobs, None)
+                    moe.load_expert(slot, expert)
+                    del expert
                     on_expert(plan)
             loaded[plan.number] = moe
     return loaded
 
 
-def _read_ahead(checkpoint: OpenCheckpoint, plans: Iterable[LayerPlan]) -> Iterator[dict[str, Any]]:
+def _read_ahead(checkpoint: CheckpointReader, plans: Iterable[LayerPlan]) -> Iterator[Expert]:
     """Read all experts in the order they are packed in. This runs in the reading thread."""
     for plan in plans:
         for expert in plan.slots.values():
             yield _read(plan, expert)
-        checkpoint.release()
+        checkpoint.close()
 
 
-def _read(plan: LayerPlan, expert: int) -> dict[str, Any]:
-    return dict(plan.route.expert(expert))
+def _read(plan: LayerPlan, expert: int) -> Expert:
+    return plan.route.expert(expert)

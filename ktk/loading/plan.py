@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ktk.backend import Backend
-from ktk.checkpoint.open import OpenCheckpoint
+from ktk.checkpoint.reader import CheckpointReader
 from ktk.errors import BackendError, CheckpointError
 from ktk.loading.default import default_backend
 from ktk.loading.route import Route, chooser, format_named_by, route_of
@@ -54,7 +54,7 @@ class LayerPlan:
 
 
 def plan_layer(
-    checkpoint: OpenCheckpoint,
+    checkpoint: CheckpointReader,
     number: int,
     backend: str | Backend | None,
     experts: Sequence[int] | None,
@@ -63,22 +63,22 @@ def plan_layer(
 ) -> LayerPlan:
     """Check that a layer can be loaded; parameters as of `load_moe`."""
     found = checkpoint.layer(number)
-    config = checkpoint.config_of(found)
+    config = found.config
     size = {"num_experts": config.num_experts}
     if physical_to_logical_map is not None and "num_experts" in options:
         options = dict(options)
         size["num_experts"] = operator.index(options.pop("num_experts"))
     slots = _slots(config.num_experts, size["num_experts"], experts, physical_to_logical_map)
     chosen = load_backend(backend) if isinstance(backend, str) else backend
-    chosen = chosen or default_backend(checkpoint, found)
+    chosen = chosen or default_backend(found)
     choose = chooser(chosen, options.get("weight_format"), format_named_by(backend))
     return LayerPlan(
         number=number,
         backend=chosen,
         arguments=config.arguments(**options) | size,
         slots=slots,
-        route=route_of(checkpoint, found, chosen, choose),
-        expert_nbytes=checkpoint.nbytes(found) // config.num_experts,
+        route=route_of(found, chosen, choose),
+        expert_nbytes=found.nbytes // config.num_experts,
     )
 
 

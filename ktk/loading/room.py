@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from ktk.checkpoint.open import OpenCheckpoint
 from ktk.checkpoint.spans import spans
 from ktk.errors import BackendError, CheckpointFormatError, CheckpointTooLarge
 from ktk.loading.plan import LayerPlan
@@ -18,7 +17,7 @@ from ktk.system import available_memory
 _BESIDE = 2
 
 
-def check_room(checkpoint: OpenCheckpoint, plans: Sequence[LayerPlan]) -> None:
+def check_room(plans: Sequence[LayerPlan]) -> None:
     """Compare what layers will take with what is available.
 
     Raises
@@ -37,7 +36,7 @@ def check_room(checkpoint: OpenCheckpoint, plans: Sequence[LayerPlan]) -> None:
     names = ", ".join(dict.fromkeys(plan.backend.name for plan in plans))
     layers = [plan.number for plan in plans]
     fitting = [
-        *(f"{name} ({size_text(size)})" for name, size in _others(checkpoint, plans, available)),
+        *(f"{name} ({size_text(size)})" for name, size in _others(plans, available)),
         *_part(plans, sizes, available - beside),
     ]
     raise CheckpointTooLarge(
@@ -52,9 +51,7 @@ def _beside(plan: LayerPlan) -> int:
     return _BESIDE * sum(4 * one.n * one.k for one in plan.route.source.values())
 
 
-def _others(
-    checkpoint: OpenCheckpoint, plans: Sequence[LayerPlan], available: int
-) -> Iterator[tuple[str, int]]:
+def _others(plans: Sequence[LayerPlan], available: int) -> Iterator[tuple[str, int]]:
     """Yield other backends that all of it fits for, the largest and so most exact first."""
     found = []
     mine = {plan.backend.name for plan in plans}
@@ -62,8 +59,7 @@ def _others(
         try:
             backend = load_backend(name)
             size = max(map(_beside, plans)) + sum(
-                len(plan.slots)
-                * route_of(checkpoint, checkpoint.layer(plan.number), backend).packed_nbytes
+                len(plan.slots) * route_of(plan.route.layer, backend).packed_nbytes
                 for plan in plans
             )
         except (BackendError, CheckpointFormatError):

@@ -8,28 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-import torch
 
 from ktk._core import Format
 from ktk.aliases import find_alias
-from ktk.checkpoint.matrix import Matrix
+from ktk.backend import Backend
+from ktk.checkpoint.matrix import MatrixInfo
+from ktk.checkpoint.reader import LayerReader
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError, CheckpointFormatError
-from ktk.quantize import Quantized, quantize
+from ktk.expert import PARTS, Expert, Matrix
+from ktk.formats import FLOATS, is_blocks
+from ktk.moe import Formats
+from ktk.quantize import dequantize, quantize
 from ktk.registry import backends
 
-if TYPE_CHECKING:
-    from ktk.backend import Backend
-    from ktk.checkpoint.open import OpenCheckpoint
-    from ktk.moe import Formats
-
-PARTS = ("gate", "up", "down")
-_FLOATS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 #: Chooses what to store: of a part, what is given, and whether that was decoded; or a ValueError.
-Choose = Callable[[str, Matrix, bool], Format]
-Read = Callable[[int], Mapping[str, Any]]
+Choose = Callable[[str, MatrixInfo, bool], Format]
+_F32 = Format("f32")
 
 
 @dataclass(frozen=True)
@@ -38,26 +33,28 @@ class Route:
 
     Attributes
     ----------
+    layer
+        Where they come from.
     backend
         Where they go.
-    source
-        What gate, up and down are in the files.
     given
-        What `read` returns them as: the same, or f32.
+        What `read` returns gate, up and down as: as they are in the files, or f32.
     stored
         What the backend makes of that.
-    read
-        Reads an expert: arguments of `MoE.load_expert`, if the backend takes what is given.
-    quantiser
+    quantizer
         Who makes codes of what the backend takes.
     """
 
+    layer: LayerReader
     backend: Backend
-    source: Mapping[str, Matrix]
-    given: Mapping[str, Matrix]
+    given: Mapping[str, MatrixInfo]
     stored: Mapping[str, Format]
-    read: Read
-    quantiser: str
+    quantizer: str
+
+    @property
+    def source(self) -> Mapping[str, MatrixInfo]:
+        """What gate, up and down are in the files."""
+        return self.layer.formats
 
     @property
     def how(self) -> str:
@@ -66,7 +63,7 @@ class Route:
         if not any(self._changes(part, self.given, self.stored[part]) for part in PARTS):
             return "decoded to f32" if decoded else "stored as they are"
         plain = all(fmt.scale == "none" for fmt in self.stored.values())
-        who = self.quantiser if all(map(self._takes, PARTS)) else "ktk.quantize"
+        who = self.quantizer if all(map(self._takes, PARTS)) else "ktk.quantize"
         what = "rounded" if plain else f"quantised by {who}"
         return f"decoded to f32 and {what}" if decoded else what
 
@@ -74,8 +71,8 @@ class Route:
     def requantises(self) -> bool:
         """Whether codes become other codes: their errors add up."""
         return any(
-            fmt.element not in _FLOATS.values()
-            and self.source[part].format.element not in _FLOATS.values()
+            fmt.element not in FLOATS
+            and self.source[part].format.element not in FLOATS
             and self._changes(part, self.source, fmt)
             for part, fmt in self.stored.items()
         )
@@ -87,32 +84,36 @@ class Route:
         each = ((self.stored[part], one.n, one.k) for part, one in self.given.items())
         return sum(int(core.packed_size(fmt, n, k)) for fmt, n, k in each)
 
-    def expert(self, number: int) -> Mapping[str, Any]:
-        """Read an expert and return the arguments of `MoE.load_expert`.
+    def read(self, number: int) -> Expert:
+        """Read an expert as `given` says."""
+        source = self.source
+        return self.layer.expert(
+            number, [part for part in PARTS if self.given[part].format != source[part].format]
+        )
+
+    def expert(self, number: int) -> Expert:
+        """Read an expert in formats that the backend takes.
 
         Raises
         ------
         CheckpointError
             It is damaged, or a weight is not finite, which cannot be quantised.
         """
-        read = self.read(number)
-        if all(self._takes(part) for part in PARTS):
-            return read
-        found = {name: bias for name, bias in read.items() if name.endswith("_bias")}
-        for part, matrix in matrices(read).items():
+        matrices = self.read(number).matrices
+        for part, matrix in matrices.items():
             if not self._takes(part):
-                matrix = self.quantized(part, number, matrix)
-            found[part] = matrix
-        return found
+                matrices[part] = self.quantized(part, number, matrix)
+        return Expert(**matrices)
 
-    def quantized(self, part: str, number: int, matrix: Quantized) -> Quantized:
+    def quantized(self, part: str, number: int, matrix: Matrix) -> Matrix:
         """Return a matrix as `ktk.quantize` makes what the backend stores."""
         try:
-            return quantize(matrix.dequantize(torch.float32), self.stored[part])
+            made = quantize(dequantize(matrix), self.stored[part])
         except ValueError as error:
             raise CheckpointError(f"{part} of expert {number}: {error}") from error
+        return replace(made, bias=matrix.bias)
 
-    def _changes(self, part: str, before: Mapping[str, Matrix], after: Format) -> bool:
+    def _changes(self, part: str, before: Mapping[str, MatrixInfo], after: Format) -> bool:
         one = before[part]
         return not one.format.same_as(after, one.n, one.k)
 
@@ -120,15 +121,13 @@ class Route:
         return takes(self.backend, self.given[part], self.stored[part])
 
 
-def route_of(
-    checkpoint: OpenCheckpoint, layer: Any, backend: Backend, choose: Choose | None = None
-) -> Route:
+def route_of(layer: LayerReader, backend: Backend, choose: Choose | None = None) -> Route:
     """Find the way of a layer's experts into a backend, without reading them.
 
     Parameters
     ----------
-    checkpoint, layer
-        From `open_checkpoint` and its `layer`.
+    layer
+        Of an open checkpoint.
     backend
         Where they are to go.
     choose
@@ -140,17 +139,14 @@ def route_of(
         There is no way from what is stored to what the backend stores.
     """
     choose = choose or chooser(backend)
-    source = checkpoint.formats(layer)
-    floats = {part: replace(matrix, format=Format("f32")) for part, matrix in source.items()}
     refusals = []
-    ways: list[tuple[bool, Mapping[str, Matrix], Read]] = []
+    ways: list[tuple[bool, Mapping[str, MatrixInfo]]] = []
     try:
-        as_stored = checkpoint.formats_for(layer, backend)
-        ways.append((False, as_stored, checkpoint.reader(layer, backend)))
+        ways.append((False, taken(layer, backend)))
     except CheckpointFormatError as error:
         refusals.append(str(error))
-    ways.append((True, floats, lambda expert: checkpoint.values(layer, expert, torch.float32)))
-    for decoded, given, read in ways:
+    ways.append((True, {part: replace(one, format=_F32) for part, one in layer.formats.items()}))
+    for decoded, given in ways:
         stored = {}
         try:
             for part in PARTS:
@@ -158,12 +154,45 @@ def route_of(
         except ValueError as error:
             refusals.append(f"{part}: {error}")
             continue
-        return Route(backend, source, given, stored, read, backend.name)
-    _, here = checkpoint.storage(layer)
+        return Route(layer, backend, given, stored, backend.name)
     raise CheckpointFormatError(
-        f"the experts are {here}, and {backend.name} cannot be made of that: "
+        f"the experts are {layer.storage.dtype}, and {backend.name} cannot be made of that: "
         + "; ".join(dict.fromkeys(refusals))
     )
+
+
+def taken(layer: LayerReader, backend: Backend) -> dict[str, MatrixInfo]:
+    """Return what a backend takes of a layer: each matrix as it is stored, or blocks as f32.
+
+    Files of blocks mix types, so that each matrix is decoded for itself where its type is not
+    taken. What was converted for a backend has to be kept as it is.
+
+    Raises
+    ------
+    CheckpointFormatError
+        The backend does not take a matrix.
+    """
+    found = {}
+    for part, one in layer.formats.items():
+        reason = _refusal(backend, one, keep=layer.recorded_backend is not None)
+        if reason and is_blocks(one.format):
+            one = replace(one, format=_F32)
+            reason = _refusal(backend, one)
+        if reason:
+            raise CheckpointFormatError(layer.refused(part, backend.name, reason))
+        found[part] = one
+    return found
+
+
+def _refusal(backend: Backend, one: MatrixInfo, *, keep: bool = False) -> str:
+    """Return why a backend does not take a matrix, or does not keep it; empty if it does."""
+    try:
+        stored = backend.core.stored_as(one.format, one.n, one.k)
+    except ValueError as error:
+        return str(error)
+    if keep and not stored.same_as(one.format, one.n, one.k):
+        return f"it would make {stored} of {one.format}"
+    return ""
 
 
 def format_named_by(backend: str | Backend | None) -> Format | None:
@@ -180,7 +209,7 @@ def chooser(backend: Backend, wanted: Formats | None = None, named: Format | Non
     formats = wanted if isinstance(wanted, tuple) else (wanted,) * len(PARTS)
     each = dict(zip(PARTS, formats, strict=True))
 
-    def choose(part: str, given: Matrix, decoded: bool) -> Format:
+    def choose(part: str, given: MatrixInfo, decoded: bool) -> Format:
         asked = each[part]
         try:
             made: Format = backend.core.stored_as(given.format, given.n, given.k, asked)
@@ -192,14 +221,14 @@ def chooser(backend: Backend, wanted: Formats | None = None, named: Format | Non
         stored = asked or (named if named in backend.formats else None) or backend.formats[0]
         if stored not in backend.formats:
             raise ValueError(f"{backend.name} does not store weights as {stored}")
-        if stored.scale == "none" and stored.element not in _FLOATS.values():
+        if stored.scale == "none" and stored.element not in FLOATS:
             raise ValueError(f"it takes weights as they are, such as {stored}, and makes none")
         return checked(stored, given)
 
     return choose
 
 
-def checked(stored: Format, given: Matrix) -> Format:
+def checked(stored: Format, given: MatrixInfo) -> Format:
     """Return the format; ValueError where rows of a matrix are not whole bytes of it."""
     columns, _ = stored.block
     if given.k % columns:
@@ -207,28 +236,13 @@ def checked(stored: Format, given: Matrix) -> Format:
     return stored
 
 
-def takes(backend: Backend, given: Matrix, stored: Format) -> bool:
+def takes(backend: Backend, given: MatrixInfo, stored: Format) -> bool:
     """Whether a backend itself makes the stored format of what is given."""
     try:
         backend.core.stored_as(given.format, given.n, given.k, stored)
     except ValueError:
         return False
     return True
-
-
-def matrices(read: Mapping[str, Any]) -> dict[str, Quantized]:
-    """Put the arguments of `MoE.load_expert` together, gate, up and down."""
-    given = read.get("given")
-    formats = given if isinstance(given, tuple) else (given,) * len(PARTS)
-    found = {}
-    for part, fmt in zip(PARTS, formats, strict=True):
-        data = torch.as_tensor(read[part])
-        scale, zero = (
-            None if array is None else torch.as_tensor(array)
-            for array in (read.get(f"{part}_{what}") for what in ("scale", "zero"))
-        )
-        found[part] = Quantized(fmt or Format(_FLOATS[data.dtype]), data, scale, zero)
-    return found
 
 
 def summaries(routes: Mapping[int, Route]) -> Iterator[tuple[str, bool]]:

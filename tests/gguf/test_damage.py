@@ -28,7 +28,7 @@ def fails(path: Path, *named: str, layer: int = 0) -> None:
     So must loading the layer into a backend that takes blocks, which decodes none.
     """
     with pytest.raises(CheckpointError) as caught, GgufCheckpoint(path) as checkpoint:
-        checkpoint.expert(checkpoint.layer(layer), 0)
+        checkpoint.layer(layer).values(0)
     with pytest.raises(CheckpointError) as packing:
         load_moe(path, layer, "LLAMAFILE")
     for text in named:
@@ -100,7 +100,7 @@ def test_a_damaged_header_never_fails_otherwise(path: Path) -> None:
         patch(path, rng.randrange(header), rng.randbytes(rng.choice((1, 1, 4, 8))))
         try:
             with GgufCheckpoint(path) as checkpoint:
-                checkpoint.expert(checkpoint.layer(0), E - 1)
+                checkpoint.layer(0).values(E - 1)
         except CheckpointError as error:
             assert "model.gguf" in str(error)  # noqa: PT017 - it may also succeed
 

@@ -33,7 +33,7 @@ CASES = {
 def test_the_types_decide(tmp_path: Path, types: tuple[str, str, str]) -> None:
     path = files.write(tmp_path / "model.gguf", files.stacked(files.experts(*types)))
     with open_checkpoint(path) as checkpoint:
-        assert default_backend(checkpoint, checkpoint.layer(0)).name == CASES[types]
+        assert default_backend(checkpoint.layer(0)).name == CASES[types]
 
 
 def test_blocks_are_loaded_as_they_are_without_a_name(tmp_path: Path) -> None:

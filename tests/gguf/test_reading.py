@@ -20,6 +20,7 @@ from ktk.checkpoint import describe
 from ktk.checkpoint.gguf import GgufCheckpoint
 from ktk.checkpoint.gguf.header import open_file
 from ktk.errors import CheckpointFormatError
+from ktk.expert import Expert
 from ktk.loading import load_moe
 
 DECODED = (
@@ -33,7 +34,7 @@ def assert_reads(path: Path, expected: dict[str, Tensor], layer: int = 0) -> Non
     with GgufCheckpoint(path) as checkpoint:
         found = checkpoint.layer(layer)
         for e in range(E):
-            got = checkpoint.expert(found, e)
+            got = found.values(e, torch.float32).arrays()
             assert got.keys() == expected.keys()
             for part, stack in expected.items():
                 assert got[part].is_contiguous(), part
@@ -75,7 +76,7 @@ def test_scales_of_experts_multiply_their_weights(tmp_path: Path, down: str) -> 
     with GgufCheckpoint(files.write(tmp_path / "m.gguf", tensors)) as checkpoint:
         found = checkpoint.layer(0)
         for e in range(E):
-            for part, got in checkpoint.expert(found, e).items():
+            for part, got in found.values(e, torch.float32).arrays().items():
                 expected = (parts[part].values[e] * scales[e]).astype(np.float32)
                 np.testing.assert_array_equal(got.numpy(), expected)
 
@@ -84,10 +85,14 @@ def test_floats_and_blocks_are_those_of_the_file(tmp_path: Path) -> None:
     path = files.write(tmp_path / "m.gguf", files.stacked(files.experts("Q8_0", "BF16", "F32")))
     reader = {t.name: t for t in gguf.GGUFReader(path).tensors}
     with GgufCheckpoint(path) as checkpoint:
-        for part, matrix in checkpoint.blocks(checkpoint.layer(0), 1).items():
+        layer = checkpoint.layer(0)
+        for part, matrix in layer.expert(1).matrices.items():
             info = reader[f"blk.0.ffn_{part}_exps.weight"]
-            assert matrix.type == info.tensor_type.name
-            np.testing.assert_array_equal(matrix.read(), info.data[1].view(np.uint8))
+            assert matrix.format == layer.formats[part].format
+            assert matrix.format.element == info.tensor_type.name.lower()
+            np.testing.assert_array_equal(
+                matrix.data.view(torch.uint8).numpy(), info.data[1].view(np.uint8)
+            )
 
 
 def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
@@ -154,7 +159,7 @@ class RecordingBackend:
         )
         self.name, self.formats = "RECORDING", [Format(name) for name in accepts]
         self.options: dict[str, Any] = {}
-        self.loaded: dict[int, dict[str, Any]] = {}
+        self.loaded: dict[int, Expert] = {}
         self.left_out: list[int] = []
 
     def moe(self, **options: Any) -> Any:
@@ -167,8 +172,12 @@ class RecordingBackend:
             raise ValueError(f"takes {', '.join(self.accepts)}")
         return given
 
-    def load_expert(self, slot: int, **arrays: Any) -> None:
-        self.loaded[slot] = arrays
+    def load_expert(self, slot: int, expert: Expert) -> None:
+        self.loaded[slot] = expert
+
+
+def formats_of(expert: Expert) -> tuple[str, ...]:
+    return tuple(str(matrix.format) for matrix in expert.matrices.values())
 
 
 def test_a_backend_that_takes_the_blocks_gets_them(tmp_path: Path) -> None:
@@ -176,11 +185,11 @@ def test_a_backend_that_takes_the_blocks_gets_them(tmp_path: Path) -> None:
     path = files.write(tmp_path / "m.gguf", files.stacked(parts))
     backend = RecordingBackend("bf16", "q4_k")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
-    for e, arrays in backend.loaded.items():
-        assert arrays["given"] == Format("q4_k")
-        for part in files.PARTS:
-            np.testing.assert_array_equal(arrays[part], parts[part].data[e])
-        np.testing.assert_array_equal(arrays["down_bias"], parts["down_bias"].data[e])
+    for e, expert in backend.loaded.items():
+        assert formats_of(expert) == ("q4_k", "q4_k", "q4_k")
+        for part, matrix in expert.matrices.items():
+            np.testing.assert_array_equal(matrix.data, parts[part].data[e])
+        np.testing.assert_array_equal(expert.down.bias, parts["down_bias"].data[e])
 
 
 def test_each_part_is_given_as_it_is_stored(tmp_path: Path) -> None:
@@ -188,12 +197,12 @@ def test_each_part_is_given_as_it_is_stored(tmp_path: Path) -> None:
     path = files.write(tmp_path / "m.gguf", files.stacked(parts))
     backend = RecordingBackend("f32", "bf16", "q4_k", "q8_0")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
-    arrays = backend.loaded[3]
-    assert arrays["given"] == (Format("q4_k"), Format("q8_0"), Format("bf16"))
+    expert = backend.loaded[3]
+    assert formats_of(expert) == ("q4_k", "q8_0", "bf16")
     for part in ("gate", "up"):
-        np.testing.assert_array_equal(arrays[part], parts[part].data[3])
-    assert arrays["down"].dtype == torch.bfloat16
-    np.testing.assert_array_equal(arrays["down"].double(), parts["down"].values[3])
+        np.testing.assert_array_equal(expert.matrices[part].data, parts[part].data[3])
+    assert expert.down.data.dtype == torch.bfloat16
+    np.testing.assert_array_equal(expert.down.data.double(), parts["down"].values[3])
 
 
 def test_a_part_that_a_backend_does_not_take_is_floats(tmp_path: Path) -> None:
@@ -201,9 +210,9 @@ def test_a_part_that_a_backend_does_not_take_is_floats(tmp_path: Path) -> None:
     path = files.write(tmp_path / "m.gguf", files.stacked(parts))
     backend = RecordingBackend("f32", "q4_k")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
-    arrays = backend.loaded[0]
-    assert arrays["given"] == (Format("q4_k"), Format("q4_k"), Format("f32"))
-    np.testing.assert_array_equal(arrays["down"].double(), parts["down"].values[0])
+    expert = backend.loaded[0]
+    assert formats_of(expert) == ("q4_k", "q4_k", "f32")
+    np.testing.assert_array_equal(expert.down.data.double(), parts["down"].values[0])
     with pytest.raises(CheckpointFormatError, match=r"ffn_down_exps.*m\.gguf.*Q6_K: takes q4_k"):
         load_moe(path, 0, RecordingBackend("q4_k"))  # type: ignore[arg-type]
 
@@ -217,11 +226,11 @@ def test_scales_go_with_their_blocks(tmp_path: Path) -> None:
     tensors["blk.0.ffn_up_exps.scale"] = Tensor(SCALES, gguf.GGMLQuantizationType.F32)
     backend = RecordingBackend("f32", "q4_k")
     load_moe(files.write(tmp_path / "m.gguf", tensors), 0, backend)  # type: ignore[arg-type]
-    arrays = backend.loaded[3]
-    assert arrays["given"] == Format("q4_k")
-    np.testing.assert_array_equal(arrays["up"], parts["up"].data[3])
-    np.testing.assert_array_equal(arrays["up_scale"], SCALES[3:])
-    assert "gate_scale" not in arrays
+    expert = backend.loaded[3]
+    assert formats_of(expert) == ("q4_k", "q4_k", "q4_k")
+    np.testing.assert_array_equal(expert.up.data, parts["up"].data[3])
+    np.testing.assert_array_equal(expert.up.scale, SCALES[3:])
+    assert expert.gate.scale is None
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0"])
@@ -231,10 +240,10 @@ def test_floats_and_what_is_decoded_are_scaled(tmp_path: Path, kind: str) -> Non
     tensors["blk.0.ffn_up_exps.scale"] = Tensor(SCALES, gguf.GGMLQuantizationType.F32)
     backend = RecordingBackend("f32", "bf16")
     load_moe(files.write(tmp_path / "m.gguf", tensors), 0, backend)  # type: ignore[arg-type]
-    arrays = backend.loaded[3]
-    assert arrays.keys() == set(files.PARTS)
+    expert = backend.loaded[3]
+    assert expert.arrays().keys() == set(files.PARTS)
     np.testing.assert_array_equal(
-        arrays["up"].numpy(), parts["up"].values[3].astype(np.float32) * SCALES[3]
+        expert.up.data.numpy(), parts["up"].values[3].astype(np.float32) * SCALES[3]
     )
 
 
@@ -244,15 +253,15 @@ def test_the_map_and_the_choice_of_slots_are_honoured(tmp_path: Path) -> None:
     backend = RecordingBackend("f32")
     load_moe(path, 0, backend, experts=[0, 3], physical_to_logical_map=[2, 0, 1, 3])  # type: ignore[arg-type]
     assert (sorted(backend.loaded), backend.left_out) == ([0, 3], [1, 2])
-    np.testing.assert_array_equal(backend.loaded[0]["up"], parts["up"].data[2])
-    np.testing.assert_array_equal(backend.loaded[3]["up"], parts["up"].data[3])
+    np.testing.assert_array_equal(backend.loaded[0].up.data, parts["up"].data[2])
+    np.testing.assert_array_equal(backend.loaded[3].up.data, parts["up"].data[3])
 
 
 def test_no_more_than_one_expert_is_held_as_floats(tmp_path: Path) -> None:
     path = files.write(tmp_path / "m.gguf", files.stacked(files.experts("Q4_0")))
 
     class Forgetful(RecordingBackend):
-        def load_expert(self, slot: int, **arrays: Any) -> None:
+        def load_expert(self, slot: int, expert: Expert) -> None:
             pass
 
     backend = Forgetful("f32")
@@ -275,9 +284,9 @@ def test_a_part_whose_types_differ_between_experts_is_floats(tmp_path: Path, oth
     backend = RecordingBackend("f32", "bf16", "q4_k", "q8_0")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
     for e in (0, 3):
-        assert backend.loaded[e]["given"] == (Format("q4_k"), Format("q4_k"), Format("f32"))
-        assert backend.loaded[e]["down"].dtype == torch.float32
-    np.testing.assert_array_equal(backend.loaded[3]["down"].double(), odd.values)
+        assert formats_of(backend.loaded[e]) == ("q4_k", "q4_k", "f32")
+        assert backend.loaded[e].down.data.dtype == torch.float32
+    np.testing.assert_array_equal(backend.loaded[3].down.data.double(), odd.values)
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])

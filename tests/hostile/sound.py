@@ -96,7 +96,7 @@ def read(path: Path) -> dict[str, torch.Tensor]:
     with open_checkpoint(path) as checkpoint:
         for number in checkpoint.layers():
             layer = checkpoint.layer(number)
-            for expert in {0, checkpoint.config_of(layer).num_experts - 1}:
-                for name, tensor in checkpoint.values(layer, expert).items():
+            for expert in {0, layer.config.num_experts - 1}:
+                for name, tensor in layer.values(expert).arrays().items():
                     found[f"{number}.{expert}.{name}"] = tensor
     return found

@@ -122,14 +122,14 @@ def test_nothing_is_mapped(tmp_path: Path, kind: str) -> None:
     folder = sound.KINDS[kind](tmp_path / "model")
     with ktk.checkpoint.open_checkpoint(folder) as checkpoint:
         layer = checkpoint.layer(checkpoint.layers()[0])
-        arrays = checkpoint.expert(layer, 1)
+        arrays = layer.expert(1).arrays()
         assert str(folder) not in Path("/proc/self/maps").read_text()
         opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         assert any(name.startswith(str(folder)) for name in opened)
-        checkpoint.release()
+        checkpoint.close()
         opened = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
         assert not any(name.startswith(str(folder)) for name in opened)
-        again = checkpoint.expert(layer, 1)
+        again = layer.expert(1).arrays()
     assert arrays.keys() == again.keys()
     assert all(torch.equal(arrays[name], again[name]) for name in arrays)
 
@@ -145,6 +145,6 @@ def test_tensors_at_odd_addresses_of_a_file_are_aligned_in_memory(tmp_path: Path
         (length + 1).to_bytes(8, "little") + data[8 : 8 + length] + b" " + data[8 + length :]
     )
     with ktk.checkpoint.open_checkpoint(folder) as checkpoint:
-        for tensor in checkpoint.expert(checkpoint.layer(0), 1).values():
+        for tensor in checkpoint.layer(0).expert(1).arrays().values():
             assert tensor.data_ptr() % tensor.element_size() == 0
     assert all(torch.equal(tensor, expected[name]) for name, tensor in sound.read(folder).items())

@@ -148,7 +148,7 @@ def test_sizes_are_compared_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint(tmp_path / "model")
-    monkeypatch.setattr("ktk.checkpoint.safetensors.reader.Checkpoint.expert", None)
+    monkeypatch.setattr("ktk.checkpoint.safetensors.layer.SafetensorsLayer.expert", None)
     for sizes in ({"num_experts": E + 1}, {"num_experts": E - 1}, {"num_experts_per_tok": 1}):
         [(name, value)] = sizes.items()
         has = {"num_experts": E, "num_experts_per_tok": K}[name]

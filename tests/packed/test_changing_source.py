@@ -14,7 +14,7 @@ import pytest
 
 from ktk.checkpoint.packed import PackedCheckpoint
 from ktk.checkpoint.packed.folder import file_of
-from ktk.checkpoint.packed.reader import open_layer
+from ktk.checkpoint.packed.layer import open_layer
 from ktk.conversion import Conversion, convert
 from ktk.errors import CheckpointError
 

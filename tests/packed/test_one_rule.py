@@ -89,7 +89,7 @@ def test_groups_that_are_asked_for_are_made_of_codes(sources: dict[str, Path]) -
     moe = ktk.MoE.from_checkpoint(sources["int4"], 0, "FP8", weight_format=wanted)
     assert moe.format == wanted
     with open_checkpoint(sources["int4"]) as checkpoint:
-        values = checkpoint.values(checkpoint.layer(0), 1, torch.float32)
+        values = checkpoint.layer(0).values(1, torch.float32).arrays()
     for part, found in zip(made.PARTS, moe.unpack_expert(1), strict=True):
         meant = ktk.quantize.quantize(values[part], wanted).dequantize()
         assert np.array_equal(found, meant.numpy())

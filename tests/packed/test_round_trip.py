@@ -127,7 +127,7 @@ def test_what_a_backend_does_not_take_is_decoded_and_quantised(fmt: Format, tmp_
     with ktk.checkpoint.open_checkpoint(source) as checkpoint:
         layer = checkpoint.layer(0)
         for expert in range(made.E):
-            direct.load_expert(expert, **checkpoint.values(layer, expert, torch.float32))
+            direct.load_expert(expert, layer.values(expert, torch.float32))
     assert same_weights(packed, direct)
 
 
@@ -241,7 +241,7 @@ def test_blocks_are_not_made_of_floats(tmp_path: Path) -> None:
     assert plan.encoder.how == "decoded to f32"
     packed = ktk.MoE.from_checkpoint(tmp_path / "packed", 0)
     with open_checkpoint(source) as checkpoint:
-        meant = checkpoint.values(checkpoint.layer(0), 1, torch.float32)
+        meant = checkpoint.layer(0).values(1, torch.float32).arrays()
     for part, found in zip(made.PARTS, packed.unpack_expert(1), strict=True):
         assert torch.equal(torch.from_numpy(found), meant[part])
     with pytest.raises(CheckpointFormatError, match="LLAMAFILE has no groups of 32, but none"):

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from ktk import Format
-from ktk.checkpoint.safetensors.reader import Checkpoint
+from ktk.checkpoint.safetensors import SafetensorsCheckpoint
+from ktk.quantize import dequantize
 from ktk.testing import formats
 
 E, H, I = 2, 192, 160  # noqa: E741 - the names the table of families uses
@@ -205,13 +206,13 @@ def write(folder: Path, tensors: Tensors, quantization: dict[str, Any], **config
 def assert_reads(
     folder: Path, expected: dict[tuple[str, int], formats.Source], fmt: Format
 ) -> None:
-    with Checkpoint(folder) as checkpoint:
+    with SafetensorsCheckpoint(folder) as checkpoint:
         layer = checkpoint.layer(3)
-        assert checkpoint.given(layer) == fmt
+        assert layer.format == fmt
         for e in range(E):
-            for part, matrix in checkpoint.matrices(layer, e).items():
+            for part, matrix in layer.expert(e).matrices.items():
                 assert matrix.format == fmt
-                got = matrix.dequantize(torch.float64).numpy()
+                got = dequantize(matrix, torch.float64).numpy()
                 np.testing.assert_array_equal(got, expected[part, e].values, f"{part} of {e}")
-            for array in checkpoint.expert(layer, e).values():
+            for array in layer.expert(e).arrays().values():
                 assert array.is_contiguous()

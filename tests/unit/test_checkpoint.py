@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 from ktk import Format
 from ktk.checkpoint import describe
 from ktk.checkpoint.config import read_config
+from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.checkpoint.safetensors.families import FAMILIES
-from ktk.checkpoint.safetensors.reader import Checkpoint
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
+from ktk.expert import Expert
 from ktk.loading import load_moe
 
 E, K, H, I = 3, 2, 20, 12  # noqa: E741 - the names the table uses
@@ -82,15 +83,15 @@ def write(
 
 def assert_reads(folder: Path, expected: dict[str, torch.Tensor], layer: int = 0) -> str:
     """Every expert must come out as it went in; returns the family that was recognised."""
-    with Checkpoint(folder) as checkpoint:
+    with SafetensorsCheckpoint(folder) as checkpoint:
         found = checkpoint.layer(layer)
         for e in range(E):
-            got = checkpoint.expert(found, e)
+            got = found.expert(e).arrays()
             assert got.keys() == expected.keys()
             for part, stacked in expected.items():
                 assert got[part].is_contiguous(), part
                 assert torch.equal(got[part], stacked[e]), f"{part} of expert {e}"
-        return found.family.name
+        return found.names.family.name
 
 
 @pytest.mark.parametrize("shards", [1, 2, 5])
@@ -161,7 +162,7 @@ class RecordingBackend:
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}
-        self.loaded: dict[int, Tensors] = {}
+        self.loaded: dict[int, Expert] = {}
         self.left_out: list[int] = []
         self.core = SimpleNamespace(
             stored_as=lambda given, n, k, wanted=None: given,
@@ -173,9 +174,9 @@ class RecordingBackend:
         self.options = options
         return SimpleNamespace(load_expert=self.load_expert, leave_out=self.left_out.append)
 
-    def load_expert(self, slot: int, *, given: Format, **tensors: torch.Tensor) -> None:
-        assert given == Format("bf16")
-        self.loaded[slot] = tensors
+    def load_expert(self, slot: int, expert: Expert) -> None:
+        assert {matrix.format for matrix in expert.matrices.values()} == {Format("bf16")}
+        self.loaded[slot] = expert
 
 
 def test_load_moe_passes_sizes_and_options(tmp_path: Path) -> None:
@@ -200,8 +201,8 @@ def test_load_moe_takes_only_the_slots_asked_for_through_the_map(tmp_path: Path)
     load_moe(tmp_path, 0, backend, experts=[0, 2], physical_to_logical_map=[2, 0, 1])  # type: ignore[arg-type]
     assert sorted(backend.loaded) == [0, 2]
     assert backend.left_out == [1]
-    assert torch.equal(backend.loaded[0]["gate"], experts()["gate"][2])
-    assert torch.equal(backend.loaded[2]["gate"], experts()["gate"][1])
+    assert torch.equal(backend.loaded[0].gate.data, experts()["gate"][2])
+    assert torch.equal(backend.loaded[2].gate.data, experts()["gate"][1])
 
 
 @pytest.mark.parametrize(
@@ -303,25 +304,25 @@ def test_a_broken_configuration_is_named(tmp_path: Path, text: str) -> None:
     write(tmp_path, qwen3())
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     write(tmp_path, without(qwen3(), GATE2))
     with pytest.raises(CheckpointError, match=f"no tensor {GATE2}"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 def test_more_experts_than_configured_are_named(tmp_path: Path) -> None:
     write(tmp_path, qwen3(), {**CONFIG, "num_experts": 2})
     with pytest.raises(CheckpointError, match=f"{GATE2}.*there are 2 experts"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     write(tmp_path, {**qwen3(), GATE2: random(I, H + 1)})
     with pytest.raises(CheckpointError) as caught:
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
     for part in (GATE2, "model.safetensors", str([I, H + 1]), str([I, H])):
         assert part in str(caught.value)
 
@@ -331,7 +332,7 @@ def test_fused_experts_of_a_wrong_shape_are_named(tmp_path: Path) -> None:
     down = "model.layers.0.mlp.experts.down_proj"
     write(tmp_path, {name: random(E, 2 * I + 1, H), down: random(E, H, I)})
     with pytest.raises(CheckpointError, match=f"{name} .*shape"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 def test_a_bias_that_the_family_does_not_have_is_named(tmp_path: Path) -> None:
@@ -373,7 +374,7 @@ SURPRISING = {
 def test_a_tensor_that_nothing_reads_is_named(tmp_path: Path, name: str) -> None:
     write(tmp_path, {**qwen3(), name: random(E, I, H)})
     with pytest.raises(CheckpointError, match=rf"tensor {name} in .*is none that ktk reads"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 def test_what_is_beside_routed_experts_is_left_alone(tmp_path: Path) -> None:
@@ -392,7 +393,7 @@ def test_an_element_type_that_needs_scales_is_refused(tmp_path: Path) -> None:
     fp8 = random(I, H).to(torch.float8_e4m3fn)
     write(tmp_path, {**qwen3(), GATE0: fp8})
     with pytest.raises(CheckpointError, match=f"{GATE0}.*F8_E4M3"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -7])
@@ -401,14 +402,14 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: int) -> None:
     file = tmp_path / "model-00002-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=f"{file.name} is damaged or truncated"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write(tmp_path, qwen3(), shards=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is missing"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 def test_an_index_that_lies_is_named(tmp_path: Path) -> None:
@@ -418,23 +419,23 @@ def test_an_index_that_lies_is_named(tmp_path: Path) -> None:
     index["weight_map"][GATE2] = "model-00001-of-00002.safetensors"
     path.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=rf"model-00001.* lacks the tensor {GATE2}"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     with pytest.raises(CheckpointError, match="holds no safetensors files"):
-        Checkpoint(tmp_path)
+        SafetensorsCheckpoint(tmp_path)
 
 
 def test_a_layer_without_experts_says_which_layers_have_some(tmp_path: Path) -> None:
     dense = {"model.layers.0.mlp.gate_proj.weight": random(I, H)}
     write(tmp_path, {**dense, **qwen3("model.layers.1."), **qwen3("model.layers.2.")})
     with pytest.raises(CheckpointError, match="layer 0; layers with experts: 1-2"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)
 
 
 def test_experts_of_an_unknown_scheme_are_listed(tmp_path: Path) -> None:
     write(tmp_path, {"model.layers.0.ffn.experts.0.w9.weight": random(I, H)})
     with pytest.raises(CheckpointError, match=r"it has .*ffn\.experts\.\*\.w9\.weight"):
-        Checkpoint(tmp_path).layer(0)
+        SafetensorsCheckpoint(tmp_path).layer(0)

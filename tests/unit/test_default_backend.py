@@ -16,6 +16,7 @@ from ktk import Format
 from ktk.checkpoint import open_checkpoint
 from ktk.errors import BackendNotFound, CheckpointFormatError
 from ktk.loading import default, default_backend
+from ktk.loading.route import taken
 from ktk.quantize import Quantized, quantize
 
 E, H, I = 2, 256, 128  # noqa: E741 - the names the table of families uses
@@ -146,7 +147,7 @@ def assert_stores(moe: ktk.MoE, folder: Path, number: int, *, rounded: bool = Fa
     with open_checkpoint(folder) as checkpoint:
         layer = checkpoint.layer(number)
         for e in range(E):
-            wanted = checkpoint.values(layer, e)
+            wanted = layer.values(e).arrays()
             for part, got in zip(("gate", "up", "down"), moe.unpack_expert(e), strict=True):
                 close = wanted[part].float()
                 if rounded:
@@ -212,8 +213,9 @@ def test_the_next_of_a_list_is_taken_where_the_first_refuses(tmp_path: Path) -> 
     assert default.PREFERRED["u4"] == ("RAWINT4", "AMXINT4")
     with open_checkpoint(tmp_path) as checkpoint:
         layer = checkpoint.layer(0)
-        assert checkpoint.formats(layer)["gate"].refusal(ktk.load_backend("RAWINT4"))
-        assert default_backend(checkpoint, layer).name == "AMXINT4"
+        with pytest.raises(CheckpointFormatError):
+            taken(layer, ktk.load_backend("RAWINT4"))
+        assert default_backend(layer).name == "AMXINT4"
 
 
 def test_a_format_that_no_backend_takes_is_named_with_all_reasons(
@@ -222,7 +224,7 @@ def test_a_format_that_no_backend_takes_is_named_with_all_reasons(
     write(tmp_path, "mxfp4")
     monkeypatch.setattr(default, "PREFERRED", {"e2m1": ("RAWINT4", "MISSING")})
     with open_checkpoint(tmp_path) as checkpoint, pytest.raises(CheckpointFormatError) as caught:
-        default_backend(checkpoint, checkpoint.layer(0))
+        default_backend(checkpoint.layer(0))
     for part in ("layer 0 is stored as e2m1", "RAWINT4: ", "MISSING: no backend", "BF16: tensor "):
         assert part in str(caught.value)
     _, _, able = str(caught.value).partition(

@@ -17,7 +17,7 @@ import ktk
 import ktk.demo.measure
 from ktk.bench.limits import Limits
 from ktk.checkpoint.config import read_config
-from ktk.checkpoint.safetensors.reader import Checkpoint
+from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.demo import model, run_demo
 from ktk.demo.report import print_json, print_report
 from ktk.demo.routing import batches
@@ -56,12 +56,12 @@ def test_every_expert_is_taken_in_turn_and_once_by_a_token(small: Path, tokens: 
 def test_the_task_is_checked_against_the_definition(small: Path) -> None:
     """Compare with the sum written out for one token."""
     task = ktk.demo._task(small, 0)
-    with Checkpoint(small) as checkpoint:
+    with SafetensorsCheckpoint(small) as checkpoint:
         layer = checkpoint.layer(0)
         x, total = task.check.hidden[1].double(), torch.zeros(192, dtype=torch.float64)
         routing = zip(task.check.ids[1].tolist(), task.check.weights[1].tolist(), strict=True)
         for e, weight in routing:
-            part = {name: tensor.double() for name, tensor in checkpoint.expert(layer, e).items()}
+            part = {name: tensor.double() for name, tensor in layer.expert(e).arrays().items()}
             gate = part["gate"] @ x
             total += weight * (part["down"] @ (gate / (1 + (-gate).exp()) * (part["up"] @ x)))
     np.testing.assert_allclose(task.expected[1], total.numpy(), rtol=1e-12, atol=1e-12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import ktk
 from ktk import Format
+from ktk.expert import Expert, Matrix
 from ktk.formats import format_named, label
 from ktk.given import read_matrix
 from ktk.quantize import Quantized, quantize
@@ -124,7 +126,7 @@ def test_groups_follow_from_the_number_of_scales(
 ) -> None:
     accepts = [Format("i8", "f32", "none", 1, group) for group in (64, 128, 0)]
     data = np.zeros((shape[0], shape[-1]), np.int8)
-    found = read_matrix("w", data, np.ones(scales, np.float32), None, None, "DEMO", accepts)
+    found = read_matrix("w", Matrix(None, data, np.ones(scales, np.float32)), "DEMO", accepts)
     assert found.format == Format("i8", "f32", "none", 1, expected)
 
 
@@ -132,8 +134,8 @@ def test_groups_that_could_be_two_are_asked_for() -> None:
     accepts = [Format("i8", "f32", "none", 1, group) for group in (48, 64)]
     data, scale = np.zeros((8, 130), np.int8), np.ones((8, 3), np.float32)
     with pytest.raises(ValueError, match=r"w: scales \[8, 3\] float32 .* may mean .* given="):
-        read_matrix("w", data, scale, None, None, "DEMO", accepts)
-    found = read_matrix("w", data, scale, None, accepts[1], "DEMO", accepts)
+        read_matrix("w", Matrix(None, data, scale), "DEMO", accepts)
+    found = read_matrix("w", Matrix(accepts[1], data, scale), "DEMO", accepts)
     assert found.format == accepts[1]
 
 
@@ -251,3 +253,47 @@ def test_a_refusal_lists_each_format_once() -> None:
     listed = str(caught.value).partition("; it takes ")[2].split("; ")
     assert listed[:3] == ["bf16", "f16", "f32"]
     assert len(listed) == len(set(listed)) > 5
+
+
+def test_an_expert_goes_into_a_layer_as_its_arrays_do() -> None:
+    weights = floats()
+    made = {name: [quantize(one, GPTQ) for one in weight] for name, weight in weights.items()}
+    whole, taken_apart = make("AMXINT4"), make("AMXINT4")
+    for e in range(E):
+        expert = Expert(**{name: made[name][e] for name in PARTS})
+        whole.load_expert(e, expert)
+        taken_apart.load_expert(e, **expert.arrays(), given=GPTQ)
+    assert same_weights(whole, taken_apart)
+
+
+def test_a_bias_goes_with_its_matrix() -> None:
+    weights, bias = floats(), torch.randn(I)
+    with_bias, beside = make("BF16"), make("BF16")
+    x, ids = torch.randn(3, H).bfloat16(), torch.zeros(3, 1, dtype=torch.int32)
+    gate, up, down = (Matrix(None, weights[name][0]) for name in PARTS)
+    with_bias.load_expert(0, Expert(dataclasses.replace(gate, bias=bias), up, down))
+    beside.load_expert(0, gate, up, down, gate_bias=bias)
+    results = [moe(x, ids, torch.ones(3, 1)) for moe in (with_bias, beside)]
+    assert torch.equal(*results)
+    beside.load_expert(0, gate, up, down)
+    assert not torch.equal(results[0], beside(x, ids, torch.ones(3, 1)))
+
+
+def test_what_is_said_beside_an_expert_is_refused() -> None:
+    moe, weights = make("BF16"), floats()
+    gate, up, down = (Matrix(None, weights[name][0], bias=torch.zeros(1)) for name in PARTS)
+    for beside in ({"up": up}, {"down_bias": torch.zeros(H)}, {"given": Format("bf16")}):
+        with pytest.raises(TypeError, match="an Expert has all that belongs to it"):
+            moe.load_expert(0, Expert(gate, up, down), **beside)
+    with pytest.raises(TypeError, match="down is missing: give gate, up and down, or an Expert"):
+        moe.load_expert(0, gate, up)
+    with pytest.raises(ValueError, match="gate is Matrix and has its bias: gate_bias is too much"):
+        moe.load_expert(0, gate, up, down, gate_bias=torch.zeros(I))
+
+
+def test_arrays_and_experts_are_made_of_each_other() -> None:
+    arrays = {"gate": 1, "gate_scale": 2, "up": 3, "up_zero": 4, "down": 5, "down_bias": 6}
+    expert = Expert.of_arrays(arrays, dict.fromkeys(PARTS, INT8))
+    assert expert.arrays() == arrays
+    assert (expert.gate.scale, expert.up.zero, expert.down.bias) == (2, 4, 6)
+    assert {matrix.format for matrix in expert.matrices.values()} == {INT8}

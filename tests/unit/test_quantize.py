@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -129,9 +130,19 @@ def test_extreme_sizes_stay_finite(fmt: Format, size: float) -> None:
     assert torch.isfinite(q.dequantize(torch.float64)).all()
 
 
-def test_blocks_of_ggml_are_not_taken_for_values() -> None:
-    with pytest.raises(ValueError, match="q8_0 is blocks of ggml, expected elements with scales"):
-        Quantized(Format("q8_0"), torch.zeros(2, 34, dtype=torch.uint8)).dequantize()
+def test_blocks_of_ggml_have_the_values_of_the_gguf_package() -> None:
+    floats = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    blocks = gguf.quants.quantize(floats, gguf.GGMLQuantizationType.Q8_0)
+    expected = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+    matrix = Quantized(Format("q8_0"), torch.from_numpy(blocks))
+    np.testing.assert_array_equal(decoded(matrix), expected)
+    scaled = dataclasses.replace(matrix, scale=torch.tensor([0.3])).dequantize()
+    np.testing.assert_array_equal(scaled.numpy(), expected * np.float32(0.3))
+
+
+def test_blocks_that_the_gguf_package_cannot_decode_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"has the type Q1_0, which gguf .* cannot decode"):
+        Quantized(Format("ggml:41"), torch.zeros(2, 18, dtype=torch.uint8)).dequantize()
 
 
 def test_nan_codes_come_back_as_nan() -> None:

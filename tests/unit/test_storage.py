@@ -40,7 +40,7 @@ from schemes import (
 
 from ktk import Format, MoE
 from ktk.checkpoint import describe
-from ktk.checkpoint.safetensors.reader import Checkpoint
+from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.errors import CheckpointError
 from ktk.testing import formats
 
@@ -143,11 +143,10 @@ def test_gpt_oss_has_blocks_biases_and_alternating_rows(tmp_path: Path) -> None:
     tensors, biases = gpt_oss(matrices)
     write(tmp_path, tensors, {"quant_method": "mxfp4"}, model_type="gpt_oss")
     assert_reads(tmp_path, matrices, MXFP4)
-    with Checkpoint(tmp_path) as checkpoint:
-        found = checkpoint.biases(checkpoint.layer(3), 1)
-    assert found.keys() == {f"{part}_bias" for part in biases}
-    for part, bias in biases.items():
-        assert torch.equal(found[f"{part}_bias"], bias[1])
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
+        found = checkpoint.layer(3).expert(1)
+    for part, matrix in found.matrices.items():
+        assert torch.equal(matrix.bias, biases[part][1])
 
 
 def test_experts_that_share_tensors_may_be_fp8(tmp_path: Path) -> None:
@@ -171,10 +170,10 @@ def test_bytes_of_four_bits_are_no_integers_where_config_says_floats(tmp_path: P
     matrices = sources(SCHEMES["int4 in bytes"][0])
     made = tensors_of(matrices, SCHEMES["int4 in bytes"][1])
     write(tmp_path, made, ct(num_bits=4, type="float", group_size=32))
-    with Checkpoint(tmp_path) as checkpoint:
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
         layer = checkpoint.layer(3)
         with pytest.raises(CheckpointError, match=r"holds 4-bit floats, as config\.json says"):
-            checkpoint.matrices(layer, 0)
+            layer.expert(0)
 
 
 @pytest.mark.parametrize("name", ["int4 in bytes", "int4 of 256"])

@@ -28,7 +28,7 @@ from schemes import (
 
 from ktk import Format
 from ktk.checkpoint.quantization import read_quantization
-from ktk.checkpoint.safetensors.reader import Checkpoint
+from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.errors import CheckpointError
 
 DOWN1 = NAMES["down"].format(e=1)
@@ -36,10 +36,10 @@ UP0 = NAMES["up"].format(e=0)
 
 
 def read_all(folder: Path) -> None:
-    with Checkpoint(folder) as checkpoint:
+    with SafetensorsCheckpoint(folder) as checkpoint:
         layer = checkpoint.layer(3)
         for e in range(E):
-            checkpoint.expert(layer, e)
+            layer.expert(e)
 
 
 def broken(folder: Path, scheme: str, changes: dict[str, Any], **config: Any) -> str:
@@ -184,7 +184,7 @@ def test_an_unknown_scheme_lists_what_is_there(tmp_path: Path) -> None:
     }
     write(tmp_path, made, {"quant_method": "bitsandbytes"})
     gate = NAMES["gate"].format(e=0)
-    with pytest.raises(CheckpointError) as caught, Checkpoint(tmp_path) as checkpoint:
+    with pytest.raises(CheckpointError) as caught, SafetensorsCheckpoint(tmp_path) as checkpoint:
         checkpoint.layer(3)
     for part in (f"tensor {gate}.weight in ", f"{gate}.weight.absmax (U8)", "bitsandbytes"):
         assert part in str(caught.value)
@@ -199,9 +199,10 @@ def test_scales_that_gate_and_up_share_are_refused(tmp_path: Path) -> None:
         f"{PREFIX}mlp.experts.down_proj_scale_inv": torch.ones(E, 2, 2),
     }
     write(tmp_path, tensors, FP8_CONFIG)
-    message = "has scales per 128 rows, of gate and of up together"
-    with pytest.raises(CheckpointError, match=message), Checkpoint(tmp_path) as checkpoint:
-        checkpoint.expert(checkpoint.layer(3), 0)
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
+        layer = checkpoint.layer(3)
+        with pytest.raises(CheckpointError, match="has scales per 128 rows, of gate and of up tog"):
+            layer.expert(0)
 
 
 def test_groups_that_differ_are_left_to_the_tensors() -> None:

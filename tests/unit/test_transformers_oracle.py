@@ -18,7 +18,7 @@ import torch
 
 import ktk
 from ktk.checkpoint import describe
-from ktk.checkpoint.safetensors.reader import Checkpoint
+from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 
 transformers = pytest.importorskip("transformers")
 
@@ -227,10 +227,10 @@ def check_reading(saved: Saved) -> None:
     description = describe(saved.folder)
     assert (description.family, description.layers) == (saved.model.family, saved.model.layers)
     experts = saved.experts
-    with Checkpoint(saved.folder) as checkpoint:
+    with SafetensorsCheckpoint(saved.folder) as checkpoint:
         layer = checkpoint.layer(LAYER)
         for e in range(checkpoint.config.num_experts):
-            got = {part: tensor.double() for part, tensor in checkpoint.expert(layer, e).items()}
+            got = {part: tensor.double() for part, tensor in layer.expert(e).arrays().items()}
             both, wanted = experts.gate_up_proj[e], {"down": experts.down_proj[e]}
             if experts.is_transposed:
                 both, wanted["down"] = both.T, wanted["down"].T
@@ -290,11 +290,11 @@ def check_result(saved: Saved, moe: Any) -> None:
 
 def bound(saved: Saved, moe: Any, act: Any) -> np.ndarray:
     """Bound |moe - model| for every element of the output."""
-    with Checkpoint(saved.folder) as checkpoint:
+    with SafetensorsCheckpoint(saved.folder) as checkpoint:
         layer = checkpoint.layer(LAYER)
         config = checkpoint.config
         exact = [
-            {part: tensor.double().numpy() for part, tensor in checkpoint.expert(layer, e).items()}
+            {part: tensor.double().numpy() for part, tensor in layer.expert(e).arrays().items()}
             for e in range(config.num_experts)
         ]
     stored = [

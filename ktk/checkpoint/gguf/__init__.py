@@ -2,11 +2,9 @@
 
 `header` reads one file, `shards` joins the files of a split model, `blocks` knows ggml's types,
 `architectures` turns metadata into sizes and an activation function, `layout` finds the tensors of
-a layer, `experts` reads them.
+a layer, `layer` reads its experts, and `reader` opens the model.
 """
 
-from ktk.checkpoint.gguf.blocks import Blocks
-from ktk.checkpoint.gguf.layout import GgufLayer
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
 
-__all__ = ["Blocks", "GgufCheckpoint", "GgufLayer"]
+__all__ = ["GgufCheckpoint"]

@@ -22,8 +22,8 @@ from ktk.checkpoint.gguf.blocks import type_name
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
+from ktk.expert import PARTS
 
-PARTS = ("gate", "up", "down")
 _LAYER = re.compile(
     r"blk\.(\d{1,9})\.ffn_(?:(?:gate_up|gate|up|down)_exps|(?:gate|up|down)\.\d+)\.weight"
 )
@@ -57,8 +57,8 @@ class Place:
 
 
 @dataclass(frozen=True)
-class GgufLayer:
-    """The experts of one layer: where gate, up, down, their biases and their scales are."""
+class LayerPlaces:
+    """Where gate, up and down of a layer, their biases and their scales are."""
 
     number: int
     config: ExpertConfig
@@ -79,7 +79,7 @@ class Layers:
         found = (_LAYER.fullmatch(name) for name in self._tensors.names())
         return sorted({int(match[1]) for match in found if match})
 
-    def find(self, number: int) -> GgufLayer:
+    def find(self, number: int) -> LayerPlaces:
         """Find out how the experts of a layer are stored, and check that all of them are there."""
         start = f"blk.{number}.ffn_"
         count, hidden = self._metadata.num_experts, self._metadata.hidden_size
@@ -111,7 +111,7 @@ class Layers:
             else:
                 for expert in range(count):
                     self._check(place.tensor(expert), (place.total, depth))
-        layer = GgufLayer(
+        layer = LayerPlaces(
             number,
             self._metadata.config(number, size),
             weights,
@@ -121,7 +121,7 @@ class Layers:
         self._check_all_is_read(layer)
         return layer
 
-    def _check_all_is_read(self, layer: GgufLayer) -> None:
+    def _check_all_is_read(self, layer: LayerPlaces) -> None:
         """Refuse tensors of experts that are not read: the experts would be others."""
         places = [*layer.weights.values(), *layer.biases.values()]
         read = {place.tensor(e) for place in places for e in range(layer.config.num_experts)}

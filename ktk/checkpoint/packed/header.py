@@ -27,7 +27,8 @@ import xxhash
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.entries import EntryError, integer, items, number, parse_object, table, text
-from ktk.checkpoint.packed.layout import ALIGNMENT, PARTS, Layout
+from ktk.checkpoint.packed.layout import ALIGNMENT, Layout
+from ktk.expert import PARTS
 
 VERSION = 1
 # Files are named by layers of five digits.

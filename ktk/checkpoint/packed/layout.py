@@ -29,8 +29,8 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
+from ktk.expert import PARTS, Expert
 
-PARTS = ("gate", "up", "down")
 ALIGNMENT = 64
 
 _DTYPES = {
@@ -108,6 +108,15 @@ class Layout:
             at += spec.nbytes * self.config.num_experts
         return begins
 
+    def tensors(self, expert: Expert) -> dict[str, torch.Tensor]:
+        """Return what the file holds of an expert in these formats, by name."""
+        arrays = expert.arrays()
+        return {name: arrays[name].reshape(spec.shape) for name, spec in self.specs.items()}
+
+    def expert(self, tensors: Mapping[str, torch.Tensor]) -> Expert:
+        """Return the expert that the file holds in its tensors."""
+        return Expert.of_arrays(tensors, self.formats)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
@@ -118,12 +127,6 @@ def extents(config: ExpertConfig, part: str) -> tuple[int, int]:
     """Rows and columns of gate, up or down."""
     hidden, inner = config.hidden_size, config.intermediate_size
     return (hidden, inner) if part == "down" else (inner, hidden)
-
-
-def is_blocks(fmt: Format) -> bool:
-    """Whether a format is blocks of ggml: of others, two columns at most share bytes."""
-    columns, _ = fmt.block
-    return columns > 2
 
 
 def _matrix(part: str, fmt: Format, n: int, k: int) -> dict[str, Spec]:

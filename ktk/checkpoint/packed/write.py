@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import torch
 
 from ktk.checkpoint.packed.durable import PendingFile
 from ktk.checkpoint.packed.header import Header, checksum, to_bytes
+from ktk.expert import Expert
 
 
 class LayerWriter:
@@ -28,17 +28,18 @@ class LayerWriter:
         }
         self._missing = set(range(header.layout.config.num_experts))
 
-    def put(self, expert: int, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Write one expert: the arguments of `MoE.load_expert`."""
+    def put(self, number: int, expert: Expert) -> None:
+        """Write one expert, in the formats of the layout."""
         layout = self._header.layout
-        assert arrays.keys() == layout.specs.keys(), f"expert {expert} has {sorted(arrays)}"
+        arrays = layout.tensors(expert)
+        assert arrays.keys() == expert.arrays().keys(), f"expert {number} has {sorted(arrays)}"
         for name, spec in layout.specs.items():
             array = arrays[name]
             assert (array.dtype, tuple(array.shape)) == (spec.torch_dtype, spec.shape), name
             data = bytes_of(array)
-            self._checksums[name][expert] = checksum(data)
-            self._file.write(data, self._begin + layout.offsets[name] + expert * spec.nbytes)
-        self._missing.discard(expert)
+            self._checksums[name][number] = checksum(data)
+            self._file.write(data, self._begin + layout.offsets[name] + number * spec.nbytes)
+        self._missing.discard(number)
 
     def commit(self, read: int) -> None:
         """Finish the file; `read` is the checksum of what was read for it."""

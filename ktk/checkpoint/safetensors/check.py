@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ktk.checkpoint.safetensors.index import TensorIndex
-from ktk.checkpoint.safetensors.names import Layer, is_bias
+from ktk.checkpoint.safetensors.names import LayerNames, is_bias
 from ktk.checkpoint.safetensors.storage import PLAIN, Part
 from ktk.checkpoint.safetensors.surplus import by_layer, surplus
 from ktk.errors import CheckpointError
@@ -19,7 +19,7 @@ class Checker:
     def __init__(self, index: TensorIndex) -> None:
         self.index = index
 
-    def check(self, layer: Layer) -> None:
+    def check(self, layer: LayerNames) -> None:
         """Check all tensors of a layer.
 
         Raises
@@ -30,14 +30,14 @@ class Checker:
         for error in self.faults(layer):
             raise error
 
-    def faults(self, layer: Layer) -> Iterator[CheckpointError]:
+    def faults(self, layer: LayerNames) -> Iterator[CheckpointError]:
         """Yield all that `check` could raise."""
         for part, expert in layer.tensors():
             yield from _caught(self._check_part, layer, part, expert)
         yield from _caught(self._check_count, layer)
         yield from _caught(self._check_surplus, layer)
 
-    def _check_part(self, layer: Layer, part: str, expert: int) -> None:
+    def _check_part(self, layer: LayerNames, part: str, expert: int) -> None:
         """Compare the tensors of one part with what config.json and the tables mean."""
         if is_bias(part):
             self._check_tensor(layer, part, "data", layer.name(part, expert), PLAIN.tensors["data"])
@@ -54,7 +54,9 @@ class Checker:
                     )
                 self.index.file(name)
 
-    def _check_tensor(self, layer: Layer, part: str, role: str, name: str, piece: Part) -> None:
+    def _check_tensor(
+        self, layer: LayerNames, part: str, role: str, name: str, piece: Part
+    ) -> None:
         shape, expected = self.index.shape(name), layer.shapes(part, role)
         if shape not in expected:
             stored = layer.family.parts[part]
@@ -69,7 +71,7 @@ class Checker:
                 f"{' or '.join(piece.dtypes)}"
             )
 
-    def _check_count(self, layer: Layer) -> None:
+    def _check_count(self, layer: LayerNames) -> None:
         """Refuse more experts than config.json says; too few were noticed by `_check`."""
         for part, stored in layer.family.parts.items():
             surplus = layer.name(part, layer.config.num_experts)
@@ -79,7 +81,7 @@ class Checker:
                     f"there are {layer.config.num_experts} experts"
                 )
 
-    def _check_surplus(self, layer: Layer) -> None:
+    def _check_surplus(self, layer: LayerNames) -> None:
         """Refuse tensors of experts that are not read."""
         names = self._expert_names.get(layer.prefix, [])
         found = surplus(names, set(layer.names()))

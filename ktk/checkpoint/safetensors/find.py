@@ -10,7 +10,7 @@ from functools import cached_property
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Stored
 from ktk.checkpoint.safetensors.index import TensorIndex
-from ktk.checkpoint.safetensors.names import Layer, first_part, is_bias, weight_parts
+from ktk.checkpoint.safetensors.names import LayerNames, first_part, is_bias, weight_parts
 from ktk.checkpoint.safetensors.storage import SCHEMES, Scheme
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
@@ -31,7 +31,7 @@ class Finder:
         found = (self._names.fullmatch(name) for name in self.index.names())
         return sorted({int(_group(match)) for match in found if match})
 
-    def find(self, number: int) -> Layer:
+    def find(self, number: int) -> LayerNames:
         """Return how the experts of a layer are stored, as far as the first of them shows it."""
         named = [layer for layer in self._candidates(number) if layer.first_name in self.index]
         if not named:
@@ -45,14 +45,16 @@ class Finder:
         grouped = [replace(layer, group=self._group_of(layer)) for layer in typed]
         return next((layer for layer in grouped if self._fits(layer)), grouped[0])
 
-    def _candidates(self, number: int) -> Iterator[Layer]:
+    def _candidates(self, number: int) -> Iterator[LayerNames]:
         for prefix in PREFIXES:
             for family in FAMILIES:
                 if family.model_types and self.config.model_type not in family.model_types:
                     continue
                 for scheme in SCHEMES:
                     if all(_suits(scheme, family.parts[part]) for part in weight_parts(family)):
-                        yield Layer(number, prefix.format(L=number), family, scheme, self.config)
+                        yield LayerNames(
+                            number, prefix.format(L=number), family, scheme, self.config
+                        )
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
@@ -68,7 +70,7 @@ class Finder:
         }
         return _pattern(sorted(names))
 
-    def _has_types(self, layer: Layer) -> bool:
+    def _has_types(self, layer: LayerNames) -> bool:
         """Whether the first matrix has all tensors of the scheme, with elements of its types."""
         part = layer.first
         for role, piece in layer.scheme.tensors.items():
@@ -80,7 +82,7 @@ class Finder:
                 return False
         return True
 
-    def _fits(self, layer: Layer) -> bool:
+    def _fits(self, layer: LayerNames) -> bool:
         return all(
             name in self.index and self.index.shape(name) in layer.shapes(part, role)
             for part in layer.family.parts
@@ -89,10 +91,10 @@ class Finder:
             if name in self.index or not self._optional(layer, part, role)
         )
 
-    def _optional(self, layer: Layer, part: str, role: str) -> bool:
+    def _optional(self, layer: LayerNames, part: str, role: str) -> bool:
         return not is_bias(part) and layer.scheme.tensors[role].optional
 
-    def _group_of(self, layer: Layer) -> int:
+    def _group_of(self, layer: LayerNames) -> int:
         """Columns of a group: as config.json says, or else as the first scales have it."""
         said = self.config.quantization.group_size
         if said is not None:
@@ -106,7 +108,7 @@ class Finder:
         groups = shape[-len(scale.shape.split()) :][scale.shape.split().index("K/G")]
         return 0 if groups == 1 else -(-k // groups)
 
-    def _no_scheme(self, candidates: list[Layer]) -> str:
+    def _no_scheme(self, candidates: list[LayerNames]) -> str:
         """Say what is beside a tensor that no row of the table explains."""
         layer = candidates[0]
         first = layer.first_name

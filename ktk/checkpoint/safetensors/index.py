@@ -9,6 +9,7 @@ from ktk.checkpoint.config import read_json
 from ktk.checkpoint.entries import EntryError, table, text
 from ktk.checkpoint.files import MissingFile
 from ktk.checkpoint.safetensors.tensor_file import TensorFile, TensorInfo
+from ktk.closing import Closing
 from ktk.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 
 
-class TensorIndex:
+class TensorIndex(Closing):
     """The tensors of a folder of safetensors files.
 
     The header of a file is read when the first of its tensors is asked for.
@@ -27,12 +28,6 @@ class TensorIndex:
         self.folder = folder
         self._opened: dict[Path, TensorFile] = {}
         self._files = self._listed() if (folder / INDEX).exists() else self._scanned()
-
-    def __enter__(self) -> TensorIndex:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __contains__(self, name: str) -> bool:
         return name in self._files

@@ -11,8 +11,8 @@ from ktk.checkpoint.safetensors.storage import PLAIN, Layout, Scheme
 
 
 @dataclass(frozen=True)
-class Layer:
-    """The experts of one layer: which names they have, and how their matrices are stored.
+class LayerNames:
+    """Which names the tensors of a layer have, and how its matrices are stored.
 
     `group` is the number of columns that share a scale, where the scheme leaves it open; 0 for all.
     """

@@ -9,7 +9,7 @@ import torch
 
 from ktk.checkpoint.safetensors.families import Stored
 from ktk.checkpoint.safetensors.storage import StorageError
-from ktk.quantize import Quantized
+from ktk.expert import Matrix
 
 
 def split_tensor(part: str, tensor: torch.Tensor, axes: list[str]) -> dict[str, torch.Tensor]:
@@ -31,11 +31,12 @@ def split_tensor(part: str, tensor: torch.Tensor, axes: list[str]) -> dict[str, 
     }
 
 
-def split_matrix(part: str, matrix: Quantized, stored: Stored) -> dict[str, Quantized]:
+def split_matrix(part: str, matrix: Matrix, stored: Stored) -> dict[str, Matrix]:
     """Divide gate and up, which share a tensor, by rows."""
     if not part.startswith("gate_up"):
         return {part: _contiguous(matrix)}
     alternating = "I2" in stored.axes.split()
+    assert matrix.format is not None, "schemes know what they decode"
     rows, extent = matrix.data.shape[0] // 2, matrix.format.group_n
     if extent != 1 and (alternating or extent == 0 or rows % extent):
         raise StorageError(f"has scales per {extent or 2 * rows} rows, of gate and of up together")
@@ -62,7 +63,7 @@ def _oriented(part: str, tensor: torch.Tensor, axes: list[str]) -> torch.Tensor:
     return tensor.contiguous()
 
 
-def _contiguous(matrix: Quantized) -> Quantized:
+def _contiguous(matrix: Matrix) -> Matrix:
     arrays: dict[str, Any] = {name: getattr(matrix, name) for name in ("data", "scale", "zero")}
     whole: dict[str, Any] = {
         name: None if array is None else array.contiguous() for name, array in arrays.items()

@@ -1,7 +1,7 @@
 """How checkpoints store one matrix: one row for each scheme.
 
 A row says which tensors make a matrix, by what follows the matrix's name, with their shapes and
-element types, and which function makes a `Quantized` of them. It holds for every naming scheme of
+element types, and which function makes a `Matrix` of them. It holds for every naming scheme of
 `families`: ``experts.3.up_proj`` + ``.weight_packed``, ``experts.gate_up_proj`` + ``_blocks``.
 
 Shapes are written in the sizes of the matrix as it is multiplied: N output columns, K depth, and
@@ -23,7 +23,7 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.quantization import Quantization
-from ktk.quantize import Quantized
+from ktk.expert import Matrix
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -87,7 +87,7 @@ class Scheme:
 
     name: str
     tensors: Mapping[str, Part]
-    decode: Callable[[Tensors, Layout], Quantized]
+    decode: Callable[[Tensors, Layout], Matrix]
 
     def name_of(self, role: str, stem: str, fused: bool) -> str | None:
         """Return the full name of a tensor; None where shared tensors have none."""
@@ -107,17 +107,17 @@ def _element_name(dtype: torch.dtype) -> str:
     return {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[dtype]
 
 
-def _plain(t: Tensors, layout: Layout) -> Quantized:
-    return Quantized(Format(_element_name(t["data"].dtype)), t["data"])
+def _plain(t: Tensors, layout: Layout) -> Matrix:
+    return Matrix(Format(_element_name(t["data"].dtype)), t["data"])
 
 
-def _fp8_block(t: Tensors, layout: Layout) -> Quantized:
+def _fp8_block(t: Tensors, layout: Layout) -> Matrix:
     scale = t["scale"]
     # Powers of two by block: f32 holds them exactly, and its own NaN.
     if not scale.is_floating_point() or scale.itemsize == 1:
         exponent = _bytes(scale)
         scale = torch.where(exponent == 255, torch.nan, torch.exp2(exponent.double() - 127))
-    return Quantized(
+    return Matrix(
         Format("e4m3", "f32", "none", *layout.quantization.block), _bytes(t["data"]), scale.float()
     )
 
@@ -128,30 +128,30 @@ def _per_row(t: Tensors, layout: Layout) -> torch.Tensor:
     return scale.expand(layout.n, 1).contiguous()
 
 
-def _fp8_row(t: Tensors, layout: Layout) -> Quantized:
-    return Quantized(Format("e4m3", "f32", "none", 1, 0), _bytes(t["data"]), _per_row(t, layout))
+def _fp8_row(t: Tensors, layout: Layout) -> Matrix:
+    return Matrix(Format("e4m3", "f32", "none", 1, 0), _bytes(t["data"]), _per_row(t, layout))
 
 
-def _int8_row(t: Tensors, layout: Layout) -> Quantized:
+def _int8_row(t: Tensors, layout: Layout) -> Matrix:
     if layout.quantization.symmetric is False or ("zero" in t and t["zero"].any()):
         raise StorageError("is int8 with zero points; ktk reads int8 without them only")
-    return Quantized(Format("i8", "f32", "none", 1, 0), t["data"], _per_row(t, layout))
+    return Matrix(Format("i8", "f32", "none", 1, 0), t["data"], _per_row(t, layout))
 
 
-def _mx(element: str) -> Callable[[Tensors, Layout], Quantized]:
-    def decode(t: Tensors, layout: Layout) -> Quantized:
+def _mx(element: str) -> Callable[[Tensors, Layout], Matrix]:
+    def decode(t: Tensors, layout: Layout) -> Matrix:
         data = _bytes(t["data"]).reshape(layout.n, -1)
-        return Quantized(Format(element, "ue8m0", "none", 1, 32), data, _bytes(t["scale"]))
+        return Matrix(Format(element, "ue8m0", "none", 1, 32), data, _bytes(t["scale"]))
 
     return decode
 
 
 def _u4(
     layout: Layout, data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
-) -> Quantized:
+) -> Matrix:
     kind = "none" if zero is None else "u8"
     fmt = Format("u4", _element_name(scale.dtype), kind, 1, layout.group)
-    return Quantized(fmt, data, scale.contiguous(), None if zero is None else zero.contiguous())
+    return Matrix(fmt, data, scale.contiguous(), None if zero is None else zero.contiguous())
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
@@ -172,7 +172,7 @@ def _check_order(t: Tensors, layout: Layout) -> None:
         )
 
 
-def _compressed_int4(t: Tensors, layout: Layout) -> Quantized:
+def _compressed_int4(t: Tensors, layout: Layout) -> Matrix:
     _check_order(t, layout)
     if layout.quantization.is_float:
         raise StorageError(
@@ -204,7 +204,7 @@ def _zeros(t: Tensors, layout: Layout, zero: torch.Tensor) -> torch.Tensor | Non
     return None
 
 
-def _gptq(t: Tensors, layout: Layout) -> Quantized:
+def _gptq(t: Tensors, layout: Layout) -> Matrix:
     _check_order(t, layout)
     zero = _nibbles(t["zero"])[:, : layout.n] + layout.quantization.zero_offset
     # Words run along the depth, as the packed bytes do after transposing.
@@ -221,7 +221,7 @@ def _awq_columns(words: torch.Tensor, count: int) -> torch.Tensor:
     return codes[:, :count]
 
 
-def _awq(t: Tensors, layout: Layout) -> Quantized:
+def _awq(t: Tensors, layout: Layout) -> Matrix:
     codes = _awq_columns(t["data"], layout.n).T
     data = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
     zero = _awq_columns(t["zero"], layout.n)
@@ -242,7 +242,7 @@ def _fp8(
     scale: str,
     shape: str,
     dtypes: tuple[str, ...],
-    decode: Callable[[Tensors, Layout], Quantized],
+    decode: Callable[[Tensors, Layout], Matrix],
 ) -> Scheme:
     tensors = {
         "data": Part(".weight", "N K", ("F8_E4M3",), fused=""),

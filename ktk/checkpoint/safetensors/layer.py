@@ -1,0 +1,166 @@
+"""Reads the experts of a layer of safetensors files, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from ktk._core import Format
+from ktk.checkpoint.matrix import MatrixInfo
+from ktk.checkpoint.pieces import ELEMENTS, Piece, flat
+from ktk.checkpoint.reader import LayerReader, Storage
+from ktk.checkpoint.safetensors.families import Stored
+from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.checkpoint.safetensors.names import LayerNames, is_bias, weight_parts
+from ktk.checkpoint.safetensors.split import split_matrix, split_tensor
+from ktk.checkpoint.safetensors.storage import PLAIN, StorageError
+from ktk.errors import CheckpointError
+from ktk.expert import Expert, Matrix
+
+
+class SafetensorsLayer(LayerReader):
+    """The experts of one layer, under the names that were found for them."""
+
+    def __init__(self, index: TensorIndex, names: LayerNames) -> None:
+        self.number = names.number
+        self.config = names.config
+        self.names = names
+        self._index = index
+
+    @cached_property
+    def format(self) -> Format:
+        """The format of all matrices; reads the scales of one, the first time."""
+        matrices = self._matrices_of(self.names.first, 0, values=False)
+        fmt = next(iter(matrices.values())).format
+        assert fmt is not None, "schemes know what they decode"
+        return fmt
+
+    @property
+    def formats(self) -> Mapping[str, MatrixInfo]:
+        """What gate, up and down are stored as."""
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        gate = MatrixInfo(self.format, inner, hidden)
+        return {"gate": gate, "up": gate, "down": MatrixInfo(self.format, hidden, inner)}
+
+    @property
+    def file_formats(self) -> Mapping[str, Format]:
+        """The formats in the files: a matrix with one scale is read as if every row had it."""
+        fmt = self.format
+        if "scale" in self.names.scheme.tensors and fmt.group_n == 1:
+            shape = self._index.shape(self.names.name(self.names.first, 0, "scale"))
+            if max(shape, default=1) == 1:
+                fmt = Format(fmt.element, fmt.scale, fmt.zero, 0, 0)
+        return dict.fromkeys(("gate", "up", "down"), fmt)
+
+    @property
+    def storage(self) -> Storage:
+        """The naming scheme, and the element type or the format of the matrices."""
+        plain = self.format.scale == "none"
+        dtype = self._index.dtype(self.names.first_name) if plain else str(self.format)
+        return Storage(self.names.family.name, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts in the files."""
+        index = self._index
+        return sum(index.nbytes(name) for name in self.names.names() if name in index)
+
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """Read one expert byte by byte: its part of each tensor."""
+        for part, stored in self.names.family.parts.items():
+            named = [("data", self.names.name(part, number))]
+            if not is_bias(part):
+                named = list(self._names_of(part, number))
+            for role, name in named:
+                dtype = self._index.dtype(name)
+                # Exponents of MX formats may be called bytes.
+                element = "ue8m0" if (role, dtype) == ("scale", "U8") else ELEMENTS.get(dtype, "")
+                tensor = self._index.tensor(name, number if stored.fused else None)
+                yield Piece(name, self._index.file(name), element, flat(tensor))
+
+    def check_expert(self, number: int) -> None:
+        """Raise what reading an expert would, beyond what its tensors are one by one."""
+        if self.names.scheme is PLAIN:
+            self._biases(number)
+        else:
+            self._read(number)
+
+    def where(self, part: str, expert: int = 0) -> str:
+        """Name a matrix and its file, for messages."""
+        stored = part if part in self.names.family.parts else "gate_up"
+        return self._index.where(self.names.name(stored, expert))
+
+    def _read(self, number: int) -> Expert:
+        biases = self._biases(number)
+        matrices: dict[str, Matrix] = {}
+        for part in weight_parts(self.names.family):
+            for name, matrix in self._matrices_of(part, number).items():
+                # One format is said of all: arrays of another would be read as what they are not.
+                if matrix.format != self.format:
+                    raise CheckpointError(
+                        f"{self.where(part, number)} is stored as {matrix.format}, but "
+                        f"{self.names.first_name} as {self.format}"
+                    )
+                matrices[name] = replace(matrix, bias=biases.get(f"{name}_bias"))
+        return Expert(**matrices)
+
+    def _matrices_of(self, part: str, number: int, *, values: bool = True) -> dict[str, Matrix]:
+        """Read one part: gate and up are two matrices of one.
+
+        Without `values`, a stand-in is in the place of the elements, which are most of the bytes.
+        """
+        names = self.names
+        stored = names.family.parts[part]
+        read_data = self._index.tensor if values else self._index.stand_in
+        expert = number if stored.fused else None
+        if names.scheme is PLAIN:
+            tensor = read_data(names.name(part, number), expert)
+            tensors = _split(part, tensor, stored)
+            layout = names.layout(part)
+            return {name: PLAIN.decode({"data": t}, layout) for name, t in tensors.items()}
+        arrays = {
+            role: (read_data if role == "data" else self._index.tensor)(name, expert)
+            for role, name in self._names_of(part, number)
+        }
+        try:
+            return split_matrix(part, names.scheme.decode(arrays, names.layout(part)), stored)
+        except StorageError as error:
+            raise CheckpointError(f"{self.where(part, number)} {error}") from None
+
+    def _biases(self, number: int) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for part, stored in self.names.family.parts.items():
+            if is_bias(part):
+                expert = number if stored.fused else None
+                tensor = self._index.tensor(self.names.name(part, number), expert)
+                tensors.update(_split(part, tensor, stored))
+            elif f"{part}_bias" not in self.names.family.parts:
+                self._check_no_bias(part, number)
+        return tensors
+
+    def _check_no_bias(self, part: str, number: int) -> None:
+        """Refuse a bias where the family has none: without it the experts are others."""
+        stored = self.names.family.parts[part]
+        name = self.names.bias_name(part, number)
+        if name not in self._index:
+            return
+        if self._index.tensor(name, number if stored.fused else None).float().any():
+            raise CheckpointError(
+                f"{self._index.where(name)} is a bias, and ktk knows none of experts that are "
+                f"named so ({self.names.family.name})"
+            )
+
+    def _names_of(self, part: str, number: int) -> Iterator[tuple[str, str]]:
+        """Yield the tensors of a matrix that are there."""
+        for role, piece in self.names.scheme.tensors.items():
+            name = self.names.name(part, number, role)
+            if not piece.optional or name in self._index:
+                yield role, name
+
+
+def _split(part: str, tensor: torch.Tensor, stored: Stored) -> dict[str, torch.Tensor]:
+    axes = stored.axes.split()
+    return split_tensor(part, tensor, axes[1:] if stored.fused else axes)

@@ -1,0 +1,85 @@
+"""One expert of a layer: three matrices, as readers give them and `MoE.load_expert` takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ktk._core import Format
+from ktk.arrays import Array
+
+#: The matrices of an expert, in the order of all arguments and files.
+PARTS = ("gate", "up", "down")
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A weight [n, k] in arrays, with what belongs to it.
+
+    Attributes
+    ----------
+    format : Format or None
+        What the arrays hold; None where their dtypes tell.
+    data : array [n, items of a row]
+        [n, k] of floats, int8 or 8-bit floats; [n, k / 2] where two 4-bit elements share a byte,
+        the even column in the low half; of ggml's types uint8 [n, bytes of a row].
+    scale, zero : array [groups of n, groups of k] or None
+        Beside blocks of ggml, a scale of one f32 multiplies the whole matrix.
+    bias : array [n] or None
+        What is added to the product.
+    """
+
+    format: Format | None
+    data: Array
+    scale: Array | None = None
+    zero: Array | None = None
+    bias: Array | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Expert:
+    """The weights of one expert.
+
+    Attributes
+    ----------
+    gate, up : Matrix
+        [intermediate_size, hidden_size].
+    down : Matrix
+        [hidden_size, intermediate_size].
+    """
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+    @classmethod
+    def of_arrays(
+        cls, arrays: Mapping[str, Array | None], formats: Mapping[str, Format | None]
+    ) -> Expert:
+        """Make an expert of arrays by name; see `arrays`. `formats` has one for each matrix."""
+        gate, up, down = (
+            Matrix(
+                formats[part],
+                arrays[part],
+                *(arrays.get(f"{part}_{what}") for what in ("scale", "zero", "bias")),
+            )
+            for part in PARTS
+        )
+        return cls(gate, up, down)
+
+    @property
+    def matrices(self) -> dict[str, Matrix]:
+        """Gate, up and down by name."""
+        return {"gate": self.gate, "up": self.up, "down": self.down}
+
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays that are there by name: ``gate``, ``gate_scale``, ``gate_bias`` ..."""
+        found: dict[str, Array] = {}
+        for part, matrix in self.matrices.items():
+            found |= {
+                part: matrix.data,
+                f"{part}_scale": matrix.scale,
+                f"{part}_zero": matrix.zero,
+                f"{part}_bias": matrix.bias,
+            }
+        return {name: array for name, array in found.items() if array is not None}
