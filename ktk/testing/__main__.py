@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from ktk.testing import BACKEND, LAYER
+
 USAGE = """\
 usage: python -m ktk.testing NAME [NAME ...] [--ktk-variant VARIANT] [--ktk-profile PROFILE]
                              [--ktk-time-limit SECONDS] [--ktk-no-isolation] [pytest arguments]
@@ -17,7 +19,6 @@ Each property runs in a process of its own: a crash, or an example that takes lo
 limit (60 s), is a failure of that property, and the others run. --ktk-no-isolation is for
 debuggers.
 """
-MODULES = ("ktk.testing.conformance", "ktk.testing.conformance_moe")
 
 
 def main(arguments: list[str]) -> int:
@@ -39,7 +40,9 @@ def main(arguments: list[str]) -> int:
     import pytest
 
     chosen = [part for name in names for part in ("--ktk-backend", name)]
-    return int(pytest.main(["-p", "ktk.testing.plugin", "--pyargs", *MODULES, *chosen, *arguments]))
+    return int(
+        pytest.main(["-p", "ktk.testing.plugin", "--pyargs", *BACKEND, *LAYER, *chosen, *arguments])
+    )
 
 
 if __name__ == "__main__":

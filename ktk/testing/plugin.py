@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 import ktk
 from ktk import registry
 from ktk.errors import BackendError, BackendUnsupported
-from ktk.testing import isolation, strategies
+from ktk.testing import BACKEND, LAYER, isolation, strategies
 from ktk.testing.subject import Subject
 
 PROFILES: dict[str, dict[str, Any]] = {
@@ -26,7 +26,6 @@ PROFILES: dict[str, dict[str, Any]] = {
     "ci": {"max_examples": 100, "derandomize": True},
     "nightly": {"max_examples": 2000, "print_blob": True},
 }
-MODULES = {"ktk.testing.conformance", "ktk.testing.conformance_moe"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -145,7 +144,7 @@ def _isolates(config: pytest.Config) -> bool:
 
 
 def _is_of_the_kit(item: pytest.Item) -> bool:
-    return isinstance(item, pytest.Function) and item.module.__name__ in MODULES
+    return isinstance(item, pytest.Function) and item.module.__name__ in (*BACKEND, *LAYER)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -170,7 +169,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Give `subject`, and `pair` or `kept` where they are asked for, their values."""
-    if metafunc.module.__name__ not in MODULES or "subject" not in metafunc.fixturenames:
+    if metafunc.module.__name__ not in (*BACKEND, *LAYER) or "subject" not in metafunc.fixturenames:
         return
     for name, only_kept in (("pair", False), ("kept", True)):
         if name in metafunc.fixturenames:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from ktk.config import ACTIVATIONS as NAMES
@@ -24,6 +25,9 @@ F32 = npt.NDArray[np.float32]
 
 #: Elements of a block above which a layer has no more than two of them in a row.
 LARGE_BLOCK = 64
+
+#: Examples of one part of a property (a pair of formats, say), however many parts there are.
+FEWEST = 4
 
 #: Columns that cuts of the intermediate size are multiples of.
 LEAST_COLUMNS = 32
@@ -68,6 +72,11 @@ def fill(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> F32:
     elif kind == "mixed":
         values = values * 2.0 ** rng.integers(-140, 100, shape)
     return values.astype(np.float32)
+
+
+def share_examples(parts: Collection[Any]) -> settings:
+    """Set the examples of one part, so that all together get what a property gets."""
+    return settings(max_examples=max(settings().max_examples // len(parts), FEWEST))
 
 
 def seeds() -> st.SearchStrategy[int]:

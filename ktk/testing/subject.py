@@ -21,6 +21,16 @@ def pool(threads: int) -> ktk.WorkerPool:
     return ktk.WorkerPool(threads, pin=False)
 
 
+def round_up(size: int, step: int) -> int:
+    """Return the next multiple of a step."""
+    return -(-size // step) * step
+
+
+def choose(variant: _core.VariantInfo, m: int) -> int:
+    """Return the micro-kernel for m rows, as the core chooses it."""
+    return next(i for i, (_, m_max) in enumerate(variant.ukernels) if m <= m_max)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Subject(formats.Summary):
     """A backend and one of its variants, with the calls that the properties are made of."""
@@ -65,6 +75,13 @@ class Subject(formats.Summary):
             n_begin=begin,
             n_end=end,
         )
+
+    def run(self, matrix: _core.PackedMatrix, act: npt.NDArray[np.uint8], m: int) -> strategies.F32:
+        """Multiply packed activations with the whole matrix."""
+        width = round_up(round_up(matrix.n, self.variant.n_step), 16)
+        dst = np.zeros((round_up(m, self.variant.m_step), width), np.float32)
+        matrix.run_raw(act, m, 0, matrix.n, dst, choose(self.variant, m))
+        return dst[:m, : matrix.n]
 
     def product(
         self, matrix: _core.PackedMatrix, problem: strategies.Problem

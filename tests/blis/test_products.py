@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from blis_tools import debian, python, standin
 
+from ktk.testing import BACKEND, LAYER
+
 # Whole layers: the bits of all variants, with what the stand-in counted.
 LAYERS = """
 import ctypes, json, os, warnings
@@ -94,11 +96,12 @@ def test_layers_on_debians_library(flavour: str) -> None:
     check_layers(path, ["sgemm"])
 
 
-@pytest.mark.parametrize("module", ["conformance", "conformance_moe"])
-def test_the_kit_passes_on_the_stand_in(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("modules", "examples"), [(BACKEND, 12), (LAYER, 3)])
+def test_the_kit_passes_on_the_stand_in(
+    modules: tuple[str, ...], examples: int, tmp_path: Path
+) -> None:
     """On the library that is installed, tests/conformance runs it."""
-    examples = {"conformance": "12", "conformance_moe": "3"}[module]
-    kit = f"-p ktk.testing.plugin --pyargs ktk.testing.{module} --ktk-backend BLIS"
+    kit = f"-p ktk.testing.plugin --pyargs {' '.join(modules)} --ktk-backend BLIS"
     options = f"--ktk-profile ci --ktk-examples {examples} -q -p no:cacheprovider"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *kit.split(), *options.split()],

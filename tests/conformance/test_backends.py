@@ -11,12 +11,12 @@ import pytest
 
 import ktk
 from ktk.errors import BackendUnsupported
-from ktk.testing import plugin
+from ktk.testing import BACKEND, LAYER, plugin
 
 NAMES = [info.name for info in ktk.backends().values() if info.distribution == "ktk" and info.built]
 # A whole layer takes longer than a product, so its properties get fewer examples here. The nightly
 # profile and `python -m ktk.testing NAME` run all of them at full length.
-MODULES = {"conformance": "60", "conformance_moe": "12"}
+EXAMPLES = {BACKEND: 60, LAYER: 12}
 
 
 def cases() -> Iterator[Any]:
@@ -24,21 +24,21 @@ def cases() -> Iterator[Any]:
         try:
             variants = plugin.load(name).variants
         except BackendUnsupported as error:  # a library is missing
-            yield pytest.param(name, "", "", marks=pytest.mark.skip(reason=str(error)))
+            yield pytest.param(name, "", (), marks=pytest.mark.skip(reason=str(error)))
             continue
         for variant in variants:
             if variant.runnable:
-                yield from ((name, variant.name, module) for module in MODULES)
+                yield from ((name, variant.name, modules) for modules in EXAMPLES)
 
 
-@pytest.mark.parametrize(("name", "variant", "module"), list(cases()))
+@pytest.mark.parametrize(("name", "variant", "modules"), list(cases()))
 def test_backend_conforms(
-    name: str, variant: str, module: str, tmp_path_factory: pytest.TempPathFactory
+    name: str, variant: str, modules: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    options = f"--ktk-variant {variant} --ktk-profile ci --ktk-examples {MODULES[module]}"
+    options = f"--ktk-variant {variant} --ktk-profile ci --ktk-examples {EXAMPLES[modules]}"
     # One process for this variant alone, so that a crash ends nothing else.
     options += " --ktk-no-isolation"
-    kit = f"-p ktk.testing.plugin --pyargs ktk.testing.{module} --ktk-backend {name} {options}"
+    kit = f"-p ktk.testing.plugin --pyargs {' '.join(modules)} --ktk-backend {name} {options}"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *kit.split(), "-q", "-p", "no:cacheprovider"],
         cwd=tmp_path_factory.mktemp("kit"),

@@ -14,6 +14,8 @@ from pathlib import Path
 import amx_tools
 import pytest
 
+from ktk.testing import BACKEND, LAYER
+
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(bool(amx_tools.why_not()), reason=amx_tools.why_not() or "-")
 
@@ -76,13 +78,14 @@ def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path
         ("LLAMAFILE", "amx_int8", "tdpbssd"),
     ],
 )
-@pytest.mark.parametrize(("module", "examples"), [("conformance", 15), ("conformance_moe", 4)])
+@pytest.mark.parametrize(("modules", "examples"), [(BACKEND, 15), (LAYER, 4)])
 def test_backends_pass_the_kit_on_software_tiles(
-    name: str, variant: str, op: str, module: str, examples: int, tmp_path: Path
+    name: str, variant: str, op: str, modules: tuple[str, ...], examples: int, tmp_path: Path
 ) -> None:
     # Instructions are counted in the process that runs them.
     options = f"--ktk-backend {name} --ktk-variant {variant} --ktk-profile ci --ktk-no-isolation"
-    kit = f"-p ktk.testing.plugin --pyargs ktk.testing.{module} --ktk-examples {examples} {options}"
+    properties = f"--pyargs {' '.join(modules)} --ktk-examples {examples}"
+    kit = f"-p ktk.testing.plugin {properties} {options}"
     # LLAMAFILE has nothing to export, since it stores what is given, and alone an act_format.
     absent = "exported_weights" if name == "LLAMAFILE" else "activations_depend_on_their_format"
     _, counts = run_emulated(tmp_path, *kit.split(), "-k", f"not {absent}")

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Collection
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import ktk
 from ktk import _core
-from ktk.testing import conformance
+from ktk.testing import BACKEND
 
 HERE = Path(__file__).parent
 PROPERTIES = {
-    name for name, _ in inspect.getmembers(conformance, callable) if name.startswith("test_")
+    name for module in BACKEND for name in vars(import_module(module)) if name.startswith("test_")
 }
 MEMORY = "test_memory_is_as_large_as_the_table_says"
 EVERY_OPERAND = {f"{MEMORY}[{operand}]" for operand in _core.PackedMatrix.GUARDS}
@@ -127,7 +127,7 @@ def run_kit(library: Path, mutants: Collection[str], *options: str) -> dict[str,
     """Run the kit once on several mutants."""
     report = library.parent / "report.xml"
     chosen = [part for name in mutants for part in ("--ktk-backend", f"mutants:{name}")]
-    kit = "-p ktk.testing.plugin -p no:cacheprovider --pyargs ktk.testing.conformance -q"
+    kit = f"-p ktk.testing.plugin -p no:cacheprovider --pyargs {' '.join(BACKEND)} -q"
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *kit.split(), *chosen, *options, f"--junitxml={report}"],
         env=os.environ | {"KTK_MUTANTS": str(library), "PYTHONPATH": str(HERE)},
