@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 __path__ = extend_path(__path__, __name__)
 
 from ktk._core import Format, WorkerPool
-from ktk.backend import Backend
+from ktk.backend import Backend, BackendInfo
 from ktk.config import MoEConfig
 from ktk.errors import (
     BackendConflict,
@@ -35,7 +35,7 @@ from ktk.errors import (
 from ktk.model import Model
 from ktk.moe import MoE
 from ktk.pool import default_pool
-from ktk.registry import BackendInfo, backends, load_backend
+from ktk.registry import backends, load_backend
 from ktk.ticket import Ticket
 
 if TYPE_CHECKING:

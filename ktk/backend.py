@@ -1,7 +1,9 @@
-"""A loaded backend."""
+"""A backend: where it comes from, and what it is once it is loaded."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, NoReturn
 
 from ktk import _core
@@ -9,7 +11,38 @@ from ktk.config import MoEConfig
 
 if TYPE_CHECKING:
     from ktk.moe import Formats, MoE
-    from ktk.registry import BackendInfo
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """Where a backend comes from, as its package's metadata says.
+
+    Attributes
+    ----------
+    name
+        The name that `load_backend` takes.
+    distribution, version
+        The installed package that provides it; empty for an object that none announces.
+    value
+        The module or object that is imported, as in the entry point.
+    built
+        False for a backend that ktk announces, but that this build of ktk was made without.
+    rivals
+        Other distributions that provide a backend of the same name.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    value: str
+    built: bool = True
+    rivals: tuple[str, ...] = ()
+    entry: EntryPoint | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        if not self.distribution:
+            return f"{self.name} ({self.value}, not installed)"
+        return f"{self.name} of {self.distribution} {self.version}"
 
 
 class Backend:

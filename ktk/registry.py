@@ -11,10 +11,13 @@ import os
 import re
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, NoReturn
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from typing import NoReturn
 
+from ktk import _core
+from ktk.aliases import ALIASES, Alias, find_alias
+from ktk.backend import Backend, BackendInfo
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -24,43 +27,7 @@ from ktk.errors import (
     BackendUnsupported,
 )
 
-if TYPE_CHECKING:
-    from ktk.aliases import Alias
-    from ktk.backend import Backend
-
 GROUP = "ktk.backends"
-
-
-@dataclass(frozen=True)
-class BackendInfo:
-    """Where a backend comes from, as its package's metadata says.
-
-    Attributes
-    ----------
-    name
-        The name that `load_backend` takes.
-    distribution, version
-        The installed package that provides it; empty for an object that none announces.
-    value
-        The module or object that is imported, as in the entry point.
-    built
-        False for a backend that ktk announces, but that this build of ktk was made without.
-    rivals
-        Other distributions that provide a backend of the same name.
-    """
-
-    name: str
-    distribution: str
-    version: str
-    value: str
-    built: bool = True
-    rivals: tuple[str, ...] = ()
-    entry: EntryPoint | None = field(default=None, repr=False, compare=False)
-
-    def __str__(self) -> str:
-        if not self.distribution:
-            return f"{self.name} ({self.value}, not installed)"
-        return f"{self.name} of {self.distribution} {self.version}"
 
 
 @dataclass(frozen=True)
@@ -170,8 +137,6 @@ def aliases() -> dict[str, str]:
 
     Backends are loaded where an alias stands for one of several, of which some may not run here.
     """
-    from ktk.aliases import ALIASES
-
     providers = _providers()
     usable = _usable(providers)
     targets = {name: _target(alias, usable) for name, alias in ALIASES.items()}
@@ -206,8 +171,6 @@ def _can_run(name: str) -> bool:
 
 def _resolve(name: str, providers: Mapping[str, list[BackendInfo]]) -> str:
     """Return the registered name that is meant; one that is registered wins over an alias."""
-    from ktk.aliases import find_alias
-
     if not isinstance(name, str):
         raise TypeError(
             f"a backend is loaded by its name, a str such as 'BF16', got {type(name).__name__}"
@@ -245,9 +208,6 @@ def providers() -> list[BackendInfo]:
 
 
 def _open(info: BackendInfo) -> Backend:
-    from ktk import _core
-    from ktk.backend import Backend
-
     if not info.built:
         raise _not_built(info)
     assert info.entry is not None
@@ -339,8 +299,6 @@ def _not_built(info: BackendInfo) -> BackendError:
 
 
 def _not_found(name: str, names: list[str]) -> str:
-    from ktk.aliases import ALIASES
-
     known = aliases()
     what = hint = ""
     if alias := ALIASES.get(name.upper()):
@@ -377,8 +335,6 @@ def _failed(info: BackendInfo, error: BaseException) -> BackendImportError:
 
 def _remedy(info: BackendInfo, error: Exception) -> str:
     """Say who is behind. The error names the backend's version of the ABI first."""
-    from ktk import _core
-
     theirs = re.search(r"ABI (\d+)", str(error))
     is_newer = theirs and int(theirs[1]) > _core.ABI[0]
     if not info.distribution:

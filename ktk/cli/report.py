@@ -14,10 +14,10 @@ from rich.table import Table
 
 from ktk import _core
 from ktk.aliases import ALIASES
+from ktk.backend import BackendInfo
 from ktk.cli.text import plain_table
 from ktk.errors import BackendError
 from ktk.registry import (
-    BackendInfo,
     aliases,
     check_runnable,
     find_backend,

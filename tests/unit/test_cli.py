@@ -15,10 +15,9 @@ import pytest
 from typer.testing import CliRunner
 
 import ktk
-from ktk import registry
+from ktk import BackendInfo, registry
 from ktk.cli import app, report
 from ktk.errors import BackendImportError
-from ktk.registry import BackendInfo
 
 runner = CliRunner()
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ktk import _core, system
+from ktk import BackendInfo, _core, system
 from ktk.cli import app, health, report
 from ktk.errors import BackendError, BackendImportError, BackendUnsupported
-from ktk.registry import BackendInfo
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
