@@ -1,0 +1,62 @@
+"""A prefetch policy as `ktk._core.prefetch` writes it and `set_prefetch` reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+#: The classes of products that a policy has an entry for.
+CLASSES = ("few", "one", "pair", "many", "decode")
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How far ahead in bytes, into which cache, and whether one line of each page in turn."""
+
+    ahead: int
+    cache: int
+    by_pages: bool = False
+
+    @staticmethod
+    def parse(text: str) -> Fetch:
+        """Read ``4096:l1`` or ``32768:l2:pages``."""
+        ahead, cache, *order = text.split(":")
+        return Fetch(int(ahead), int(cache.removeprefix("l")), order == ["pages"])
+
+    def __str__(self) -> str:
+        return f"{self.ahead}:l{self.cache}" + (":pages" if self.by_pages else "")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """An entry for every class, and the most multiply instructions for a line that are few."""
+
+    few: Fetch
+    one: Fetch
+    pair: Fetch
+    many: Fetch
+    decode: Fetch
+    few_products: int
+
+    @staticmethod
+    def parse(text: str) -> Policy:
+        """Read a whole policy, as `ktk._core.prefetch` returns it."""
+        entries = dict(part.split("=") for part in text.split(","))
+        fetches = {name: Fetch.parse(entries[name]) for name in CLASSES}
+        return Policy(**fetches, few_products=int(entries["few_products"]))
+
+    def with_entry(self, name: str, fetch: Fetch) -> Policy:
+        """Return the same policy with another entry for one class."""
+        return replace(self, **{name: fetch})  # type: ignore[arg-type]
+
+    def __str__(self) -> str:
+        return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+
+
+def candidates(*, by_pages: bool) -> list[Fetch]:
+    """Return what to try: none, and 512 B to 64 KiB ahead into either cache."""
+    distances = [512 << i for i in range(8)]
+    found = [Fetch(0, 2), *(Fetch(ahead, cache) for cache in (1, 2) for ahead in distances)]
+    if by_pages:
+        # One line of each of eight pages: 32 KiB at a time.
+        found += [Fetch(ahead, cache, True) for cache in (1, 2) for ahead in (32768, 65536)]
+    return found

@@ -1,0 +1,50 @@
+"""A policy as a row of native/core/prefetch.cc."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from prefetch.policy import CLASSES, Fetch, Policy
+
+
+def instruction_sets(allowed: Collection[str]) -> str:
+    """Return what a row asks of a CPU, so that one without AMX does not get that of one with it."""
+    if "amx_int8" in allowed and "amx_bf16" in allowed:
+        return "kAmx"
+    sets = {"avx512": "KTK_ISA_AVX512", "neon": "KTK_ISA_NEON"}
+    return next((bits for name, bits in sets.items() if name in allowed), "KTK_ISA_NONE")
+
+
+def row(policy: Policy, cpu: tuple[str, int, int], isa: str, comment: list[str]) -> str:
+    """Return the initializer, as clang-format would have it.
+
+    Parameters
+    ----------
+    policy : Policy
+    cpu : tuple of str, int, int
+        Vendor, family and model, as `ktk._core.cpu_id` returns them.
+    isa : str
+        From `instruction_sets`.
+    comment : list of str
+        Lines that say what was measured.
+    """
+    vendor, family, model = cpu
+    lines = [f"    // {line}" for line in comment]
+    lines += [
+        '    {"NAME",',
+        f'     "{vendor}",',
+        f"     {family:#x},",
+        f"     {model:#x},",
+        f"     {model:#x}," if vendor else "     kAnyModel,",
+        f"     {isa},",
+        "     {.struct_size = sizeof(ktk_prefetch),",
+        f"      .few_products = {policy.few_products},",
+    ]
+    lines += [f"      .{name} = {_initializer(getattr(policy, name))}," for name in CLASSES]
+    lines[-1] = lines[-1].removesuffix(",") + "}},"
+    return "\n".join(lines)
+
+
+def _initializer(fetch: Fetch) -> str:
+    order = "kByPages" if fetch.by_pages else "kInOrder"
+    return f"{{{fetch.ahead}, {fetch.cache}, {order}}}"
