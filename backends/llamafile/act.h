@@ -1,7 +1,7 @@
 // Activation codec: rows of f32 to int8 with a scale per 32 values, and back. For types that pair
 // units (normal.h) the scale is per 64, and all else the same.
 //
-//   one row   [k codes][Factor per unit of 32][length per unit][zeros]
+//   one row   [k codes][ActGroup per unit of 32][length per unit][zeros]
 //
 // scale = absmax / 127, code = x / scale to nearest even. Where there is a NaN or Inf, the scale is
 // NaN and codes are 0. Rows are an odd number of cache lines long: 16 rows at a power of two would
@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "codec/int8/quantize.h"
-#include "llamafile/layout.h"
+#include "llamafile/gguf/layout.h"
 
 namespace ktk::llamafile {
 namespace {
@@ -21,31 +21,31 @@ namespace {
 // start. It comes in halves, for types with groups of 16. `sum` is for minima.
 constexpr int kOffset = 128;
 
-struct Factor {
+struct ActGroup {
   float scale;
   int32_t comp[2];  // -kOffset * sum of the codes of a half
   float sum;        // scale * sum of the codes
 };
 
-// What bounds a sum of products (words.h): the sum of the squares of the codes of a half, the
-// larger one, in units of 1024 and rounded up. No more than 16 * 127^2 / 1024, or kNoLength.
-using Length = uint8_t;
-constexpr int kLengthUnit = 1024;
-constexpr Length kNoLength = 0xff;  // of a scale that is not moderate
+// What bounds a sum of products (gemm_i16.h): the sum of the squares of the codes of a half, the
+// larger one, in units of 1024 and rounded up. No more than 16 * 127^2 / 1024, or kNoNorm.
+using SquaredNorm = uint8_t;
+constexpr int kNormUnit = 1024;
+constexpr SquaredNorm kNoNorm = 0xff;  // of a scale that is not moderate
 
 constexpr ktk_format act_format_of(const BlockType& type) {
-  return {KTK_I8, KTK_F32, KTK_NONE, 1, (pairs_units(type) ? 2u : 1u) * uint32_t{kUnit}};
+  return {KTK_I8, KTK_F32, KTK_NONE, 1, (pairs_units(type) ? 2u : 1u) * uint32_t{kSubBlock}};
 }
 
 // Where rows may be cut.
-constexpr size_t kActStep = 2 * kUnit;
+constexpr size_t kActStep = 2 * kSubBlock;
 
-inline size_t factor_offset(const ktk_matrix* m) { return m->k; }
-inline size_t length_offset(const ktk_matrix* m) {
-  return factor_offset(m) + num_units(m) * sizeof(Factor);
+inline size_t group_offset(const ktk_matrix* m) { return m->k; }
+inline size_t norm_offset(const ktk_matrix* m) {
+  return group_offset(m) + num_sub_blocks(m) * sizeof(ActGroup);
 }
 inline size_t act_size(const ktk_matrix* m) {
-  return round_up(length_offset(m) + num_units(m) * sizeof(Length), kLine) | kLine;
+  return round_up(norm_offset(m) + num_sub_blocks(m) * sizeof(SquaredNorm), kLine) | kLine;
 }
 
 // A scale with which neither sums of a run overflow nor products are rounded as subnormals.
@@ -62,8 +62,8 @@ inline int32_t larger_square(__m256i codes) {
       _mm_max_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)));
 }
 
-inline void pack_act_unit(const float* x, SymmetricScale s, uint8_t* codes, Factor* factor,
-                          Length* length) {
+inline void pack_sub_block(const float* x, SymmetricScale s, uint8_t* codes, ActGroup* factor,
+                           SquaredNorm* length) {
   const __m128i low = narrow(quantize(load_f32(x), s));
   const __m128i high = narrow(quantize(load_f32(x + 16), s));
   store_bytes(codes, low);
@@ -83,8 +83,8 @@ inline void pack_act_unit(const float* x, SymmetricScale s, uint8_t* codes, Fact
   factor->comp[1] = -kOffset * sum[1];
   factor->sum = s.scale * static_cast<float>(sum[0] + sum[1]);
   *length = is_moderate(s.scale)
-                ? static_cast<Length>((larger_square(both) + kLengthUnit - 1) / kLengthUnit)
-                : kNoLength;
+                ? static_cast<SquaredNorm>((larger_square(both) + kNormUnit - 1) / kNormUnit)
+                : kNoNorm;
 }
 
 // So many scales at once, whose divisions take longer than all else if they come one by one. More
@@ -109,19 +109,19 @@ inline void pack_act(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t 
   const int pairs = pairs_units(block_type(matrix->format.element));
   uint8_t* row = static_cast<uint8_t*>(act);
   for (size_t i = 0; i < m; ++i, x += x_stride, row += act_stride) {
-    Factor* factors = reinterpret_cast<Factor*>(row + factor_offset(matrix));
-    Length* lengths = reinterpret_cast<Length*>(row + length_offset(matrix));
+    ActGroup* factors = reinterpret_cast<ActGroup*>(row + group_offset(matrix));
+    SquaredNorm* norms = reinterpret_cast<SquaredNorm*>(row + norm_offset(matrix));
     for (size_t k = k_begin; k < k_end;) {
       SymmetricScale scales[kScales];
-      const size_t units = smaller(kScales << pairs, (k_end - k) / kUnit);
-      act_scales(x + (k - k_begin), kUnit << pairs, units >> pairs, scales);
-      for (size_t u = 0; u < units; ++u, k += kUnit) {
-        pack_act_unit(x + (k - k_begin), scales[u >> pairs], row + k, factors + k / kUnit,
-                      lengths + k / kUnit);
+      const size_t units = smaller(kScales << pairs, (k_end - k) / kSubBlock);
+      act_scales(x + (k - k_begin), kSubBlock << pairs, units >> pairs, scales);
+      for (size_t u = 0; u < units; ++u, k += kSubBlock) {
+        pack_sub_block(x + (k - k_begin), scales[u >> pairs], row + k, factors + k / kSubBlock,
+                       norms + k / kSubBlock);
       }
     }
     if (k_end == matrix->k) {
-      uint8_t* end = reinterpret_cast<uint8_t*>(lengths + num_units(matrix));
+      uint8_t* end = reinterpret_cast<uint8_t*>(norms + num_sub_blocks(matrix));
       memset(end, 0, static_cast<size_t>(row + act_size(matrix) - end));
     }
   }
@@ -131,10 +131,10 @@ inline void unpack_act(const ktk_matrix* matrix, size_t m, const void* act, size
                        float* out, size_t out_stride) {
   const uint8_t* row = static_cast<const uint8_t*>(act);
   for (size_t i = 0; i < m; ++i, row += act_stride, out += out_stride) {
-    const Factor* factors = reinterpret_cast<const Factor*>(row + factor_offset(matrix));
+    const ActGroup* factors = reinterpret_cast<const ActGroup*>(row + group_offset(matrix));
     for (size_t k = 0; k < matrix->k; k += 16) {
       const __m128i q = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k));
-      store_product(out + k, q, factors[k / kUnit].scale);
+      store_product(out + k, q, factors[k / kSubBlock].scale);
     }
   }
 }

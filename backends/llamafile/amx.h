@@ -10,12 +10,12 @@
 // sums can only leave through memory. They are scaled and added to dst while the next unit is
 // multiplied: at once, that would wait for the stores and the tiles would wait for it.
 //
-// Sums are exact and meet the roundings that tile.h lists, so a row has the same bits here and in
-// the micro-kernel for few rows.
+// Sums are exact and meet the roundings that gemm_tile.h lists, so a row has the same bits here and
+// in the micro-kernel for few rows.
 #pragma once
 
 #include "gemm/amx.h"
-#include "llamafile/matmul.h"
+#include "llamafile/gemm.h"
 #include "llamafile/operands.h"
 
 namespace ktk::llamafile {
@@ -23,8 +23,8 @@ namespace {
 
 constexpr size_t kTileRows = 16;
 constexpr size_t kBlockRows = 2 * kTileRows;
-constexpr size_t kBlockValues = kBlockRows * kColumns;
-constexpr size_t kStretchUnits = 2 * kRunUnits;
+constexpr size_t kBlockValues = kBlockRows * kNr;
+constexpr size_t kStretchUnits = 2 * kSubBlocks;
 
 // Operands and parameters of a stretch; C of the units that are being multiplied, and of those
 // before them: one, or two that meet the same act scale, each of up to two groups; sums of a run.
@@ -38,12 +38,12 @@ inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
 template <bool kBothHalves>
 inline void multiply_group(const uint8_t* operands, const uint8_t* act, size_t act_stride,
                            int32_t* c) {
-  constexpr size_t kStride = kColumns * sizeof(int32_t);
+  constexpr size_t kStride = kNr * sizeof(int32_t);
   _tile_zero(0);
   _tile_zero(1);
-  _tile_loadd(6, operands, kRowBytes);
+  _tile_loadd(6, operands, kPlaneBytes);
   _tile_loadd(4, act, act_stride);
-  _tile_loadd(7, operands + kLine, kRowBytes);
+  _tile_loadd(7, operands + kLine, kPlaneBytes);
   _tile_dpbssd(0, 4, 6);
   _tile_dpbssd(1, 4, 7);
   _tile_stored(0, c, kStride);
@@ -54,8 +54,8 @@ inline void multiply_group(const uint8_t* operands, const uint8_t* act, size_t a
     _tile_loadd(5, act + kTileRows * act_stride, act_stride);
     _tile_dpbssd(2, 5, 6);
     _tile_dpbssd(3, 5, 7);
-    _tile_stored(2, c + kTileRows * kColumns, kStride);
-    _tile_stored(3, c + kTileRows * kColumns + 16, kStride);
+    _tile_stored(2, c + kTileRows * kNr, kStride);
+    _tile_stored(3, c + kTileRows * kNr + 16, kStride);
   }
 }
 
@@ -83,7 +83,7 @@ struct Pending {
 
   void add() const {
     if (rows == 0) return;
-    for (size_t column = 0; column < kColumns; column += Dot::kLanes) add_columns(column);
+    for (size_t column = 0; column < kNr; column += Dot::kLanes) add_columns(column);
     if (end.run) {
       add_run(*end.type, end.run, dst, rows, end.dst, end.dst_stride);
       clear_rows(dst, dst_stride, rows);
@@ -95,15 +95,15 @@ struct Pending {
     Dot::Float scale[kMostGroups], min[kMostGroups];
     for (size_t i = 0; i < kSpan * Shape::kScales; ++i) {
       const float* of_group =
-          params + column + i / Shape::kScales * Shape::kParams + i % Shape::kScales * kColumns;
+          params + column + i / Shape::kScales * Shape::kParams + i % Shape::kScales * kNr;
       scale[i] = Dot::load(of_group);
-      if constexpr (Shape::kMins) min[i] = Dot::load(of_group + Shape::kScales * kColumns);
+      if constexpr (Shape::kMins) min[i] = Dot::load(of_group + Shape::kScales * kNr);
     }
     const uint8_t* of_row = factor;
     const int32_t* from = c + column;
     float* to = dst + column;
     for (size_t row = 0; row < rows; ++row) {
-      const Factor* f = reinterpret_cast<const Factor*>(of_row);
+      const ActGroup* f = reinterpret_cast<const ActGroup*>(of_row);
       const Dot::Float act_scale = Dot::set1(f->scale);
       const auto sum = [&](size_t i) {
         return Dot::convert(_mm512_load_si512(from + i * kBlockValues));
@@ -129,41 +129,41 @@ struct Pending {
       }
       Dot::store(to, value);
       of_row += act_stride;
-      from += kColumns;
+      from += kNr;
       to += dst_stride;
     }
   }
 };
 
 template <class Shape>
-inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
+inline void multiply_amx_blocks(const ktk_matmul* mm, const BlockLayout& layout,
                                 WriteOperands write_signed) {
   constexpr size_t kGroups = Shape::kScales;  // of a unit
   constexpr size_t kSpan = Pending<Shape>::kSpan;
-  const Meaning meaning(runs.type, 0);
-  const TileRows tile_rows(mm->m, kUnit / kGroups);
-  const size_t units = runs.units;
+  const CodeTable table(layout.type, 0);
+  const TileRows tile_rows(mm->m, kSubBlock / kGroups);
+  const size_t units = layout.sub_blocks;
   const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
   const uint8_t* act = static_cast<const uint8_t*>(mm->act);
   uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
   float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
   int32_t* c = reinterpret_cast<int32_t*>(operands + stretch_bytes(kStretchUnits));
   int32_t* c_before = c + kMostGroups * kBlockValues;
-  const bool is_summed = sums_runs(runs.type);
+  const bool is_summed = sums_runs(layout.type);
   float* sums = reinterpret_cast<float*>(c + 2 * kMostGroups * kBlockValues);
-  clear_rows(sums, kColumns, kBlockRows);
+  clear_rows(sums, kNr, kBlockRows);
   const WeightStream stream = weight_stream(mm);
   const uint8_t* run = block_at(mm, mm->n_begin);
   Pending<Shape> pending = {};
-  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
+  for (size_t n = mm->n_begin; n < mm->n_end; n += kNr) {
     float* dst = mm->dst + (n - mm->n_begin);
     clear_rows(dst, mm->dst_stride, mm->m);
     for (size_t unit = 0, count; unit < units; unit += count) {
       pending.add();  // its parameters are about to be overwritten
       pending.rows = 0;
       count = smaller(kStretchUnits, units - unit);
-      const uint8_t* const end = load_stretch_params(runs, Shape::kParams, run, count, params);
-      write_stretch(runs, meaning, write_signed, run, count, operands);
+      const uint8_t* const end = load_stretch_params(layout, Shape::kParams, run, count, params);
+      write_stretch(layout, table, write_signed, run, count, operands);
       tile_memory_barrier();
       // All units of all rows together fetch the stretch that comes next.
       const size_t lines = static_cast<size_t>(end - run) / kLine;
@@ -179,22 +179,22 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
           for (size_t j = 0; j < kSpan * share; ++j, ++line) prefetch_l2(stream.at(line));
           for (size_t g = 0; g < kSpan * kGroups; ++g) {
             multiply_rows(operands + i * kOperandBytes + g * kOperandBytes / kGroups,
-                          first + (unit + i) * kUnit + g * kUnit / kGroups, mm->act_stride,
+                          first + (unit + i) * kSubBlock + g * kSubBlock / kGroups, mm->act_stride,
                           c + g * kBlockValues);
           }
           pending.add();
           float* const to = dst + row * mm->dst_stride;
-          // Runs of these types are whole: others have no d per 256 columns.
-          const bool ends_run = is_summed && (i + kSpan) % kRunUnits == 0;
-          const size_t of_run = i / kRunUnits * run_bytes(runs.type, kRunUnits);
+          // BlockLayout of these types are whole: others have no d per 256 columns.
+          const bool ends_run = is_summed && (i + kSpan) % kSubBlocks == 0;
+          const size_t of_run = i / kSubBlocks * super_block_bytes(layout.type, kSubBlocks);
           pending = {
               .c = c,
-              .factor = first + factor_offset(mm->matrix) + (unit + i) * sizeof(Factor),
+              .factor = first + group_offset(mm->matrix) + (unit + i) * sizeof(ActGroup),
               .act_stride = mm->act_stride,
               .params = params + i * Shape::kParams,
               .dst = is_summed ? sums : to,
-              .dst_stride = is_summed ? kColumns : mm->dst_stride,
-              .end = {.type = &runs.type,
+              .dst_stride = is_summed ? kNr : mm->dst_stride,
+              .end = {.type = &layout.type,
                       .run = ends_run ? first_run + of_run : nullptr,
                       .dst = to,
                       .dst_stride = mm->dst_stride},
@@ -211,33 +211,33 @@ inline void multiply_amx_blocks(const ktk_matmul* mm, const Runs& runs,
 }
 
 template <class Shape>
-inline void multiply_amx_as(const ktk_matmul* mm, const Runs& runs) {
-  switch (runs.type.bits) {
+inline void multiply_amx_as(const ktk_matmul* mm, const BlockLayout& layout) {
+  switch (layout.type.bits) {
     case 2:
-      return multiply_amx_blocks<Shape>(mm, runs, write_operands<2, 0>);
+      return multiply_amx_blocks<Shape>(mm, layout, write_operands<2, 0>);
     case 3:
-      return multiply_amx_blocks<Shape>(mm, runs, write_operands<3, 0>);
+      return multiply_amx_blocks<Shape>(mm, layout, write_operands<3, 0>);
     case 4:
-      return multiply_amx_blocks<Shape>(mm, runs, write_operands<4, 0>);
+      return multiply_amx_blocks<Shape>(mm, layout, write_operands<4, 0>);
     case 5:
-      return multiply_amx_blocks<Shape>(mm, runs, write_operands<5, 0>);
+      return multiply_amx_blocks<Shape>(mm, layout, write_operands<5, 0>);
     case 6:
-      return multiply_amx_blocks<Shape>(mm, runs, write_operands<6, 0>);
+      return multiply_amx_blocks<Shape>(mm, layout, write_operands<6, 0>);
     default:
-      return multiply_amx_blocks<Shape>(mm, runs, write_operands<8, 0>);
+      return multiply_amx_blocks<Shape>(mm, layout, write_operands<8, 0>);
   }
 }
 
 inline void multiply_amx(const ktk_matmul* mm) {
-  const Runs runs(mm->matrix);
-  const BlockType& type = runs.type;
+  const BlockLayout layout(mm->matrix);
+  const BlockType& type = layout.type;
   const bool pairs = pairs_units(type);
   if (type.group == 16) {
-    if (type.has_dmin) return multiply_amx_as<HalvesMins>(mm, runs);
-    return pairs ? multiply_amx_as<PairsHalves>(mm, runs) : multiply_amx_as<Halves>(mm, runs);
+    if (type.has_dmin) return multiply_amx_as<HalvesMins>(mm, layout);
+    return pairs ? multiply_amx_as<PairsHalves>(mm, layout) : multiply_amx_as<Halves>(mm, layout);
   }
-  if (!type.has_dmin) return multiply_amx_as<Plain>(mm, runs);
-  return pairs ? multiply_amx_as<PairsMins>(mm, runs) : multiply_amx_as<Mins>(mm, runs);
+  if (!type.has_dmin) return multiply_amx_as<Plain>(mm, layout);
+  return pairs ? multiply_amx_as<PairsMins>(mm, layout) : multiply_amx_as<Mins>(mm, layout);
 }
 
 }  // namespace

@@ -7,11 +7,11 @@ namespace ktk::llamafile {
 namespace {
 
 // What the codes of a type stand for: sixteen entries, or what is added to a code.
-struct Meaning {
+struct CodeTable {
   alignas(16) uint8_t table[16];
   int bias;
 
-  explicit Meaning(const BlockType& type, int offset = Dot::kWeightOffset)
+  explicit CodeTable(const BlockType& type, int offset = Dot::kWeightOffset)
       : bias(offset - type.offset) {
     for (int i = 0; i < 16; ++i) {
       table[i] = static_cast<uint8_t>(type.linear ? i + bias : type.table[i] + offset);
@@ -26,8 +26,8 @@ class Codes {
  public:
   using Int = Dot::Int;
 
-  explicit Codes(const Meaning& meaning)
-      : meaning_(kBits <= 4 ? Dot::load_table(meaning.table) : Dot::set1_byte(meaning.bias)) {}
+  explicit Codes(const CodeTable& table)
+      : table_(kBits <= 4 ? Dot::load_table(table.table) : Dot::set1_byte(table.bias)) {}
 
   // The operand of a step; `unit` points to the first column.
   template <int kStep>
@@ -52,7 +52,7 @@ class Codes {
 
  private:
   static Int row(const uint8_t* unit, int index) {
-    return Dot::load_bytes(unit + static_cast<size_t>(index) * kRowBytes);
+    return Dot::load_bytes(unit + static_cast<size_t>(index) * kPlaneBytes);
   }
 
   // kWidth bits of every byte from bit kFrom on, moved to bit kTo.
@@ -67,15 +67,15 @@ class Codes {
     if constexpr (kPlain) {
       return code;
     } else if constexpr (kBits <= 4) {
-      return Dot::shuffle(meaning_, code);
+      return Dot::shuffle(table_, code);
     } else if constexpr (kBits == 8 && kOffset == 128) {
       return code;  // eight bits have the offset 128
     } else {
-      return Dot::add_bytes(code, meaning_);
+      return Dot::add_bytes(code, table_);
     }
   }
 
-  Int meaning_;
+  Int table_;
 };
 
 }  // namespace

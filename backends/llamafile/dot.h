@@ -2,7 +2,7 @@
 // says what a weight has to look like for it:
 //
 //   kWeightOffset   is added to table[code]
-//   kMaxRows        of a tile, kVecs registers wide
+//   kMaxRows        of a tile, kVectors registers wide
 //   kMaxHalfRows    the same where a unit has two groups: twice the accumulators
 //   kMaxHeldRows, kMaxHeldHalfRows   of a tile that also holds dst in registers
 //   broadcast_row<at>(act, stride, row)   four bytes of a row of act, row < 3
@@ -19,7 +19,7 @@
 namespace ktk::llamafile {
 namespace {
 
-constexpr int kVecs = 2;  // registers of weights of a tile
+constexpr int kVectors = 2;  // registers of weights of a tile
 
 #if defined(__AVX512VNNI__)
 
@@ -118,7 +118,7 @@ struct Dot : Ymm {
 
 #endif
 
-constexpr size_t kTileColumns = kVecs * Dot::kLanes;
+constexpr size_t kTileNr = kVectors * Dot::kLanes;
 constexpr size_t kFewRows = 12;  // those of a lone tile, which is faster where memory is the limit
 
 }  // namespace

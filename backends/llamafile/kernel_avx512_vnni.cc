@@ -1,5 +1,5 @@
 // AVX-512 with vpdpbusd: Ice Lake and later servers, Zen 4, Zen 5.
-#include "llamafile/held.h"
+#include "llamafile/gemm_in_regs.h"
 #include "llamafile/variant.h"
 
 namespace ktk::llamafile {

@@ -1,5 +1,5 @@
 // 256 bits: plain AVX2, and AVX-VNNI, which client CPUs without AVX-512 have.
-#include "llamafile/matmul.h"
+#include "llamafile/gemm.h"
 #include "llamafile/variant.h"
 
 namespace ktk::llamafile {

@@ -1,7 +1,7 @@
 // LLAMAFILE: ggml's block types and floats, exactly as GGUF files hold them.
 #include "ktk/module.h"
 
-#include "llamafile/types.h"
+#include "llamafile/gguf/types.h"
 
 namespace {
 

@@ -5,11 +5,11 @@
 //   dst          = fma(sum of a run, d, dst)
 //
 // What is in brackets is an integer. Where the four sums are words it is at most 2^24, and any way
-// to compute it is right: with floats (tile.h, thin.h) or with words (words.h). With d in it, it
-// would have to be rounded.
+// to compute it is right: with floats (gemm_tile.h, gemv.h) or with words (gemm_i16.h). With d in
+// it, it would have to be rounded.
 #pragma once
 
-#include "llamafile/params.h"
+#include "llamafile/scaling.h"
 
 namespace ktk::llamafile {
 namespace {
@@ -21,7 +21,7 @@ inline Dot::Float load_run_d(const BlockType& type, const uint8_t* d) {
 
 // d of a run, 32 floats.
 inline void load_run_ds(const BlockType& type, const uint8_t* run, float* to) {
-  for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+  for (size_t c = 0; c < kNr; c += Dot::kLanes) {
     Dot::store(to + c, load_run_d(type, run + c * d_bytes(type)));
   }
 }
@@ -29,11 +29,11 @@ inline void load_run_ds(const BlockType& type, const uint8_t* run, float* to) {
 // Sums of a run, rows of 32 columns, to dst.
 inline void add_run(const BlockType& type, const uint8_t* run, const float* sums, size_t rows,
                     float* dst, size_t dst_stride) {
-  for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+  for (size_t c = 0; c < kNr; c += Dot::kLanes) {
     const Dot::Float d = load_run_d(type, run + c * d_bytes(type));
     for (size_t r = 0; r < rows; ++r) {
       float* to = dst + r * dst_stride + c;
-      Dot::store(to, Dot::fma(Dot::load(sums + r * kColumns + c), d, Dot::load(to)));
+      Dot::store(to, Dot::fma(Dot::load(sums + r * kNr + c), d, Dot::load(to)));
     }
   }
 }

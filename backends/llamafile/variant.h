@@ -6,14 +6,14 @@
 #include "llamafile/act.h"
 #include "llamafile/either.h"
 #include "llamafile/floats/codec.h"
-#include "llamafile/layout.h"
-#include "llamafile/weight.h"
+#include "llamafile/gguf/layout.h"
+#include "llamafile/gguf/weight_codec.h"
 #include "llamafile/with_bf16.h"
 
 namespace ktk::llamafile {
 namespace {
 
-using FloatAct = ActRowsF32<kUnit>;
+using FloatAct = ActRowsF32<kSubBlock>;
 
 inline void act_format(const ktk_matrix* matrix, ktk_format* out) {
   *out = floats::is_float(matrix->format) ? FloatAct::kFormat
@@ -26,7 +26,7 @@ constexpr ktk_variant make_table(const ktk_ukernel (&ukernels)[kNumKernels]) {
   v.weight_size = either<weight_size, floats::weight_size>;
   v.pack_weight = either<pack_weight, floats::pack_weight>;
   v.unpack_weight = either<unpack_weight, floats::unpack_weight>;
-  v.weight_offset = either<block_offset, floats::weight_offset>;
+  v.weight_offset = either<weight_offset, floats::weight_offset>;
   v.act_format = act_format;
   v.act_size = either<act_size, FloatAct::size>;
   v.pack_act = either<pack_act, FloatAct::pack>;

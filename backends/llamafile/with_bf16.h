@@ -89,7 +89,7 @@ class WithBf16 {
     v.struct_size = sizeof v;
     v.name = KTK_STRING(KTK_TARGET);
     v.required_isa = KTK_TARGET_ISA;
-    v.tile = {.m_step = m_step, .n_step = kColumns, .k_step = kActStep};
+    v.tile = {.m_step = m_step, .n_step = kNr, .k_step = kActStep};
     v.layout = kLayout;
     v.weight_size = served<&ktk_variant::weight_size>;
     v.pack_weight = served<&ktk_variant::pack_weight>;

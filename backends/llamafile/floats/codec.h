@@ -17,18 +17,18 @@ inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 template <class T>
 inline void pack_rows(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                       size_t n_end, char* packed) {
-  for (size_t n = n_begin; n < n_end; n += kColumns) {
+  for (size_t n = n_begin; n < n_end; n += kNr) {
     const char* rows = static_cast<const char*>(source->data) + n * source->data_stride;
-    const size_t num_rows = smaller(n_end - n, kColumns);
+    const size_t num_rows = smaller(n_end - n, kNr);
     T* block = reinterpret_cast<T*>(packed + weight_offset(matrix, n));
-    T square[kColumns][kDepth] = {};
+    T square[kNr][kDepth] = {};
     for (size_t k = 0; k < matrix->k; k += kDepth) {
       const size_t depth = smaller(matrix->k - k, kDepth);
       for (size_t row = 0; row < num_rows; ++row) {
         memcpy(square[row], rows + row * source->data_stride + k * sizeof(T), depth * sizeof(T));
       }
-      for (size_t i = 0; i < depth; ++i, block += kColumns) {
-        for (size_t row = 0; row < kColumns; ++row) block[row] = square[row][i];
+      for (size_t i = 0; i < depth; ++i, block += kNr) {
+        for (size_t row = 0; row < kNr; ++row) block[row] = square[row][i];
       }
     }
   }
@@ -45,9 +45,9 @@ template <class T, class Widen>
 inline void unpack_rows(const ktk_matrix* matrix, const char* packed, size_t n_begin, size_t n_end,
                         float* out, size_t out_stride, Widen widen) {
   for (size_t n = n_begin; n < n_end;) {
-    const size_t first = n % kColumns, count = smaller(n_end - n, kColumns - first);
+    const size_t first = n % kNr, count = smaller(n_end - n, kNr - first);
     const T* block = reinterpret_cast<const T*>(packed + weight_offset(matrix, n)) + first;
-    for (size_t k = 0; k < matrix->k; ++k, block += kColumns) {
+    for (size_t k = 0; k < matrix->k; ++k, block += kNr) {
       for (size_t row = 0; row < count; ++row) out[row * out_stride + k] = widen(block[row]);
     }
     n += count;

@@ -12,7 +12,7 @@
 namespace ktk::llamafile::floats {
 namespace {
 
-constexpr size_t kColumns = 32;
+constexpr size_t kNr = 32;
 constexpr size_t kLine = 64;
 
 inline bool is_float(const ktk_format& format) {
@@ -22,14 +22,14 @@ inline size_t element_bytes(const ktk_matrix* matrix) {
   return matrix->format.element == KTK_F32 ? 4 : 2;
 }
 inline size_t block_bytes(const ktk_matrix* matrix) {
-  return matrix->k * kColumns * element_bytes(matrix);
+  return matrix->k * kNr * element_bytes(matrix);
 }
 // Where column n, a multiple of 32, starts.
 inline size_t weight_offset(const ktk_matrix* matrix, size_t n) {
-  return n / kColumns * block_bytes(matrix);
+  return n / kNr * block_bytes(matrix);
 }
 inline size_t weight_size(const ktk_matrix* matrix) {
-  return weight_offset(matrix, matrix->n + kColumns - 1);
+  return weight_offset(matrix, matrix->n + kNr - 1);
 }
 
 }  // namespace

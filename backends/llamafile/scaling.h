@@ -15,7 +15,7 @@ struct Shape {
   static constexpr bool kMins = kMins_;
   static constexpr bool kPairs = kPairs_;  // two units meet one act scale
   static constexpr size_t kScales = kHalves ? 2 : 1;
-  static constexpr size_t kParams = kColumns * kScales * (kMins ? 2 : 1);  // floats of a unit
+  static constexpr size_t kParams = kNr * kScales * (kMins ? 2 : 1);  // floats of a unit
 };
 using Plain = Shape<false, false>;
 using Mins = Shape<false, true>;
@@ -63,7 +63,7 @@ inline Dot::Float load_dmin(const uint8_t* dmin, Dot::Float factor) {
   return Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(dmin)), factor);
 }
 
-// Minima of halves come with this factor: they are multiplied with Factor::comp.
+// Minima of halves come with this factor: they are multiplied with ActGroup::comp.
 constexpr float kMinOfHalf = -1.0f / kOffset;
 
 // A factor of the scales of types that sum runs, which meet d after the sum (run_sums.h). With
@@ -75,11 +75,11 @@ constexpr float kRunFactor = 0x1p-20f;
 inline void load_params(const BlockType& type, const Header& at, const uint8_t* run, size_t units,
                         float* params) {
   const bool halves = type.group == 16;
-  const size_t groups = halves ? 2 : 1;                                       // of a unit
-  const size_t d_step = type.d_group > kUnit ? 0 : d_bytes(type) * kColumns;  // of a group
-  const size_t unit_params = groups * kColumns * (type.has_dmin ? 2 : 1);
+  const size_t groups = halves ? 2 : 1;                                      // of a unit
+  const size_t d_step = type.d_group > kSubBlock ? 0 : d_bytes(type) * kNr;  // of a group
+  const size_t unit_params = groups * kNr * (type.has_dmin ? 2 : 1);
   const Dot::Float min_factor = Dot::set1(halves ? kMinOfHalf : 1.0f);
-  for (size_t c = 0; c < kColumns; c += Dot::kLanes) {
+  for (size_t c = 0; c < kNr; c += Dot::kLanes) {
     const uint8_t *of_d = run + at.d + c * d_bytes(type), *of_dmin = run + at.dmin + 2 * c;
     const uint8_t *sub = run + at.sub + c, *min = run + at.min + c;
     Dot::Float d = load_d(type, of_d), dmin{};
@@ -87,18 +87,17 @@ inline void load_params(const BlockType& type, const Header& at, const uint8_t* 
     if (sums_runs(type)) d = Dot::set1(kRunFactor);
     for (size_t unit = 0; unit < units; ++unit) {
       float* to = params + unit * unit_params + c;
-      for (size_t g = 0; g < groups; ++g, to += kColumns) {
+      for (size_t g = 0; g < groups; ++g, to += kNr) {
         if (d_step && unit + g > 0) {
           d = load_d(type, of_d += d_step);
           if (type.has_dmin) dmin = load_dmin(of_dmin += d_step, min_factor);
         }
         Dot::store(to, type.has_sub ? Dot::mul(d, Dot::load_i8(sub)) : d);
         if (type.has_dmin) {
-          Dot::store(to + groups * kColumns,
-                     type.has_min ? Dot::mul(dmin, Dot::load_u8(min)) : dmin);
+          Dot::store(to + groups * kNr, type.has_min ? Dot::mul(dmin, Dot::load_u8(min)) : dmin);
         }
-        sub += kColumns;
-        min += kColumns;
+        sub += kNr;
+        min += kNr;
       }
     }
   }
@@ -106,14 +105,14 @@ inline void load_params(const BlockType& type, const Header& at, const uint8_t* 
 
 // The same for so many units from `run` on: whole runs, and the last one of a block. Returns where
 // they end.
-inline const uint8_t* load_stretch_params(const Runs& runs, size_t unit_params, const uint8_t* run,
-                                          size_t units, float* params) {
+inline const uint8_t* load_stretch_params(const BlockLayout& layout, size_t unit_params,
+                                          const uint8_t* run, size_t units, float* params) {
   for (size_t count; units > 0; units -= count) {
-    count = smaller(kRunUnits, units);
-    const Header& at = runs.of(count);
-    load_params(runs.type, at, run, count, params);
+    count = smaller(kSubBlocks, units);
+    const Header& at = layout.header_of(count);
+    load_params(layout.type, at, run, count, params);
     params += count * unit_params;
-    run += at.end + count * unit_bytes(runs.type);
+    run += at.end + count * sub_block_bytes(layout.type);
   }
   return run;
 }

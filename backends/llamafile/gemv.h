@@ -1,10 +1,10 @@
 // The product of one or two rows of act, which waits for memory if it can: all units of 32 columns
 // in the order of memory, with everything but weights and act in registers.
 //
-// It differs from a tile (tile.h) in how it comes to the same sums and the same factors. It is
+// It differs from a tile (gemm_tile.h) in how it comes to the same sums and the same factors. It is
 // compiled for every type, converts scales and minima where a unit needs them, and multiplies codes
 // as they are where the table is linear: sums are too large by offset * (sum of the act codes)
-// only. The arithmetic on floats is that of tile.h, operation by operation.
+// only. The arithmetic on floats is that of gemm_tile.h, operation by operation.
 //
 // A run is fetched line by line in the order of memory, header first, although units read the
 // header bit by bit: on Zen 4, going back and forth between it and the codes costs half of the rate
@@ -23,14 +23,14 @@ namespace ktk::llamafile {
 namespace {
 
 #if defined(__SANITIZE_ADDRESS__)
-constexpr int kThinRows = 1;  // as in dot.h
+constexpr int kGemvRows = 1;  // as in dot.h
 #else
-constexpr int kThinRows = 2;
+constexpr int kGemvRows = 2;
 #endif
-constexpr size_t kThinAhead = 512;  // bytes, see gemm/weight_stream.h
+constexpr size_t kGemvAhead = 512;  // bytes, see gemm/weight_stream.h
 
 template <size_t kType, int kRows>
-class Thin {
+class Gemv {
   using Int = Dot::Int;
   using Float = Dot::Float;
 
@@ -38,27 +38,27 @@ class Thin {
   static constexpr int kBits = kOf.bits;
   static constexpr int kGroups = kOf.group == 16 ? 2 : 1;  // of a unit
   static constexpr bool kMins = kOf.has_dmin;
-  static constexpr bool kOneD = kOf.d_group == kRunColumns;
+  static constexpr bool kOneD = kOf.d_group == kSuperBlock;
   static constexpr bool kSumsRuns = sums_runs(kOf);
   static constexpr size_t kSpan = pairs_units(kOf) ? 2 : 1;   // units that meet one act scale
   static constexpr bool kNibbles = kOf.linear && kBits == 4;  // multiplied where they are
   static constexpr int kCodeOffset = kOf.linear ? kOf.offset : kOffset;
 
-  static constexpr size_t kUnitAhead = run_bytes(kOf, kRunUnits) / kRunUnits;
+  static constexpr size_t kUnitAhead = super_block_bytes(kOf, kSubBlocks) / kSubBlocks;
 
   // Columns of a register each.
   struct Params {
-    Float scale[kGroups][kVecs], min[kGroups][kVecs];
+    Float scale[kGroups][kVectors], min[kGroups][kVectors];
   };
   struct Sums {
-    Int sum[kGroups][kRows][kVecs];
+    Int sum[kGroups][kRows][kVectors];
   };
 
   const Codes<kBits, kOffset, kOf.linear> codes_;
   const size_t act_stride_;
-  Float d_[kVecs], dmin_[kVecs];
-  Float first_[kRows][kVecs], first_min_[kVecs];  // of the first unit of a pair
-  Float total_[kRows][kVecs], run_total_[kRows][kVecs];
+  Float d_[kVectors], dmin_[kVectors];
+  Float first_[kRows][kVectors], first_min_[kVectors];  // of the first unit of a pair
+  Float total_[kRows][kVectors], run_total_[kRows][kVectors];
 
   static Float minima_of(const uint8_t* dmin) {
     const Float x = Dot::load_f16(reinterpret_cast<const uint16_t*>(dmin));
@@ -67,8 +67,8 @@ class Thin {
 
   void load_ds(const uint8_t* run, const Header& at, size_t group) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
-      const size_t column = group * kColumns + v * Dot::kLanes;
+    for (int v = 0; v < kVectors; ++v) {
+      const size_t column = group * kNr + v * Dot::kLanes;
       d_[v] = load_d(kOf, run + at.d + column * d_bytes(kOf));
       if constexpr (kMins) dmin_[v] = minima_of(run + at.dmin + column * 2);
     }
@@ -81,8 +81,8 @@ class Thin {
       const size_t group = unit * kGroups + g;
       if constexpr (!kOneD) load_ds(run, at, group);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
-        const uint8_t* of_group = run + group * kColumns + v * Dot::kLanes;
+      for (int v = 0; v < kVectors; ++v) {
+        const uint8_t* of_group = run + group * kNr + v * Dot::kLanes;
         const Float d = kSumsRuns ? Dot::set1(kRunFactor) : d_[v];
         p.scale[g][v] = kOf.has_sub ? Dot::mul(d, Dot::load_i8(of_group + at.sub)) : d;
         if constexpr (kMins) {
@@ -95,7 +95,7 @@ class Thin {
   }
 
   // Where sums start: at -kCodeOffset * (sum of the act codes).
-  [[gnu::always_inline]] static Int start(const Factor& f, int group) {
+  [[gnu::always_inline]] static Int start(const ActGroup& f, int group) {
     if constexpr (kCodeOffset == 0) return Dot::set1_int(0);
     Int comp = Dot::set1_int(f.comp[group]);
     if constexpr (kGroups == 1) comp = Dot::add(comp, Dot::set1_int(f.comp[1]));
@@ -104,32 +104,32 @@ class Thin {
   }
 
   template <size_t kStep>
-  [[gnu::always_inline]] void add_step(Int (&sums)[kRows][kVecs], const Int (&operand)[kVecs],
+  [[gnu::always_inline]] void add_step(Int (&sums)[kRows][kVectors], const Int (&operand)[kVectors],
                                        const uint8_t* act) const {
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
       const Int four = Dot::broadcast_row<kStep * 4>(act, act_stride_, r);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
     }
   }
 
   template <size_t kStep = 0>
   [[gnu::always_inline]] void add_steps(Sums& sums, Sums& high, const uint8_t* unit,
                                         const uint8_t* act, const char* prefetch) const {
-    constexpr size_t kLines = (run_bytes(kOf, kRunUnits) / kRunUnits + kLine - 1) / kLine;
-    constexpr size_t kFirst = kLines * kStep / kUnitSteps;
-    constexpr size_t kEnd = kLines * (kStep + 1) / kUnitSteps;
+    constexpr size_t kLines = (super_block_bytes(kOf, kSubBlocks) / kSubBlocks + kLine - 1) / kLine;
+    constexpr size_t kFirst = kLines * kStep / kSteps;
+    constexpr size_t kEnd = kLines * (kStep + 1) / kSteps;
 #pragma GCC unroll 3
     for (size_t i = kFirst; i < kEnd; ++i) prefetch_l2(prefetch + i * kLine);
-    constexpr size_t kGroup = kStep * kGroups / kUnitSteps;
-    Int operand[kVecs];
+    constexpr size_t kGroup = kStep * kGroups / kSteps;
+    Int operand[kVectors];
     if constexpr (kNibbles) {
       if constexpr (kStep % 2 == 0) {
-        Int low[kVecs];
+        Int low[kVectors];
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) {
-          Int row = Dot::load_bytes(unit + kStep / 2 * kRowBytes + v * sizeof(Int));
+        for (int v = 0; v < kVectors; ++v) {
+          Int row = Dot::load_bytes(unit + kStep / 2 * kPlaneBytes + v * sizeof(Int));
           asm("" : "+v"(row));  // loaded once
           low[v] = Dot::mask_bytes<0x0f>(row);
           operand[v] = Dot::mask_bytes<0xf0>(row);
@@ -139,12 +139,12 @@ class Thin {
       }
     } else {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         operand[v] = codes_.template operand<kStep>(unit + v * sizeof(Int));
       }
       add_step<kStep>(sums.sum[kGroup], operand, act);
     }
-    if constexpr (kStep + 1 < kUnitSteps) add_steps<kStep + 1>(sums, high, unit, act, prefetch);
+    if constexpr (kStep + 1 < kSteps) add_steps<kStep + 1>(sums, high, unit, act, prefetch);
   }
 
   template <size_t kOfSpan>
@@ -154,23 +154,23 @@ class Thin {
     Sums sums, high;
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
-      const Factor& f = *reinterpret_cast<const Factor*>(factors + r * act_stride_);
+      const ActGroup& f = *reinterpret_cast<const ActGroup*>(factors + r * act_stride_);
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) {
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) {
+        for (int v = 0; v < kVectors; ++v) {
           sums.sum[g][r][v] = start(f, g);
           high.sum[g][r][v] = Dot::set1_int(0);
         }
       }
     }
-    add_steps(sums, high, run + at.end + unit * unit_bytes(kOf), act, prefetch);
+    add_steps(sums, high, run + at.end + unit * sub_block_bytes(kOf), act, prefetch);
     const Params p = params(run, at, unit);
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {
-      const Factor& f = *reinterpret_cast<const Factor*>(factors + r * act_stride_);
+      const ActGroup& f = *reinterpret_cast<const ActGroup*>(factors + r * act_stride_);
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         const auto sum = [&](int g) __attribute__((always_inline)) {
           Int x = sums.sum[g][r][v];
           if constexpr (kNibbles) x = Dot::add(x, Dot::divide_int<4>(high.sum[g][r][v]));
@@ -201,7 +201,7 @@ class Thin {
     }
     if constexpr (kMins && kOfSpan + 1 < kSpan) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) first_min_[v] = p.min[0][v];
+      for (int v = 0; v < kVectors; ++v) first_min_[v] = p.min[0][v];
     }
   }
 
@@ -212,12 +212,12 @@ class Thin {
                                        const WeightStream& stream, size_t ahead) {
     add_unit<kOfSpan>(run, at, unit, act, factors, stream.at(ahead / kLine));
     if constexpr (kOfSpan + 1 < kSpan) {
-      add_span<kOfSpan + 1>(run, at, unit + 1, act + kUnit, factors + sizeof(Factor), stream,
+      add_span<kOfSpan + 1>(run, at, unit + 1, act + kSubBlock, factors + sizeof(ActGroup), stream,
                             ahead + kUnitAhead);
     }
   }
 
-  static void clear(Float (&totals)[kRows][kVecs]) {
+  static void clear(Float (&totals)[kRows][kVectors]) {
     for (auto& row : totals) {
       for (Float& total : row) total = Dot::set1(0);
     }
@@ -225,7 +225,7 @@ class Thin {
 
   void end_run(const uint8_t* run) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       const Float d = load_run_d(kOf, run + v * Dot::kLanes * d_bytes(kOf));
 #pragma GCC unroll 2
       for (int r = 0; r < kRows; ++r) {
@@ -235,69 +235,69 @@ class Thin {
   }
 
  public:
-  Thin(const Meaning& meaning, size_t act_stride) : codes_(meaning), act_stride_(act_stride) {}
+  Gemv(const CodeTable& table, size_t act_stride) : codes_(table), act_stride_(act_stride) {}
 
-  static void multiply(const ktk_matmul* mm, const Meaning& meaning, const WeightStream& stream) {
-    Thin thin(meaning, mm->act_stride);
-    const Header full = header(kOf, kRunUnits);
-    const size_t units = num_units(mm->matrix);
-    const Header last = header(kOf, units % kRunUnits);
+  static void multiply(const ktk_matmul* mm, const CodeTable& table, const WeightStream& stream) {
+    Gemv gemv(table, mm->act_stride);
+    const Header full = header(kOf, kSubBlocks);
+    const size_t units = num_sub_blocks(mm->matrix);
+    const Header last = header(kOf, units % kSubBlocks);
     const uint8_t* run = reinterpret_cast<const uint8_t*>(stream.begin);
     float* dst = mm->dst;
-    for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns, dst += kColumns) {
-      clear(thin.total_);
+    for (size_t n = mm->n_begin; n < mm->n_end; n += kNr, dst += kNr) {
+      clear(gemv.total_);
       const uint8_t* act = static_cast<const uint8_t*>(mm->act);
-      const uint8_t* factors = act + factor_offset(mm->matrix);
+      const uint8_t* factors = act + group_offset(mm->matrix);
       for (size_t done = 0; done < units;) {
-        const size_t count = smaller(kRunUnits, units - done);
-        const Header& at = count == kRunUnits ? full : last;
+        const size_t count = smaller(kSubBlocks, units - done);
+        const Header& at = count == kSubBlocks ? full : last;
         // Units come back to the header: it is read here, or else the order of memory is broken.
         for (const uint8_t* line = run; line != run + at.end; line += kLine) prefetch_l1(line);
         if constexpr (kSumsRuns) {
-          clear(thin.run_total_);
+          clear(gemv.run_total_);
         } else if constexpr (kOneD) {
-          thin.load_ds(run, at, 0);
+          gemv.load_ds(run, at, 0);
         }
         size_t ahead =
-            static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) + kThinAhead;
+            static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) + kGemvAhead;
         for (size_t unit = 0; unit < count; unit += kSpan) {
-          thin.add_span(run, at, unit, act, factors, stream, ahead);
+          gemv.add_span(run, at, unit, act, factors, stream, ahead);
           ahead += kSpan * kUnitAhead;
-          act += kSpan * kUnit;
-          factors += kSpan * sizeof(Factor);
+          act += kSpan * kSubBlock;
+          factors += kSpan * sizeof(ActGroup);
         }
-        if constexpr (kSumsRuns) thin.end_run(run);
-        run += at.end + count * unit_bytes(kOf);
+        if constexpr (kSumsRuns) gemv.end_run(run);
+        run += at.end + count * sub_block_bytes(kOf);
         done += count;
       }
       for (int r = 0; r < kRows; ++r) {
-        for (int v = 0; v < kVecs; ++v) {
-          Dot::store(dst + r * mm->dst_stride + v * Dot::kLanes, thin.total_[r][v]);
+        for (int v = 0; v < kVectors; ++v) {
+          Dot::store(dst + r * mm->dst_stride + v * Dot::kLanes, gemv.total_[r][v]);
         }
       }
     }
   }
 };
 
-using MultiplyThin = void (*)(const ktk_matmul*, const Meaning&, const WeightStream&);
+using RunGemv = void (*)(const ktk_matmul*, const CodeTable&, const WeightStream&);
 
 // By type and rows - 1.
-struct ThinKernels {
+struct GemvTable {
   static constexpr size_t kTypeCount = sizeof(kTypes) / sizeof(kTypes[0]);
-  MultiplyThin of[kTypeCount][kThinRows];
+  RunGemv of[kTypeCount][kGemvRows];
 
   template <size_t kType = 0>
   constexpr void fill() {
-    of[kType][0] = Thin<kType, 1>::multiply;
-    if constexpr (kThinRows > 1) of[kType][1] = Thin<kType, 2>::multiply;
+    of[kType][0] = Gemv<kType, 1>::multiply;
+    if constexpr (kGemvRows > 1) of[kType][1] = Gemv<kType, 2>::multiply;
     if constexpr (kType + 1 < kTypeCount) fill<kType + 1>();
   }
-  constexpr ThinKernels() : of{} { fill(); }
+  constexpr GemvTable() : of{} { fill(); }
 };
-constexpr ThinKernels kThinKernels;
+constexpr GemvTable kGemvTable;
 
-inline MultiplyThin thin_kernel(const BlockType& type, size_t rows) {
-  return rows <= kThinRows ? kThinKernels.of[&type - kTypes][rows - 1] : nullptr;
+inline RunGemv gemv_for(const BlockType& type, size_t rows) {
+  return rows <= kGemvRows ? kGemvTable.of[&type - kTypes][rows - 1] : nullptr;
 }
 
 }  // namespace

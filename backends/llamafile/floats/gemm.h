@@ -24,7 +24,7 @@ constexpr size_t kRunLines = 256;  // 16 KiB of weights stay in L1 while several
 template <class V, ktk_element kElement>
 struct Weights {
   static constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
-  static constexpr size_t kLines = kColumns * kBytes / kLine;  // per k
+  static constexpr size_t kLines = kNr * kBytes / kLine;  // per k
 
   static typename V::Float load(const char* p) {
     if constexpr (kElement == KTK_F32) return V::load(reinterpret_cast<const float*>(p));
@@ -42,11 +42,11 @@ inline void multiply_add(Float& sum, Float a, Float w) {
 // How many registers of columns meet a row at once, and how often that passes over the weights.
 template <class V>
 constexpr size_t vectors_at_once(size_t rows) {
-  return kColumns / V::kLanes / (V::kLanes == 16 || rows <= 2 ? 1 : 2);
+  return kNr / V::kLanes / (V::kLanes == 16 || rows <= 2 ? 1 : 2);
 }
 template <class V>
 constexpr size_t passes(size_t rows) {
-  return kColumns / V::kLanes / vectors_at_once<V>(rows);
+  return kNr / V::kLanes / vectors_at_once<V>(rows);
 }
 
 // `rows` rows times `depth` of one block.
@@ -94,7 +94,7 @@ inline void multiply_columns(const TileWork& work, size_t pass) {
 #pragma GCC unroll 4
       for (size_t j = 0; j < kVectors; ++j) multiply_add(acc[i][j], a, w[j]);
     }
-    weight += kColumns * W::kBytes;
+    weight += kNr * W::kBytes;
     act.advance(sizeof(float));
   }
 #pragma GCC unroll 12
@@ -134,7 +134,7 @@ template <class V, ktk_element kElement>
 inline void multiply_as(const ktk_matmul* mm) {
   using W = Weights<V, kElement>;
   const size_t k = mm->matrix->k, bytes = block_bytes(mm->matrix);
-  const size_t blocks = (mm->n_end - mm->n_begin + kColumns - 1) / kColumns;
+  const size_t blocks = (mm->n_end - mm->n_begin + kNr - 1) / kNr;
   const WeightStream stream = {
       .begin = static_cast<const char*>(mm->weight) + weight_offset(mm->matrix, mm->n_begin),
       .lines = blocks * bytes / kLine,
@@ -159,7 +159,7 @@ inline void multiply_as(const ktk_matmul* mm) {
             .weight = stream.begin + line * kLine,
             .rows = smaller(mm->m - row, height),
             .depth = smaller(kRun, k - begin),
-            .dst = mm->dst + row * mm->dst_stride + block * kColumns,
+            .dst = mm->dst + row * mm->dst_stride + block * kNr,
             .dst_stride = mm->dst_stride,
             .first = begin == 0,
             .stream = &stream,

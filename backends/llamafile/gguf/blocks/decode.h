@@ -1,9 +1,9 @@
 // The decoder of a type.
 #pragma once
 
-#include "llamafile/blocks/codebooks.h"
-#include "llamafile/blocks/k_quants.h"
-#include "llamafile/blocks/legacy.h"
+#include "llamafile/gguf/blocks/codebooks.h"
+#include "llamafile/gguf/blocks/k_quants.h"
+#include "llamafile/gguf/blocks/legacy.h"
 
 namespace ktk::llamafile {
 namespace {

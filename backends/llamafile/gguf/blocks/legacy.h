@@ -1,30 +1,30 @@
-// Blocks of 32 columns with an f16 d of their own, and NVFP4, 64 columns with four.
+// Blocks of 32 values with an f16 d of their own, and NVFP4, 64 values with four.
 //
-//   Q4_0, IQ4_NL   d                   nibbles[16]   column i low, i + 16 high
+//   Q4_0, IQ4_NL   d                   nibbles[16]   value i low, i + 16 high
 //   Q4_1           d  dmin             nibbles[16]
-//   Q5_0           d        high[4]    nibbles[16]   bit i of high is the fifth bit of column i
+//   Q5_0           d        high[4]    nibbles[16]   bit i of high is the fifth bit of value i
 //   Q5_1           d  dmin  high[4]    nibbles[16]
 //   Q8_0           d                   int8[32]
 //   MXFP4          e8m0                nibbles[16]
-//   NVFP4          ue4m3[4]            4 x nibbles[8]   of 16 columns: i low, i + 8 high
+//   NVFP4          ue4m3[4]            4 x nibbles[8]   of 16 values: i low, i + 8 high
 #pragma once
 
-#include "llamafile/blocks/bits.h"
+#include "llamafile/gguf/blocks/bits.h"
 
 namespace ktk::llamafile {
 namespace {
 
 template <ktk_element kElement>
-inline void decode_legacy(const uint8_t* block, size_t columns, Run* run) {
+inline void decode_legacy(const uint8_t* block, size_t depth, SuperBlock* to) {
   constexpr BlockType kType = block_type(kElement);
   constexpr size_t kDBytes = kType.d_kind == DKind::kE8M0 ? 1 : 2;
   constexpr size_t kHigh = kDBytes + (kType.has_dmin ? 2 : 0);
   constexpr size_t kCodes = kHigh + (kType.bits == 5 ? 4 : 0);
-  fill_ones<kElement>(run);
-  for (size_t b = 0; b < columns / 32; ++b, block += kType.block_bytes) {
-    uint8_t* code = run->code + 32 * b;
-    run->d[b] = kDBytes == 1 ? *block : load<uint16_t>(block);
-    if constexpr (kType.has_dmin) run->dmin[b] = load<uint16_t>(block + kDBytes);
+  fill_ones<kElement>(to);
+  for (size_t b = 0; b < depth / 32; ++b, block += kType.block_bytes) {
+    uint8_t* code = to->code + 32 * b;
+    to->d[b] = kDBytes == 1 ? *block : load<uint16_t>(block);
+    if constexpr (kType.has_dmin) to->dmin[b] = load<uint16_t>(block + kDBytes);
     if constexpr (kType.bits == 8) {
       for (size_t i = 0; i < 32; ++i) code[i] = block[kCodes + i] ^ 0x80;
     } else {
@@ -39,12 +39,12 @@ inline void decode_legacy(const uint8_t* block, size_t columns, Run* run) {
   }
 }
 
-inline void decode_nvfp4(const uint8_t* block, size_t columns, Run* run) {
-  fill_ones<kNVFP4>(run);
-  for (size_t g = 0; g < columns / 16; ++g) {
+inline void decode_nvfp4(const uint8_t* block, size_t depth, SuperBlock* to) {
+  fill_ones<kNVFP4>(to);
+  for (size_t g = 0; g < depth / 16; ++g) {
     const uint8_t* from = block + g / 4 * 36;
-    run->d[g] = from[g % 4];
-    split_nibbles<8>(from + 4 + g % 4 * 8, run->code + 16 * g);
+    to->d[g] = from[g % 4];
+    split_nibbles<8>(from + 4 + g % 4 * 8, to->code + 16 * g);
   }
 }
 

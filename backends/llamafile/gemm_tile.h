@@ -1,4 +1,4 @@
-// One tile of the product: kRows rows of act x kVecs registers of columns, unit by unit.
+// One tile of the product: kRows rows of act x kVectors registers of columns, unit by unit.
 //
 //                  weight v0   v1          int32 sums over a unit, or over half of one
 //   act row 0  k0..k3  x  |    |     ->    acc[0][0]  acc[0][1]
@@ -23,18 +23,18 @@
 //
 // Sums are exact, so a row has the same bits whichever tile it is in. Every tile decodes codes as
 // it goes: that takes instructions for which other ports have time, and no memory but the run
-// itself, which stays in L1 for all rows. Many rows are different: see held.h.
+// itself, which stays in L1 for all rows. Many rows are different: see gemm_in_regs.h.
 #pragma once
 
 #include "gemm/weight_stream.h"
 #include "llamafile/codes.h"
-#include "llamafile/params.h"
+#include "llamafile/scaling.h"
 
 namespace ktk::llamafile {
 namespace {
 
 struct TileArgs {
-  const Meaning* meaning;
+  const CodeTable* table;
   const uint8_t* codes;  // of the tile's columns, from the first unit on
   size_t gap;            // a tile that holds dst: bytes between the codes of runs
   const float* params;   // scales and minima of the tile's columns, from the first unit on
@@ -70,35 +70,35 @@ inline void pin(Register& x) {
 
 // Adds the products of a unit, step by step: codes are read in the order of memory.
 template <size_t kStep, int kBits, bool kHeld, class AnyCodes, int kRows, int kGroups>
-[[gnu::always_inline]] inline void add_steps(Dot::Int (&acc)[kGroups][kRows][kVecs],
+[[gnu::always_inline]] inline void add_steps(Dot::Int (&acc)[kGroups][kRows][kVectors],
                                              const AnyCodes& codes, const uint8_t* unit,
                                              const uint8_t* const* act, size_t act_stride,
                                              const uint8_t*& prefetch, size_t prefetch_step) {
-  constexpr size_t kLines = kBits * kTileColumns * 4 / kLine;  // of a unit
-  constexpr size_t kToFetch = kLines * (kStep + 1) / kUnitSteps - kLines * kStep / kUnitSteps;
+  constexpr size_t kLines = kBits * kTileNr * 4 / kLine;  // of a unit
+  constexpr size_t kToFetch = kLines * (kStep + 1) / kSteps - kLines * kStep / kSteps;
 #pragma GCC unroll 2
   for (size_t i = 0; i < (kHeld ? 0 : kToFetch); ++i, prefetch += prefetch_step) {
     prefetch_l2(prefetch);
   }
-  Dot::Int operand[kVecs];
+  Dot::Int operand[kVectors];
 #pragma GCC unroll 2
-  for (int v = 0; v < kVecs; ++v) {
+  for (int v = 0; v < kVectors; ++v) {
     operand[v] = codes.template operand<kStep>(unit + v * sizeof(Dot::Int));
     if constexpr (kBits == 8 && kGroups == 2) pin(operand[v]);  // loaded once, not for every row
   }
-  auto& sums = acc[kStep * kGroups / kUnitSteps];
+  auto& sums = acc[kStep * kGroups / kSteps];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     const Dot::Int four = Dot::broadcast_row<4 * kStep>(act[r / 3], act_stride, r % 3);
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
   }
-  if constexpr (kStep + 1 < kUnitSteps) {
+  if constexpr (kStep + 1 < kSteps) {
     add_steps<kStep + 1, kBits, kHeld>(acc, codes, unit, act, act_stride, prefetch, prefetch_step);
   }
 }
 
-// What is an operand for a tile: the meaning of a code, moved by kWeightOffset, or the code itself.
+// What is an operand for a tile: the table of a code, moved by kWeightOffset, or the code itself.
 // That saves an instruction for each, where all types of a shape are linear and have the same
 // offset: none where there are minima.
 template <int kBits, class Shape>
@@ -123,11 +123,11 @@ struct TileCodes {
 
 // Where the sums of a unit start: at -kOffsetOfCodes * (sum of the act codes).
 template <int kOffsetOfCodes, int kRows, int kGroups>
-[[gnu::always_inline]] inline void start_sums(Dot::Int (&acc)[kGroups][kRows][kVecs],
+[[gnu::always_inline]] inline void start_sums(Dot::Int (&acc)[kGroups][kRows][kVectors],
                                               const uint8_t* factor, size_t act_stride) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r, factor += act_stride) {
-    const Factor* f = reinterpret_cast<const Factor*>(factor);
+    const ActGroup* f = reinterpret_cast<const ActGroup*>(factor);
 #pragma GCC unroll 2
     for (int g = 0; g < kGroups; ++g) {
       Dot::Int start = Dot::set1_int(0);
@@ -139,7 +139,7 @@ template <int kOffsetOfCodes, int kRows, int kGroups>
         }
       }
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         acc[g][r][v] = start;
         pin(acc[g][r][v]);
       }
@@ -149,16 +149,17 @@ template <int kOffsetOfCodes, int kRows, int kGroups>
 
 // dst = sums of a run * d, added to what is there unless there is nothing yet.
 template <int kRows>
-[[gnu::always_inline]] inline void end_run(const Dot::Float (&sums)[kRows][kVecs], const float* d,
-                                           bool is_first, float* dst, size_t dst_stride) {
-  Dot::Float of_columns[kVecs];
+[[gnu::always_inline]] inline void end_run(const Dot::Float (&sums)[kRows][kVectors],
+                                           const float* d, bool is_first, float* dst,
+                                           size_t dst_stride) {
+  Dot::Float of_columns[kVectors];
 #pragma GCC unroll 2
-  for (int v = 0; v < kVecs; ++v) of_columns[v] = Dot::load(d + v * Dot::kLanes);
+  for (int v = 0; v < kVectors; ++v) of_columns[v] = Dot::load(d + v * Dot::kLanes);
   dst = hidden(dst);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r, dst += dst_stride) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kVectors; ++v) {
       float* to = dst + v * Dot::kLanes;
       Dot::Float before = Dot::set1(0);
       if (!is_first) before = Dot::load(to);
@@ -178,7 +179,7 @@ void multiply_tile(const TileArgs& args) {
   constexpr int kPointers = (kRows + 2) / 3;
   const TileArgs t = args;  // a copy that stores to dst cannot change
   static_assert(TileCodes<kBits, Shape>::fits_all());
-  const typename TileCodes<kBits, Shape>::Type operands(*t.meaning);
+  const typename TileCodes<kBits, Shape>::Type operands(*t.table);
   const uint8_t* act[kPointers];
 #pragma GCC unroll 4
   for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
@@ -186,12 +187,12 @@ void multiply_tile(const TileArgs& args) {
   const uint8_t* prefetch = t.prefetch;
   const uint8_t* factors = t.factors;
   const float* params = t.params;
-  Float held[kRows][kVecs];
+  Float held[kRows][kVectors];
   if constexpr (kHeld) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         held[r][v] = Dot::set1(0);
         if (!t.is_first && !t.run_d) {
           held[r][v] = Dot::load(t.dst + r * t.dst_stride + v * Dot::kLanes);
@@ -200,12 +201,12 @@ void multiply_tile(const TileArgs& args) {
     }
   }
   // What the first unit of a pair comes to: in registers if they suffice, which is for gcc to say.
-  Float first[kRows][kVecs];
+  Float first[kRows][kVectors];
   for (size_t unit = 0; unit < t.units; unit += kSpan) {
 #pragma GCC unroll 2
     for (int of_span = 0; of_span < kSpan; ++of_span) {
       const bool is_last = of_span + 1 == kSpan;
-      Int acc[kGroups][kRows][kVecs];
+      Int acc[kGroups][kRows][kVectors];
       start_sums<TileCodes<kBits, Shape>::kOffset>(acc, hidden(factors), t.act_stride);
       if constexpr (kHeld) {
         for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
@@ -213,30 +214,29 @@ void multiply_tile(const TileArgs& args) {
       add_steps<0, kBits, kHeld>(acc, operands, codes, act, t.act_stride, prefetch,
                                  t.prefetch_step);
 #pragma GCC unroll 4
-      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kUnit);
-      codes += kBits * kRowBytes;
-      if (kHeld && is_last) codes += (unit + kSpan) % kRunUnits == 0 ? t.gap : 0;
+      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kSubBlock);
+      codes += kBits * kPlaneBytes;
+      if (kHeld && is_last) codes += (unit + kSpan) % kSubBlocks == 0 ? t.gap : 0;
       // Scales, then minima: in registers if there are enough of them.
       constexpr int kKept = Shape::kHalves && Shape::kMins ? 0 : 2;
-      Float kept[2][kVecs];
+      Float kept[2][kVectors];
 #pragma GCC unroll 2
       for (int i = 0; i < kKept; ++i) {
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) {
-          if (i * kColumns < Shape::kParams)
-            kept[i][v] = Dot::load(params + i * kColumns + v * Dot::kLanes);
+        for (int v = 0; v < kVectors; ++v) {
+          if (i * kNr < Shape::kParams) kept[i][v] = Dot::load(params + i * kNr + v * Dot::kLanes);
         }
       }
       const auto param = [&](int i, int v) __attribute__((always_inline)) {
-        return kKept ? kept[i][v] : Dot::load(params + i * kColumns + v * Dot::kLanes);
+        return kKept ? kept[i][v] : Dot::load(params + i * kNr + v * Dot::kLanes);
       };
       const uint8_t* factor = hidden(factors);
       float* dst = hidden(t.dst);
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r, factor += t.act_stride, dst += t.dst_stride) {
-        const Factor* f = reinterpret_cast<const Factor*>(factor);
+        const ActGroup* f = reinterpret_cast<const ActGroup*>(factor);
 #pragma GCC unroll 2
-        for (int v = 0; v < kVecs; ++v) {
+        for (int v = 0; v < kVectors; ++v) {
           pin(acc[0][r][v]);
           Float value = Dot::convert(acc[0][r][v]);
           if constexpr (Shape::kPairs || Shape::kHalves) {
@@ -271,7 +271,7 @@ void multiply_tile(const TileArgs& args) {
           }
           if constexpr (Shape::kMins && !Shape::kHalves) {
             if constexpr (Shape::kPairs) {
-              const Float min = Dot::load(params + kColumns - Shape::kParams + v * Dot::kLanes);
+              const Float min = Dot::load(params + kNr - Shape::kParams + v * Dot::kLanes);
               value = Dot::fma(Dot::set1(f[-1].sum), min, value);
             }
             value = Dot::fma(Dot::set1(f->sum), param(1, v), value);
@@ -283,12 +283,12 @@ void multiply_tile(const TileArgs& args) {
           }
         }
       }
-      factors += sizeof(Factor);
+      factors += sizeof(ActGroup);
       params += Shape::kParams;
     }
     if constexpr (kHeld && Shape::kPairs && Shape::kHalves) {
-      if (!t.run_d || (unit + kSpan) % kRunUnits != 0) continue;
-      end_run(held, t.run_d + unit / kRunUnits * kColumns, t.is_first && unit < kRunUnits, t.dst,
+      if (!t.run_d || (unit + kSpan) % kSubBlocks != 0) continue;
+      end_run(held, t.run_d + unit / kSubBlocks * kNr, t.is_first && unit < kSubBlocks, t.dst,
               t.dst_stride);
 #pragma GCC unroll 16
       for (auto& row : held) {
@@ -302,7 +302,7 @@ void multiply_tile(const TileArgs& args) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVecs; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         Dot::store(t.dst + r * t.dst_stride + v * Dot::kLanes, held[r][v]);
       }
     }

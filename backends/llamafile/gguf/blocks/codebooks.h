@@ -1,4 +1,4 @@
-// Blocks of 256 columns whose codes come eight or four at a time from a codebook.
+// Blocks of 256 values whose codes come eight or four at a time from a codebook.
 //
 //   IQ1_S     d  index:8[32]  (index_high:3[4] sub:3 delta:1)[8]
 //   IQ1_M     index:8[32]  (index_high:3 delta:1)[32]  (sub:3[4] d:4)[4]
@@ -13,21 +13,21 @@
 // has a code of IQ1 from which delta is taken away.
 #pragma once
 
-#include "llamafile/blocks/bits.h"
-#include "llamafile/blocks/grids.h"
+#include "llamafile/gguf/blocks/bits.h"
+#include "llamafile/gguf/blocks/grids.h"
 
 namespace ktk::llamafile {
 namespace {
 
 constexpr size_t kSignBitOf2 = 2, kSignBitOf3 = 3;
 
-// Eight columns of IQ1 and IQ2: magnitudes or ternary digits, and their signs.
+// Eight values of IQ1 and IQ2: magnitudes or ternary digits, and their signs.
 inline void put_eight(uint16_t entry, uint8_t signs, uint8_t* code) {
   const uint64_t codes = pairs_to_bytes(entry) | bits_to_bytes(signs) << kSignBitOf2;
   memcpy(code, &codes, sizeof codes);
 }
 
-// Eight columns of IQ3.
+// Eight values of IQ3.
 inline void put_eight(uint16_t entry0, uint16_t entry1, uint8_t signs, uint8_t* code) {
   const uint64_t codes = triples_to_bytes(entry0) |
                          static_cast<uint64_t>(triples_to_bytes(entry1)) << 32 |
@@ -38,90 +38,89 @@ inline void put_eight(uint16_t entry0, uint16_t entry1, uint8_t signs, uint8_t* 
 inline int8_t odd_scale(unsigned sub) { return static_cast<int8_t>(2 * sub + 1); }
 
 // Two 4-bit numbers per byte.
-inline void decode_odd_scales(const uint8_t* nibbles, size_t count, Run* run) {
-  for (size_t g = 0; g < count; ++g) run->sub[g] = odd_scale(nibbles[g / 2] >> g % 2 * 4 & 15);
+inline void decode_odd_scales(const uint8_t* nibbles, size_t count, SuperBlock* to) {
+  for (size_t g = 0; g < count; ++g) to->sub[g] = odd_scale(nibbles[g / 2] >> g % 2 * 4 & 15);
 }
 
-inline void decode_iq1_s(const uint8_t* block, size_t, Run* run) {
-  run->d[0] = load<uint16_t>(block);
+inline void decode_iq1_s(const uint8_t* block, size_t, SuperBlock* to) {
+  to->d[0] = load<uint16_t>(block);
   for (size_t g = 0; g < 8; ++g) {
     const unsigned high = load<uint16_t>(block + 34 + 2 * g);
-    run->sub[g] = odd_scale(high >> 12 & 7);
+    to->sub[g] = odd_scale(high >> 12 & 7);
     for (size_t i = 0; i < 4; ++i) {
       const size_t index = block[2 + 4 * g + i] | (high >> 3 * i & 7) << 8;
-      put_eight(kGridIq1[index], high >> 15 ? 0xff : 0, run->code + 32 * g + 8 * i);
+      put_eight(kGridIq1[index], high >> 15 ? 0xff : 0, to->code + 32 * g + 8 * i);
     }
   }
 }
 
-inline void decode_iq1_m(const uint8_t* block, size_t, Run* run) {
+inline void decode_iq1_m(const uint8_t* block, size_t, SuperBlock* to) {
   unsigned d = 0;
   for (size_t g = 0; g < 16; ++g) {
     const unsigned subs = load<uint16_t>(block + 48 + g / 4 * 2);
-    run->sub[g] = odd_scale(subs >> 3 * (g % 4) & 7);
+    to->sub[g] = odd_scale(subs >> 3 * (g % 4) & 7);
     d |= g % 4 == 0 ? subs >> 12 << g : 0;
     for (size_t i = 0; i < 2; ++i) {
       const unsigned high = block[32 + g] >> 4 * i;
       const size_t index = block[2 * g + i] | (high & 7) << 8;
-      put_eight(kGridIq1[index], high & 8 ? 0xff : 0, run->code + 16 * g + 8 * i);
+      put_eight(kGridIq1[index], high & 8 ? 0xff : 0, to->code + 16 * g + 8 * i);
     }
   }
-  run->d[0] = static_cast<uint16_t>(d);
+  to->d[0] = static_cast<uint16_t>(d);
 }
 
-inline void decode_iq2_xxs(const uint8_t* block, size_t, Run* run) {
-  run->d[0] = load<uint16_t>(block);
+inline void decode_iq2_xxs(const uint8_t* block, size_t, SuperBlock* to) {
+  to->d[0] = load<uint16_t>(block);
   for (size_t g = 0; g < 8; ++g) {
     const uint8_t* index = block + 2 + 8 * g;
     const uint32_t signs = load<uint32_t>(index + 4);
-    run->sub[g] = odd_scale(signs >> 28);
+    to->sub[g] = odd_scale(signs >> 28);
     for (size_t i = 0; i < 4; ++i) {
-      put_eight(kGridIq2xxs[index[i]], kEvenSigns[signs >> 7 * i & 127],
-                run->code + 32 * g + 8 * i);
+      put_eight(kGridIq2xxs[index[i]], kEvenSigns[signs >> 7 * i & 127], to->code + 32 * g + 8 * i);
     }
   }
 }
 
-inline void decode_iq2_xs(const uint8_t* block, size_t, Run* run) {
-  run->d[0] = load<uint16_t>(block);
+inline void decode_iq2_xs(const uint8_t* block, size_t, SuperBlock* to) {
+  to->d[0] = load<uint16_t>(block);
   for (size_t i = 0; i < 32; ++i) {
     const unsigned index = load<uint16_t>(block + 2 + 2 * i);
-    put_eight(kGridIq2xs[index & 511], kEvenSigns[index >> 9], run->code + 8 * i);
+    put_eight(kGridIq2xs[index & 511], kEvenSigns[index >> 9], to->code + 8 * i);
   }
-  decode_odd_scales(block + 66, 16, run);
+  decode_odd_scales(block + 66, 16, to);
 }
 
-inline void decode_iq2_s(const uint8_t* block, size_t, Run* run) {
-  run->d[0] = load<uint16_t>(block);
+inline void decode_iq2_s(const uint8_t* block, size_t, SuperBlock* to) {
+  to->d[0] = load<uint16_t>(block);
   for (size_t i = 0; i < 32; ++i) {
     const size_t index = block[2 + i] | (block[66 + i / 4] >> i % 4 * 2 & 3) << 8;
-    put_eight(kGridIq2s[index], block[34 + i], run->code + 8 * i);
+    put_eight(kGridIq2s[index], block[34 + i], to->code + 8 * i);
   }
-  decode_odd_scales(block + 74, 16, run);
+  decode_odd_scales(block + 74, 16, to);
 }
 
-inline void decode_iq3_xxs(const uint8_t* block, size_t, Run* run) {
-  run->d[0] = load<uint16_t>(block);
+inline void decode_iq3_xxs(const uint8_t* block, size_t, SuperBlock* to) {
+  to->d[0] = load<uint16_t>(block);
   for (size_t g = 0; g < 8; ++g) {
     const uint32_t signs = load<uint32_t>(block + 66 + 4 * g);
-    run->sub[g] = odd_scale(signs >> 28);
+    to->sub[g] = odd_scale(signs >> 28);
     for (size_t i = 0; i < 4; ++i) {
       const uint8_t* index = block + 2 + 8 * g + 2 * i;
       put_eight(kGridIq3xxs[index[0]], kGridIq3xxs[index[1]], kEvenSigns[signs >> 7 * i & 127],
-                run->code + 32 * g + 8 * i);
+                to->code + 32 * g + 8 * i);
     }
   }
 }
 
-inline void decode_iq3_s(const uint8_t* block, size_t, Run* run) {
-  run->d[0] = load<uint16_t>(block);
+inline void decode_iq3_s(const uint8_t* block, size_t, SuperBlock* to) {
+  to->d[0] = load<uint16_t>(block);
   for (size_t i = 0; i < 32; ++i) {
     const unsigned high = block[66 + i / 4] >> i % 4 * 2;
     const size_t index0 = block[2 + 2 * i] | (high & 1) << 8;
     const size_t index1 = block[3 + 2 * i] | (high & 2) << 7;
-    put_eight(kGridIq3s[index0], kGridIq3s[index1], block[74 + i], run->code + 8 * i);
+    put_eight(kGridIq3s[index0], kGridIq3s[index1], block[74 + i], to->code + 8 * i);
   }
-  decode_odd_scales(block + 106, 8, run);
+  decode_odd_scales(block + 106, 8, to);
 }
 
 }  // namespace

@@ -2,19 +2,19 @@
 // because loads and stores of dst at the end of every unit take as long as its arithmetic. Such
 // tiles are small, but types can still be decoded as they are read. The codes of types that sum
 // runs (run_sums.h) are expanded to int8 in scratch first, and most of these types have tiles of
-// their own (words.h).
+// their own (gemm_i16.h).
 //
 //   scratch   | parameters of a stretch of units | of types that sum runs: d | operands |
 #pragma once
 
-#include "llamafile/words.h"
+#include "llamafile/gemm_i16.h"
 
 namespace ktk::llamafile {
 namespace {
 
 // Every tile takes time to begin and to end, so stretches are long: tiles read codes from L2 as
 // fast as from L1.
-constexpr size_t kStretchUnits = 8 * kRunUnits;
+constexpr size_t kStretchUnits = 8 * kSubBlocks;
 
 // Tiles that hold dst, for a type.
 struct HeldTiles {
@@ -54,44 +54,45 @@ inline HeldTiles held_tiles_for(const BlockType& type) {
 // Operands are written for three bits only.
 constexpr bool writes_three_bits() {
   for (const BlockType& type : kTypes) {
-    if (sums_runs(type) && !makes_words(type) && type.bits != 3) return false;
+    if (sums_runs(type) && !fits_i16(type) && type.bits != 3) return false;
   }
   return true;
 }
 static_assert(writes_three_bits());
 
 inline void multiply_held(const ktk_matmul* mm) {
-  const Runs runs(mm->matrix);
-  const HeldTiles held = held_tiles_for(runs.type);
-  const Meaning meaning(runs.type);
+  const BlockLayout layout(mm->matrix);
+  const HeldTiles held = held_tiles_for(layout.type);
+  const CodeTable table(layout.type);
   const size_t row_tiles = (mm->m + held.max_rows - 1) / held.max_rows;
-  const size_t tiles = row_tiles * (kColumns / kTileColumns);
+  const size_t tiles = row_tiles * (kNr / kTileNr);
   const WeightStream stream = weight_stream(mm);
   float* params = static_cast<float*>(mm->scratch);
   float* const run_d = params + kStretchUnits * kMaxParams;
-  uint8_t* const operands =
-      reinterpret_cast<uint8_t*>(run_d + kStretchUnits / kRunUnits * kColumns);
+  uint8_t* const operands = reinterpret_cast<uint8_t*>(run_d + kStretchUnits / kSubBlocks * kNr);
   const uint8_t* run = block_at(mm, mm->n_begin);
   TileArgs t = {};
-  t.meaning = &meaning;
+  t.table = &table;
   t.act_stride = mm->act_stride;
   t.dst_stride = mm->dst_stride;
-  t.run_d = sums_runs(runs.type) ? run_d : nullptr;
-  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
+  t.run_d = sums_runs(layout.type) ? run_d : nullptr;
+  for (size_t n = mm->n_begin; n < mm->n_end; n += kNr) {
     float* dst = mm->dst + (n - mm->n_begin);
-    for (size_t unit = 0; unit < runs.units; unit += t.units) {
-      t.units = smaller(kStretchUnits, runs.units - unit);
+    for (size_t unit = 0; unit < layout.sub_blocks; unit += t.units) {
+      t.units = smaller(kStretchUnits, layout.sub_blocks - unit);
       // A shorter run has a shorter header. It is a stretch of its own, so that gaps are alike.
-      if (t.units > kRunUnits) t.units -= t.units % kRunUnits;
-      const uint8_t* const end = load_stretch_params(runs, held.unit_params, run, t.units, params);
+      if (t.units > kSubBlocks) t.units -= t.units % kSubBlocks;
+      const uint8_t* const end =
+          load_stretch_params(layout, held.unit_params, run, t.units, params);
       t.is_first = unit == 0;
-      t.gap = runs.full.end;
-      const uint8_t* codes = run + runs.of(smaller(t.units, kRunUnits)).end;
+      t.gap = layout.whole.end;
+      const uint8_t* codes = run + layout.header_of(smaller(t.units, kSubBlocks)).end;
       if (t.run_d) {
-        for (size_t i = 0; i < t.units / kRunUnits; ++i) {
-          load_run_ds(runs.type, run + i * run_bytes(runs.type, kRunUnits), run_d + i * kColumns);
+        for (size_t i = 0; i < t.units / kSubBlocks; ++i) {
+          load_run_ds(layout.type, run + i * super_block_bytes(layout.type, kSubBlocks),
+                      run_d + i * kNr);
         }
-        write_stretch(runs, meaning, write_operands<3, kOffset>, run, t.units, operands);
+        write_stretch(layout, table, write_operands<3, kOffset>, run, t.units, operands);
         t.gap = 0;
         codes = operands;
       }
@@ -103,9 +104,9 @@ inline void multiply_held(const ktk_matmul* mm) {
       for (size_t i = 0, row = 0; i < row_tiles; ++i) {
         const size_t row_end = mm->m * (i + 1) / row_tiles;
         const uint8_t* act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
-        t.act = act + unit * kUnit;
-        t.factors = act + factor_offset(mm->matrix) + unit * sizeof(Factor);
-        for (size_t c = 0; c < kColumns; c += kTileColumns, line += t.units * t.unit_lines) {
+        t.act = act + unit * kSubBlock;
+        t.factors = act + group_offset(mm->matrix) + unit * sizeof(ActGroup);
+        for (size_t c = 0; c < kNr; c += kTileNr, line += t.units * t.unit_lines) {
           t.prefetch = reinterpret_cast<const uint8_t*>(stream.at(line));
           t.codes = codes + 4 * c;
           t.params = params + c;
@@ -124,17 +125,17 @@ constexpr size_t kMaxRowsUnwritten = 20;
 inline void multiply_many(const ktk_matmul* mm) {
   const BlockType& type = block_type(mm->matrix->format.element);
   if (sums_runs(type) && mm->m <= kMaxRowsUnwritten) return multiply(mm);
-  return makes_words(type) ? multiply_words(mm) : multiply_held(mm);
+  return fits_i16(type) ? multiply_words(mm) : multiply_held(mm);
 }
 
 inline size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
   if (floats::is_float(matrix->format)) return 0;
   const BlockType& type = block_type(matrix->format.element);
-  if (makes_words(type)) return word_scratch_size(matrix, m);
-  constexpr size_t kRuns = kStretchUnits / kRunUnits;
+  if (fits_i16(type)) return word_scratch_size(matrix, m);
+  constexpr size_t kRuns = kStretchUnits / kSubBlocks;
   const size_t params = kStretchUnits * kMaxParams * sizeof(float);
   if (!sums_runs(type)) return params;
-  return params + kRuns * kColumns * sizeof(float) + kStretchUnits * kOperandBytes;
+  return params + kRuns * kNr * sizeof(float) + kStretchUnits * kOperandBytes;
 }
 
 constexpr ktk_ukernel kManyRowsUkernels[] = {

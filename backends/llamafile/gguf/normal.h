@@ -1,14 +1,15 @@
-// The normal form of ggml's block types: what 256 columns of one row hold, whatever order of bits a
-// type keeps them in. Decoders (blocks/) write it; packing and unpacking know nothing else.
+// The normal form of ggml's block types: what 256 values of one weight row (one n, 256 of k) are,
+// whatever order of bits a type keeps them in. Decoders (blocks/) write the normal form; packing
+// and unpacking know nothing else.
 //
-//   value(i) = d * constant * sub * table[code] + dmin * min
+//   value(k) = d * constant * sub * table[code] + dmin * min
 //
-//   code   one per column, less than 2^bits
+//   code   one per value, less than 2^bits
 //   table  code - offset, or sixteen entries
-//   sub    an integer per `group` columns; 1 where the type has none
-//   min    the same, of types with mins; 1 where only dmin changes
-//   d      per `d_group` columns, in the bits of the file: f16, E8M0 or UE4M3
-//   dmin   f16 per `d_group` columns, with the sign that makes it a term to add
+//   sub    an integer per `group` values: ggml's sub-scale; 1 where the type has none
+//   min    an integer per `group` values, of types with minima; 1 where only dmin changes
+//   d      per `d_group` values, in the bits of the file: f16, E8M0 or UE4M3
+//   dmin   f16 per `d_group` values, with the sign that makes it a term to add
 //
 // constant is a power of two, and d has no more than 11 significant bits, sub and table together
 // no more than 13: the first product is exact in f32 in any order. So is dmin * min. What is left
@@ -25,14 +26,14 @@
 namespace ktk::llamafile {
 namespace {
 
-constexpr size_t kRunColumns = 256;
+constexpr size_t kSuperBlock = 256;  // values of ggml's largest blocks
 constexpr size_t kSmallestGroup = 16;
 
 enum class DKind : uint8_t { kF16, kE8M0, kUe4m3 };
 
 struct BlockType {
   ktk_element element;
-  uint16_t block;  // columns
+  uint16_t block;  // values
   uint16_t block_bytes;
   uint8_t bits;
   uint8_t offset;  // of a linear table
@@ -40,32 +41,33 @@ struct BlockType {
   bool has_sub;  // otherwise all are 1
   bool has_min;  // otherwise all are 1, if there is a dmin at all
   bool has_dmin;
-  uint8_t group;     // 16 or 32: columns with one sub and one min
-  uint16_t d_group;  // 16, 32 or 256: columns with one d and one dmin
+  uint8_t group;     // 16 or 32: values with one sub and one min
+  uint16_t d_group;  // 16, 32 or 256: values with one d and one dmin
   DKind d_kind;
   float constant;
   int8_t table[16];  // zeros behind the last entry
 };
 
-// Whether products are summed over a run before they meet d (run_sums.h).
+// Whether products are summed over a super-block before they meet d (run_sums.h).
 constexpr bool sums_runs(const BlockType& type) {
   return type.group == 16 && type.has_sub && !type.has_dmin;
 }
 
-// Whether a scale of activations spans two units, 64 values, because what scales take is a large
-// part of the product: with a d per 256 columns, and besides subs either minima or groups of 16.
+// Whether an activation scale spans two sub-blocks, 64 values, because applying scales is a large
+// part of the product: with a d per 256 values, and besides subs either minima or groups of 16.
 constexpr bool pairs_units(const BlockType& type) {
-  const bool has_mins_of_32 = type.has_dmin && type.group == 32 && type.d_group == kRunColumns;
+  const bool has_mins_of_32 = type.has_dmin && type.group == 32 && type.d_group == kSuperBlock;
   return sums_runs(type) || has_mins_of_32;
 }
 
-// Up to 256 columns of a row. Nothing is written beyond the last whole block of the row.
-struct Run {
-  alignas(64) uint8_t code[kRunColumns];
-  int8_t sub[kRunColumns / kSmallestGroup];
-  uint8_t min[kRunColumns / kSmallestGroup];
-  uint16_t d[kRunColumns / kSmallestGroup];  // bits, zero-extended
-  uint16_t dmin[kRunColumns / 32];
+// Up to 256 values of a weight row. Decoders write no more than the whole blocks that they are
+// given.
+struct SuperBlock {
+  alignas(64) uint8_t code[kSuperBlock];
+  int8_t sub[kSuperBlock / kSmallestGroup];
+  uint8_t min[kSuperBlock / kSmallestGroup];
+  uint16_t d[kSuperBlock / kSmallestGroup];  // bits, zero-extended
+  uint16_t dmin[kSuperBlock / 32];
 };
 
 // 2^(e - 128): half of what OCP says, because the table has twice the values. No NaN.
@@ -106,17 +108,17 @@ inline void group_values(const BlockType& type, const float* table, float scale,
   }
 }
 
-// The first `columns` values of a run, a multiple of the block.
-inline void values(const BlockType& type, const Run& run, size_t columns, float* out) {
+// The first `depth` values, a multiple of the block.
+inline void values(const BlockType& type, const SuperBlock& from, size_t depth, float* out) {
   float table[16];
   for (size_t i = 0; i < 16; ++i) table[i] = static_cast<float>(type.table[i]);
-  for (size_t i = 0; i < columns; i += kSmallestGroup) {
+  for (size_t i = 0; i < depth; i += kSmallestGroup) {
     const size_t d = i / type.d_group, g = i / type.group;
-    const float scale = d_value(type, run.d[d]) * static_cast<float>(run.sub[g]);
+    const float scale = d_value(type, from.d[d]) * static_cast<float>(from.sub[g]);
     float min = -0.0f;  // which changes no sum, not even one of zeros
-    if (type.has_dmin) min = f32_from_f16(run.dmin[d]) * static_cast<float>(run.min[g]);
+    if (type.has_dmin) min = f32_from_f16(from.dmin[d]) * static_cast<float>(from.min[g]);
     const auto write = type.linear ? group_values<true> : group_values<false>;
-    write(type, table, scale, min, run.code + i, out + i);
+    write(type, table, scale, min, from.code + i, out + i);
   }
 }
 

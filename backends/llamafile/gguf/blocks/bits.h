@@ -3,7 +3,7 @@
 
 #include <string.h>
 
-#include "llamafile/types.h"
+#include "llamafile/gguf/types.h"
 
 namespace ktk::llamafile {
 namespace {
@@ -51,15 +51,15 @@ inline uint32_t triples_to_bytes(uint16_t triples) {
   return (bytes | bytes << 5) & 0x07070707;
 }
 
-// What decodes `columns` columns of a row, a multiple of the block and at most 256.
-using Decode = void(const uint8_t* blocks, size_t columns, Run* run);
+// What decodes `values` values of a row, a multiple of the block and at most 256.
+using Decode = void(const uint8_t* blocks, size_t depth, SuperBlock* to);
 
 // One sub for each group of types that have none, and one min where there is only dmin.
 template <ktk_element kElement>
-inline void fill_ones(Run* run) {
+inline void fill_ones(SuperBlock* to) {
   constexpr BlockType kType = block_type(kElement);
-  if constexpr (!kType.has_sub) memset(run->sub, 1, sizeof run->sub);
-  if constexpr (kType.has_dmin && !kType.has_min) memset(run->min, 1, sizeof run->min);
+  if constexpr (!kType.has_sub) memset(to->sub, 1, sizeof to->sub);
+  if constexpr (kType.has_dmin && !kType.has_min) memset(to->min, 1, sizeof to->min);
 }
 
 }  // namespace

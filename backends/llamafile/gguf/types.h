@@ -1,7 +1,7 @@
 // What each of ggml's block types is in the normal form.
 #pragma once
 
-#include "llamafile/normal.h"
+#include "llamafile/gguf/normal.h"
 
 namespace ktk::llamafile {
 namespace {
@@ -33,7 +33,7 @@ enum : ktk_element {
   kNVFP4 = KTK_GGML + 40,
 };
 
-// d * (code - offset), one d per 32 columns.
+// d * (code - offset), one d per 32 values.
 constexpr BlockType plain_type(ktk_element element, uint16_t bytes, uint8_t bits, uint8_t offset) {
   return {.element = element,
           .block = 32,
@@ -51,14 +51,14 @@ constexpr BlockType plain_type(ktk_element element, uint16_t bytes, uint8_t bits
           .table = {}};
 }
 
-// d * code + dmin, of 32 columns.
+// d * code + dmin, of 32 values.
 constexpr BlockType affine_type(ktk_element element, uint16_t bytes, uint8_t bits) {
   BlockType type = plain_type(element, bytes, bits, 0);
   type.has_dmin = true;
   return type;
 }
 
-// d * sub * (code - offset): a d per 256 columns, a sub per group.
+// d * sub * (code - offset): a d per 256 values, a sub per group.
 constexpr BlockType k_type(ktk_element element, uint16_t bytes, uint8_t bits, uint8_t offset,
                            uint8_t group) {
   BlockType type = plain_type(element, bytes, bits, offset);
@@ -76,7 +76,7 @@ constexpr BlockType k_min_type(ktk_element element, uint16_t bytes, uint8_t bits
   return type;
 }
 
-// d * (code - 1), one d per 256 columns.
+// d * (code - 1), one d per 256 values.
 constexpr BlockType ternary_type(ktk_element element, uint16_t bytes) {
   BlockType type = k_type(element, bytes, 2, 1, 32);
   type.has_sub = false;
