@@ -36,6 +36,11 @@ def prefetch() -> str:
     How weights are fetched ahead of their use on this CPU, as KTK_PREFETCH has it.
     """
 
+def prefetch_row() -> str:
+    """
+    This CPU's row of the table that `prefetch` comes from, where KTK_PREFETCH is not set.
+    """
+
 def set_prefetch(setting: str) -> None:
     """
     Change `prefetch` of this process, for trials; an empty text restores it.

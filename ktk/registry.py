@@ -97,7 +97,11 @@ def load_backend(name: str, *, distribution: str | None = None) -> Backend:
 
 
 def check_runnable(backend: Backend) -> None:
-    """Raise BackendUnsupported where this CPU can run none of the variants."""
+    """Raise BackendUnsupported where this CPU can run none of the variants.
+
+    And a SettingError for a variable of ktk that says nonsense, before anything is computed.
+    """
+    _core.prefetch()
     variants = backend.variants
     if any(variant.runnable for variant in variants):
         return

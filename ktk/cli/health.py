@@ -128,6 +128,32 @@ def amx() -> Iterator[Finding]:
         yield Finding("AMX", NOTE, "this CPU has none (Intel has since Sapphire Rapids, 2023)")
 
 
+def prefetch() -> Iterator[Finding]:
+    """Say what tells kernels how far ahead to fetch weights."""
+    setting = os.environ.get("KTK_PREFETCH")
+    try:
+        row = _core.prefetch_row()
+        policy = _core.prefetch()
+    except SettingError as error:
+        if setting and str(error).startswith("KTK_PREFETCH"):  # else `cpu` has said so
+            yield Finding(
+                "KTK_PREFETCH", PROBLEM, str(error), "unset it, or write it like one of those"
+            )
+        return
+    if setting:
+        text = f"{setting}: weights are fetched ahead by {policy}"
+        yield Finding("KTK_PREFETCH", NOTE, text, f"unset it for what this CPU has, {row}")
+    elif row == "default":
+        yield Finding(
+            "prefetch",
+            NOTE,
+            f"no measured policy for this CPU: default ({policy})",
+            "python tools/bench/prefetch, of ktk's sources, measures one in minutes",
+        )
+    else:
+        yield Finding("prefetch", OK, f"policy for this CPU: {row} ({policy})")
+
+
 def processors() -> Iterator[Finding]:
     """Say which CPUs and NUMA nodes the process may use, and what its cgroup pays for."""
     topology = _core.topology()
@@ -214,8 +240,9 @@ def backends() -> Iterator[Finding]:
     """Load every backend that is installed."""
     try:
         _core.allowed_isa()
+        _core.prefetch()
     except SettingError:
-        return  # `cpu` has said so, and every backend would say the same
+        return  # `cpu` or `prefetch` has said so, and every backend would say the same
     runs = False
     for info in providers():
         entry = report(info)
@@ -243,6 +270,7 @@ def backends() -> Iterator[Finding]:
 CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     cpu,
     amx,
+    prefetch,
     processors,
     memory,
     pages,

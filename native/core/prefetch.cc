@@ -120,9 +120,9 @@ bool fits(const Row& row, const CpuId& cpu, ktk_isa isa) {
          cpu.model <= row.last_model;
 }
 
-const ktk_prefetch& row_for(const CpuId& cpu, ktk_isa isa) {
+const Row& row_for(const CpuId& cpu, ktk_isa isa) {
   for (const Row& row : kRows) {
-    if (fits(row, cpu, isa)) return row.prefetch;
+    if (fits(row, cpu, isa)) return row;
   }
   __builtin_unreachable();  // the last one fits all
 }
@@ -226,13 +226,15 @@ CpuId cpu_id() {
 }
 
 ktk_prefetch prefetch_for(const CpuId& cpu, ktk_isa isa, std::string_view setting) {
-  ktk_prefetch result = row_for(cpu, isa);
+  ktk_prefetch result = row_for(cpu, isa).prefetch;
   if (setting.empty()) return result;
   for (const std::string_view part : split(setting, ',')) {
     if (!read_part(part, result)) reject(setting, part);
   }
   return result;
 }
+
+const char* prefetch_row(const CpuId& cpu, ktk_isa isa) { return row_for(cpu, isa).name; }
 
 std::string describe(const ktk_prefetch& prefetch) {
   std::string text;

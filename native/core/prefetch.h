@@ -25,6 +25,9 @@ const ktk_prefetch& prefetch();
 //   zen5,few=4096:l1,many=32768:l2:pages,few_products=8
 ktk_prefetch prefetch_for(const CpuId& cpu, ktk_isa isa, std::string_view setting);
 
+// The name of a CPU's row of the table; "default" where it has none of its own.
+const char* prefetch_row(const CpuId& cpu, ktk_isa isa);
+
 // As it is written in KTK_PREFETCH.
 std::string describe(const ktk_prefetch& prefetch);
 

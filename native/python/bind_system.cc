@@ -77,6 +77,9 @@ void bind_system(nb::module_& m) {
       "prefetch", [] { return describe(prefetch()); },
       "How weights are fetched ahead of their use on this CPU, as KTK_PREFETCH has it.");
   m.def(
+      "prefetch_row", [] { return prefetch_row(cpu_id(), allowed_isa()); },
+      "This CPU's row of the table that `prefetch` comes from, where KTK_PREFETCH is not set.");
+  m.def(
       "set_prefetch", [](const std::string& setting) { set_prefetch(setting); }, "setting"_a,
       "Change `prefetch` of this process, for trials; an empty text restores it.\n\n"
       "Raises\n------\nSettingError\n    The text is not like a value of KTK_PREFETCH.");

@@ -28,6 +28,11 @@ TEST(intel_has_a_row_where_amx_may_be_used) {
   CHECK_EQ(prefetch_for(kSapphireRapids, kAvx512, "").many.order, KTK_FETCH_IN_ORDER);
 }
 
+TEST(a_row_has_a_name) {
+  CHECK_EQ(std::string(ktk::prefetch_row(kZen5, kAvx512)), "zen5");
+  CHECK_EQ(std::string(ktk::prefetch_row({}, KTK_ISA_NONE)), "default");
+}
+
 TEST(any_cpu_has_one) {
   CHECK(prefetch_for({}, KTK_ISA_NONE, "").few_products > 0);
   CHECK_EQ(prefetch_for({}, KTK_ISA_NONE, "").struct_size, sizeof(ktk_prefetch));

@@ -90,12 +90,19 @@ def test_shells_can_complete(shell: str) -> None:
     assert run_ktk(**asked).stdout.split() == ["--format"]
 
 
-def test_a_wrong_variable_is_one_line() -> None:
+@pytest.mark.parametrize(
+    ("variable", "what"),
+    [
+        ("KTK_ISA", "; expected one of "),
+        ("KTK_PREFETCH", ", and 'bogus' in it is neither a CPU (zen4, "),
+    ],
+)
+def test_a_wrong_variable_is_one_line(variable: str, what: str) -> None:
     for command in ("backends", "version", "demo"):
-        done = run_ktk(command, KTK_ISA="bogus")
+        done = run_ktk(command, **{variable: "bogus"})
         assert done.returncode == 1
         [line] = done.stderr.splitlines()
-        assert line.startswith("ktk: KTK_ISA is 'bogus'; expected one of ")
+        assert line.startswith(f"ktk: {variable} is 'bogus'{what}")
 
 
 def test_ctrl_c_ends_with_130() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,40 @@ def test_a_slip_in_a_variable_is_the_one_problem(
     problems = [one for one in health.examine() if one.state == "problem"]
     assert [one.subject for one in problems] == [variable]
     assert problems[0].advice == f"unset {variable}, or name one of those"
+
+
+def test_the_policy_of_prefetching_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KTK_PREFETCH", raising=False)
+    monkeypatch.setattr(_core, "prefetch_row", lambda: "zen5")
+    [found] = health.prefetch()
+    assert (found.subject, found.state) == ("prefetch", "ok")
+    assert found.text.startswith("policy for this CPU: zen5 (few=")
+    monkeypatch.setattr(_core, "prefetch_row", lambda: "default")
+    [found] = health.prefetch()
+    assert found.state == "note"
+    assert "tools/bench/prefetch" in found.advice
+
+
+def test_ktk_prefetch_is_noticed() -> None:
+    """In processes of their own: it is read once."""
+    command = [sys.executable, "-m", "ktk", "doctor", "--json"]
+
+    def doctor(setting: str) -> dict[str, Any]:
+        done = subprocess.run(
+            command, env=os.environ | {"KTK_PREFETCH": setting}, capture_output=True, check=False
+        )
+        found = json.loads(done.stdout)["findings"]
+        problems = [one["subject"] for one in found if one["state"] == "problem"]
+        assert problems == ([] if setting.startswith("zen5") else ["KTK_PREFETCH"])
+        [ours] = [one for one in found if one["subject"] == "KTK_PREFETCH"]
+        return dict(ours)
+
+    ours = doctor("zen5,few=640:l1")
+    assert ours["text"].startswith("zen5,few=640:l1: weights are fetched ahead by few=640:l1,")
+    assert ours["state"] == "note"
+    ours = doctor("zen9")
+    assert ours["text"].startswith("KTK_PREFETCH is 'zen9', and 'zen9' in it is neither a CPU (")
+    assert ours["advice"] == "unset it, or write it like one of those"
 
 
 def test_forced_instructions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

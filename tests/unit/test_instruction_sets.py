@@ -47,6 +47,24 @@ def test_forcing_adds_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _core.allowed_isa() == ["avx2"]
 
 
+def test_a_slip_in_how_weights_are_fetched_is_an_error_before_anything_is_computed() -> None:
+    code = """
+import ktk
+try:
+    ktk.load_backend("BF16")
+except ktk.SettingError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"KTK_PREFETCH": "zen5,few=1:l9"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.startswith("KTK_PREFETCH is 'zen5,few=1:l9', and 'few=1:l9' in it is ")
+
+
 @pytest.mark.parametrize("variable", ["KTK_ISA", "KTK_ISA_FORCE"])
 def test_a_slip_is_an_error_of_ktk(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     backend = ktk.load_backend("BF16")
