@@ -1,6 +1,7 @@
 """Check the object code of libraries that are compiled per instruction set.
 
-    check_kernels.py [--nm NM] [--objdump OBJDUMP] ARCHIVE...
+    check_kernels.py [--nm NM] [--objdump OBJDUMP] [--probes ARCHIVE...] [--others ARCHIVE...]
+        [--kernels ARCHIVE...]
 
 Symbols: an archive defines the table of functions that is named like it, perhaps those of other
 backends for the same instruction set, and nothing else, above all nothing weak: the linker keeps a
@@ -10,6 +11,11 @@ machine without it. It calls nothing but the memory functions that compilers ins
 Spills: the innermost loops that multiply must not move vector registers to or from the stack,
 but for a constant here and there. gcc 12 keeps an accumulator array there when a loop over it is
 not unrolled, which costs more than half of the speed and nothing fails.
+
+Products: which instructions multiply is known from PRODUCT, and a loop of instructions that are
+missing there would go unchecked. So kernels without a loop that multiplies are refused, and so are
+probes (native/probe) with a loop in registers that does not: whoever adds an instruction set adds
+its probe, and learns here that PRODUCT lacks the instruction.
 """
 
 from __future__ import annotations
@@ -124,18 +130,42 @@ def spill_offences(archive: Path, objdump: str) -> tuple[int, list[str]]:
     return loops, found
 
 
+def kernel_offences(archive: Path, objdump: str) -> list[str]:
+    loops, found = spill_offences(archive, objdump)
+    print(f"{archive.name}: {loops} multiplying loops")
+    return found if loops else [*found, f"{archive.name}: no loop multiplies, by PRODUCT"]
+
+
+def probe_offences(archive: Path, objdump: str) -> list[str]:
+    """Name the loops of a probe that never leave the registers and do not multiply."""
+    found, multiply = [], False
+    for name, code in functions(archive, objdump).items():
+        for body in innermost_loops(code):
+            if any("(" in i.operands for i in body):
+                continue
+            if any(PRODUCT.match(i.name) for i in body):
+                multiply = True
+            else:
+                found.append(f"{archive.name}: {name} does not multiply, by PRODUCT")
+    return found if multiply or found else [f"{archive.name}: has no loop in registers"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--nm", default="nm")
     parser.add_argument("--objdump", default="objdump")
-    parser.add_argument("archives", nargs="+", type=Path)
+    for kind in ("--kernels", "--probes", "--others"):
+        parser.add_argument(kind, nargs="*", type=Path, default=[])
     arguments = parser.parse_args()
-    tables = {table_name(archive) for archive in arguments.archives}
+    archives = [*arguments.kernels, *arguments.probes, *arguments.others]
+    tables = {table_name(archive) for archive in archives}
     problems = []
-    for archive in arguments.archives:
-        loops, spills = spill_offences(archive, arguments.objdump)
-        problems += symbol_offences(archive, tables, arguments.nm) + spills
-        print(f"{archive.name}: {loops} multiplying loops")
+    for archive in archives:
+        problems += symbol_offences(archive, tables, arguments.nm)
+    for archive in arguments.kernels:
+        problems += kernel_offences(archive, arguments.objdump)
+    for archive in arguments.probes:
+        problems += probe_offences(archive, arguments.objdump)
     print("\n".join(problems))
     return bool(problems)
 

@@ -26,22 +26,6 @@ from ktk import _core, _probe
 from ktk.bench.machine import last_level_cache_bytes, undisturbed
 from ktk.system import available_memory
 
-# Unit -> the instruction set it needs (a name of native/isa/meson.build).
-INTEGER_UNITS = {
-    "amx_int8": "amx_int8",
-    "avx512_vnni": "avx512_vnni",
-    "avx_vnni": "avx_vnni",
-    "avx512_bw": "avx512",
-    "avx2_madd": "avx2",
-}
-FLOAT_UNITS = {
-    "amx_bf16": "amx_bf16",
-    "avx512_bf16": "avx512_bf16",
-    "avx512_fma": "avx512",
-    "avx2_fma": "avx2",
-}
-
-
 class _Element(Protocol):
     @property
     def element(self) -> str: ...
@@ -124,7 +108,7 @@ def roofline(limits: Limits, *, nbytes: float, flops: float, units: Iterable[str
 def variant_units(
     variant: _Variant, act: _Element | None = None, *, library: bool = False
 ) -> tuple[str, ...]:
-    """Return the units that the instruction sets of a variant offer for its activations.
+    """Return the units that the instruction sets of a variant offer for its activations, best first.
 
     Parameters
     ----------
@@ -136,10 +120,13 @@ def variant_units(
         The backend multiplies with a library of the machine (`Backend.library`), whose code may
         use all that the CPU has, whatever the variant itself requires.
     """
-    integer = (act or variant.act).element in ("i8", "u8", "i4", "u4")
-    units = INTEGER_UNITS if integer else FLOAT_UNITS
+    integers = (act or variant.act).element in ("i8", "u8", "i4", "u4")
     usable = _core.detected_isa() if library else variant.required_isa
-    return tuple(unit for unit, isa in units.items() if isa in usable)
+    return tuple(
+        unit
+        for unit, integer, needs in reversed(_probe.all_units())
+        if integer == integers and set(needs) <= set(usable)
+    )
 
 
 def default_buffer_bytes() -> int:

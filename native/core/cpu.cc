@@ -3,6 +3,8 @@
 #include <cstdlib>
 #include <fstream>
 
+#include "ktk/isa.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -14,63 +16,44 @@
 namespace ktk {
 namespace {
 
-struct Name {
+struct Set {
   ktk_isa bit;
   const char* name;
+  ktk_isa others;  // what every CPU with it has besides
 };
 
-constexpr Name kNames[] = {
-    {KTK_ISA_AVX2, "avx2"},
-    {KTK_ISA_AVX_VNNI, "avx_vnni"},
-    {KTK_ISA_AVX512, "avx512"},
-    {KTK_ISA_AVX512_VNNI, "avx512_vnni"},
-    {KTK_ISA_AVX512_BF16, "avx512_bf16"},
-    {KTK_ISA_AVX512_VBMI, "avx512_vbmi"},
-    {KTK_ISA_AVX512_FP16, "avx512_fp16"},
-    {KTK_ISA_AMX_INT8, "amx_int8"},
-    {KTK_ISA_AMX_BF16, "amx_bf16"},
-    {KTK_ISA_NEON, "neon"},
-    {KTK_ISA_DOTPROD, "dotprod"},
-    {KTK_ISA_I8MM, "i8mm"},
-    {KTK_ISA_ARM_BF16, "arm_bf16"},
-    {KTK_ISA_SVE, "sve"},
-};
+#define KTK_ROW(bit, name, compiler, extends, with, cpu) {KTK_ISA_##bit, #name, (extends) | (with)},
+constexpr Set kSets[] = {KTK_ISA_X86(KTK_ROW) KTK_ISA_ARM(KTK_ROW)};
 
-// What a value of KTK_ISA allows: the named set and those that every CPU with it has. So a cap
+// What a value of KTK_ISA allows: the named sets and those that every CPU with them has. So a cap
 // stands for the least CPU of its level: "avx512_bf16" is Cooper Lake, which has neither VBMI, FP16
 // nor AVX-VNNI (Zen 5 has some of them), while "amx" is Sapphire Rapids and has them all.
 struct Cap {
   const char* name;
-  ktk_isa allows;
+  ktk_isa sets;
+
+  constexpr ktk_isa allows() const {
+    ktk_isa all = sets;
+    for (ktk_isa before = KTK_ISA_NONE; before != all;) {
+      before = all;
+      for (const Set& set : kSets) {
+        if (all & set.bit) all |= set.others;
+      }
+    }
+    return all;
+  }
 };
+
+#define KTK_CAP(bit, name, ...) {#name, KTK_ISA_##bit},
 
 #if defined(__x86_64__)
 
-constexpr ktk_isa kAvxVnni = KTK_ISA_AVX2 | KTK_ISA_AVX_VNNI;
-constexpr ktk_isa kAvx512 = KTK_ISA_AVX2 | KTK_ISA_AVX512;
-constexpr ktk_isa kAvx512Vnni = kAvx512 | KTK_ISA_AVX512_VNNI;
-constexpr ktk_isa kAvx512Bf16 = kAvx512Vnni | KTK_ISA_AVX512_BF16;
-constexpr ktk_isa kAvx512Vbmi = kAvx512 | KTK_ISA_AVX512_VBMI;
-constexpr ktk_isa kAvx512Fp16 = kAvx512Bf16 | KTK_ISA_AVX512_VBMI | KTK_ISA_AVX512_FP16;
-constexpr ktk_isa kBelowAmx = kAvx512Fp16 | KTK_ISA_AVX_VNNI;
 constexpr ktk_isa kAmx = KTK_ISA_AMX_INT8 | KTK_ISA_AMX_BF16;
-
-constexpr Cap kCaps[] = {
-    {"avx2", KTK_ISA_AVX2},
-    {"avx_vnni", kAvxVnni},
-    {"avx512", kAvx512},
-    {"avx512_vnni", kAvx512Vnni},
-    {"avx512_bf16", kAvx512Bf16},
-    {"avx512_vbmi", kAvx512Vbmi},
-    {"avx512_fp16", kAvx512Fp16},
-    {"amx_int8", kBelowAmx | KTK_ISA_AMX_INT8},
-    {"amx_bf16", kBelowAmx | KTK_ISA_AMX_BF16},
-    {"amx", kBelowAmx | kAmx},
-};
+constexpr Cap kCaps[] = {KTK_ISA_X86(KTK_CAP){"amx", kAmx}};
 // Sets that may be there, or be emulated, although CPUID denies them: a hypervisor that hides one
 // cannot switch its instructions off while it offers the registers.
-constexpr ktk_isa kForced = kAmx | KTK_ISA_AVX_VNNI | KTK_ISA_AVX512_VNNI | KTK_ISA_AVX512_BF16 |
-                            KTK_ISA_AVX512_VBMI | KTK_ISA_AVX512_FP16;
+#define KTK_OR(bit, ...) | KTK_ISA_##bit
+constexpr ktk_isa kForced = (KTK_ISA_NONE KTK_ISA_X86(KTK_OR)) & ~(KTK_ISA_AVX2 | KTK_ISA_AVX512);
 
 struct Registers {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -80,13 +63,6 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
   Registers r;  // stays zero when the CPU does not know the leaf
   __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
   return r;
-}
-
-constexpr bool has(unsigned reg, std::initializer_list<int> bits) {
-  for (int bit : bits) {
-    if (!(reg >> bit & 1)) return false;
-  }
-  return true;
 }
 
 // Which register states the operating system saves. Only valid after CPUID says OSXSAVE.
@@ -105,35 +81,30 @@ bool request_amx() {
   return syscall(SYS_arch_prctl, kReqXcompPerm, kXtiledata) == 0;
 }
 
-ktk_isa detect() {
-  const Registers l1 = cpuid(1, 0), l7 = cpuid(7, 0), ext = cpuid(0x80000001, 0);
-  // Subleaf 1 exists only if subleaf 0 says so; older CPUs answer with garbage.
-  const Registers l7_1 = l7.eax >= 1 ? cpuid(7, 1) : Registers{};
-  constexpr int kOsxsave = 27;
-  const uint64_t saved = has(l1.ecx, {kOsxsave}) ? xcr0() : 0;
-  constexpr uint64_t kYmm = 0x6, kZmm = 0xe6, kTiles = 0x60000;
+// What isa.h asks of a CPU: whether a register of a leaf of CPUID has all of some bits.
+class Cpu {
+ public:
+  bool leaf1_ecx(auto... bits) const { return has(leaf1_.ecx, bits...); }
+  bool leaf7_ebx(auto... bits) const { return has(leaf7_.ebx, bits...); }
+  bool leaf7_ecx(auto... bits) const { return has(leaf7_.ecx, bits...); }
+  bool leaf7_edx(auto... bits) const { return has(leaf7_.edx, bits...); }
+  bool leaf7_1_eax(auto... bits) const { return has(leaf7_1_.eax, bits...); }
+  bool extended_ecx(auto... bits) const { return has(extended_.ecx, bits...); }
 
-  ktk_isa isa = KTK_ISA_NONE;
-  // FMA, SSE4.2, MOVBE, POPCNT, AVX, F16C; BMI1, AVX2, BMI2; LZCNT: all of x86-64-v3.
-  if ((saved & kYmm) != kYmm || !has(l1.ecx, {12, 20, 22, 23, 28, 29}) || !has(l7.ebx, {3, 5, 8}) ||
-      !has(ext.ecx, {5})) {
-    return isa;
-  }
-  isa |= KTK_ISA_AVX2;
-  if (has(l7_1.eax, {4})) isa |= KTK_ISA_AVX_VNNI;
-  // F, DQ, CD, BW, VL.
-  if ((saved & kZmm) != kZmm || !has(l7.ebx, {16, 17, 28, 30, 31})) return isa;
-  isa |= KTK_ISA_AVX512;
-  if (has(l7.ecx, {11})) isa |= KTK_ISA_AVX512_VNNI;
-  if (has(l7_1.eax, {5})) isa |= KTK_ISA_AVX512_BF16;
-  if (has(l7.ecx, {1})) isa |= KTK_ISA_AVX512_VBMI;
-  if (has(l7.edx, {23})) isa |= KTK_ISA_AVX512_FP16;
-  constexpr int kAmxTile = 24, kAmxInt8 = 25, kAmxBf16 = 22;
-  if ((saved & kTiles) != kTiles || !has(l7.edx, {kAmxTile}) || !request_amx()) return isa;
-  if (has(l7.edx, {kAmxInt8})) isa |= KTK_ISA_AMX_INT8;
-  if (has(l7.edx, {kAmxBf16})) isa |= KTK_ISA_AMX_BF16;
-  return isa;
-}
+  bool saves_ymm() const { return saves(0x6); }
+  bool saves_zmm() const { return saves(0xe6); }
+  bool saves_tiles() const { return saves(0x60000) && request_amx(); }
+
+ private:
+  static bool has(unsigned reg, auto... bits) { return ((reg >> bits & 1) && ...); }
+  bool saves(uint64_t states) const { return (saved_ & states) == states; }
+
+  Registers leaf1_ = cpuid(1, 0), leaf7_ = cpuid(7, 0), extended_ = cpuid(0x80000001, 0);
+  // Subleaf 1 exists only if subleaf 0 says so; older CPUs answer with garbage.
+  Registers leaf7_1_ = leaf7_.eax >= 1 ? cpuid(7, 1) : Registers{};
+  static constexpr int kOsxsave = 27;
+  uint64_t saved_ = leaf1_ecx(kOsxsave) ? xcr0() : 0;
+};
 
 std::string brand() {
   if (cpuid(0x80000000, 0).eax < 0x80000004) return {};
@@ -149,42 +120,32 @@ std::string brand() {
 
 #elif defined(__aarch64__)
 
-constexpr ktk_isa kDotprod = KTK_ISA_NEON | KTK_ISA_DOTPROD;
-// Armv8.6 brings I8MM and BF16 together.
-constexpr ktk_isa kI8mm = kDotprod | KTK_ISA_I8MM | KTK_ISA_ARM_BF16;
-
-constexpr Cap kCaps[] = {
-    {"neon", KTK_ISA_NEON},
-    {"dotprod", kDotprod},
-    {"i8mm", kI8mm},
-    {"arm_bf16", kDotprod | KTK_ISA_ARM_BF16},
-    {"sve", kI8mm | KTK_ISA_SVE},
-};
+constexpr Cap kCaps[] = {KTK_ISA_ARM(KTK_CAP)};
 constexpr ktk_isa kForced = KTK_ISA_NONE;
 
-ktk_isa detect() {
-  const unsigned long caps = getauxval(AT_HWCAP), caps2 = getauxval(AT_HWCAP2);
-  // Values of <asm/hwcap.h>, which older systems lack in part.
-  constexpr unsigned long kAsimd = 1 << 1, kAsimdDp = 1 << 20, kSve = 1 << 22;
-  constexpr unsigned long kI8mm2 = 1 << 13, kBf16 = 1 << 14;
-  ktk_isa isa = KTK_ISA_NONE;
-  if (caps & kAsimd) isa |= KTK_ISA_NEON;
-  if (caps & kAsimdDp) isa |= KTK_ISA_DOTPROD;
-  if (caps & kSve) isa |= KTK_ISA_SVE;
-  if (caps2 & kI8mm2) isa |= KTK_ISA_I8MM;
-  if (caps2 & kBf16) isa |= KTK_ISA_ARM_BF16;
-  return isa;
-}
+// What isa.h asks of a CPU.
+class Cpu {
+ public:
+  bool hwcap(int bit) const { return getauxval(AT_HWCAP) >> bit & 1; }
+  bool hwcap2(int bit) const { return getauxval(AT_HWCAP2) >> bit & 1; }
+};
 
 std::string brand() { return {}; }
 
 #endif
 
+ktk_isa detect() {
+  const Cpu cpu;
+  ktk_isa isa = KTK_ISA_NONE;
+#define KTK_DETECT(bit, name, compiler, extends, with, present) \
+  if ((isa & (extends)) == (extends) && (present)) isa |= KTK_ISA_##bit;
+  KTK_ISA_HERE(KTK_DETECT)
+  return isa;
+}
+
 ktk_isa forced_by_name(std::string_view name) {
-  constexpr ktk_isa kAllAmx = KTK_ISA_AMX_INT8 | KTK_ISA_AMX_BF16;
-  if (name == "amx") return kAllAmx & kForced;
-  for (const Name& row : kNames) {
-    if (name == row.name) return row.bit & kForced;
+  for (const Cap& row : kCaps) {
+    if (name == row.name) return row.sets & kForced;
   }
   return KTK_ISA_NONE;
 }
@@ -225,7 +186,7 @@ ktk_isa allowed_isa() {
 ktk_isa capped_isa(ktk_isa present, std::string_view cap) {
   std::string known;
   for (const Cap& row : kCaps) {
-    if (cap == row.name) return row.allows & present;
+    if (cap == row.name) return row.allows() & present;
     known += (known.empty() ? "" : ", ") + std::string(row.name);
   }
   throw SettingError("KTK_ISA is '" + std::string(cap) + "'; expected one of " + known);
@@ -251,9 +212,9 @@ ktk_isa forced_isa(std::string_view names) {
 
 std::vector<std::string> isa_names(ktk_isa isa) {
   std::vector<std::string> names;
-  for (const Name& row : kNames) {
-    if (isa & row.bit) names.emplace_back(row.name);
-    isa &= ~row.bit;
+  for (const Set& set : kSets) {
+    if (isa & set.bit) names.emplace_back(set.name);
+    isa &= ~set.bit;
   }
   for (int bit = 0; bit < 64; ++bit) {
     if (isa >> bit & 1) names.push_back("bit " + std::to_string(bit));

@@ -6,9 +6,17 @@
 #include <string_view>
 #include <vector>
 
-#include "ktk/abi.h"
+#include "ktk/isa.h"
 
 namespace ktk {
+
+// Bits by the names of isa.h: isa_bit::avx512_vnni.
+namespace isa_bit {
+#define KTK_ISA_BIT_(bit, name, ...) inline constexpr ktk_isa name = KTK_ISA_##bit;
+KTK_ISA_X86(KTK_ISA_BIT_)
+KTK_ISA_ARM(KTK_ISA_BIT_)
+#undef KTK_ISA_BIT_
+}  // namespace isa_bit
 
 // Bits of every instruction set that the CPU has and the operating system supports. Asks Linux for
 // the AMX tile registers once, so a process that uses ktk may use AMX. Computed once.
@@ -23,7 +31,7 @@ class SettingError : public std::invalid_argument {
 // SettingError. The environment is read at every call.
 ktk_isa allowed_isa();
 
-// KTK_ISA names one instruction set, as in native/isa/meson.build ("avx2", "avx512_vnni",
+// KTK_ISA names one instruction set, as isa.h does ("avx2", "avx512_vnni",
 // "amx_int8", or "amx" for both AMX sets), and leaves of `present` that set and those below it.
 ktk_isa capped_isa(ktk_isa present, std::string_view cap);
 

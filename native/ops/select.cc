@@ -1,8 +1,6 @@
 #include "ops/select.h"
 
 #include <stdexcept>
-#include <string>
-#include <vector>
 
 #include "core/cpu.h"
 
@@ -14,21 +12,19 @@ namespace ktk {
 namespace {
 
 struct Target {
-  const char* name;
+  ktk_isa isa;
   const ktk_ops* ops;
 };
 
-#define KTK_TARGET_ROW(isa) {#isa, &ktk_ops_##isa},
+#define KTK_TARGET_ROW(isa) {isa_bit::isa, &ktk_ops_##isa},
 constexpr Target kTargets[] = {KTK_OPS_TARGETS(KTK_TARGET_ROW)};
 
 }  // namespace
 
 const ktk_ops& ops() {
-  const std::vector<std::string> names = isa_names(allowed_isa());
+  const ktk_isa allowed = allowed_isa();
   for (const Target& target : kTargets) {
-    for (const std::string& name : names) {
-      if (name == target.name) return *target.ops;
-    }
+    if (allowed & target.isa) return *target.ops;
   }
   throw std::runtime_error("ktk needs a CPU with AVX2 and FMA (x86-64-v3)");
 }

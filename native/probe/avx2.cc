@@ -18,17 +18,23 @@ void run_fma(size_t iterations) {
 // The sum of two products goes to 32 bits, so a kernel needs the addition as well.
 void run_madd(size_t iterations) {
   __m256i a = _mm256_set1_epi16(93);
-  opaque(a);
-  run_chains<kChains, __m256i>(iterations, [=](__m256i acc) {
-    __m256i product = _mm256_madd_epi16(a, a);
-    opaque(product);
-    return _mm256_add_epi32(acc, product);
+  run_chains<kChains, __m256i>(iterations, [a](__m256i acc) mutable {
+    opaque(a);  // each time, or one product serves them all
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(a, a));
   });
 }
 
 constexpr ktk_probe_unit kUnits[] = {
-    {.name = "avx2_fma", .required_isa = KTK_ISA_AVX2, .ops = kChains * 16, .run = run_fma},
-    {.name = "avx2_madd", .required_isa = KTK_ISA_AVX2, .ops = kChains * 32, .run = run_madd},
+    {.name = "avx2_fma",
+     .integer = false,
+     .required_isa = KTK_ISA_AVX2,
+     .ops = kChains * 16,
+     .run = run_fma},
+    {.name = "avx2_madd",
+     .integer = true,
+     .required_isa = KTK_ISA_AVX2,
+     .ops = kChains * 32,
+     .run = run_madd},
 };
 
 }  // namespace

@@ -17,20 +17,20 @@ void run_fma(size_t iterations) {
 
 void run_madd(size_t iterations) {
   __m512i a = _mm512_set1_epi16(93);
-  opaque(a);
-  run_chains<kChains, __m512i>(iterations, [=](__m512i acc) {
-    __m512i product = _mm512_madd_epi16(a, a);
-    opaque(product);
-    return _mm512_add_epi32(acc, product);
+  run_chains<kChains, __m512i>(iterations, [a](__m512i acc) mutable {
+    opaque(a);  // each time, or one product serves them all
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(a, a));
   });
 }
 
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "avx512_fma",
+     .integer = false,
      .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX512,
      .ops = kChains * 32,
      .run = run_fma},
     {.name = "avx512_bw",
+     .integer = true,
      .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX512,
      .ops = kChains * 64,
      .run = run_madd},

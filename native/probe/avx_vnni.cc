@@ -17,6 +17,7 @@ void run_vnni(size_t iterations) {
 
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "avx_vnni",
+     .integer = true,
      .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX_VNNI,
      .ops = kChains * 64,
      .run = run_vnni},

@@ -27,6 +27,14 @@ std::vector<std::string> unit_names() {
   return names;
 }
 
+nb::list unit_table() {
+  nb::list table;
+  for (const ktk_probe_unit& unit : units()) {
+    table.append(nb::make_tuple(unit.name, unit.integer, isa_names(unit.required_isa)));
+  }
+  return table;
+}
+
 void check_seconds(double seconds) {
   if (!(seconds > 0 && seconds <= 3600)) {
     throw std::invalid_argument("seconds must be above 0 and at most 3600, got " +
@@ -70,6 +78,9 @@ NB_MODULE(_probe, m) {
   using namespace ktk::probe;
   m.doc() = "Measures what the machine can do at best: reading memory and arithmetic.";
   m.def("units", unit_names, "Names of the arithmetic units that can run here.");
+  m.def("all_units", unit_table,
+        "(name, whether it multiplies integers, instruction sets that it needs) of the units that\n"
+        "this build has, best last.");
   m.def("peak", peak_of, "unit"_a, "threads"_a, "seconds"_a, "cpus"_a = std::vector<int>{},
         "Operations per second (a multiply and an add are two) of all threads together.");
   m.def("read_bandwidth", read_bandwidth, "buffer_bytes"_a, "threads"_a, "seconds"_a,

@@ -38,6 +38,24 @@ TEST(names_are_in_the_order_of_the_abi) {
   CHECK_EQ(isa_names(ktk_isa{1} << 40), {"bit 40"});
 }
 
+TEST(every_set_has_a_name_and_a_cap_that_leaves_it) {
+#define CHECK_SET(bit, name, compiler, extends, with, cpu)                 \
+  CHECK_EQ(isa_names(KTK_ISA_##bit), {#name});                             \
+  CHECK_EQ(ktk::isa_bit::name, KTK_ISA_##bit);                             \
+  CHECK_EQ(capped_isa(~ktk_isa{0}, #name) & KTK_ISA_##bit, KTK_ISA_##bit); \
+  CHECK_EQ(capped_isa(~ktk_isa{0}, #name) & ((extends) | (with)), (extends) | (with));
+  KTK_ISA_HERE(CHECK_SET)
+#undef CHECK_SET
+}
+
+TEST(what_is_detected_comes_with_what_it_extends) {
+  const ktk_isa isa = detected_isa();
+#define CHECK_SET(bit, name, compiler, extends, with, cpu) \
+  if (isa & KTK_ISA_##bit) CHECK_EQ(isa&(extends), (extends));
+  KTK_ISA_HERE(CHECK_SET)
+#undef CHECK_SET
+}
+
 TEST(the_model_has_a_name_without_spaces_around_it) {
   const std::string name = ktk::cpu_model_name();
   CHECK(!name.empty());
