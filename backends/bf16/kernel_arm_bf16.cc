@@ -17,7 +17,7 @@ namespace {
 template <size_t kRows, size_t kTiles>
 struct Sums {
   static constexpr size_t kActBytes = 2;
-  static constexpr size_t kLineProducts = 4;
+  static constexpr size_t kLineProducts = 2;
   static constexpr size_t kPairs = (kRows + 1) / 2;
   float32x4_t v[kPairs][8 * kTiles];
 

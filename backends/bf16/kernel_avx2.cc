@@ -121,7 +121,7 @@ void multiply_tile(const Tile& t) {
 struct Kernel : KernelBase {
   using KernelBase::KernelBase;
   static constexpr size_t kMr = 6;
-  static constexpr size_t kLineProducts = 4;
+  static constexpr size_t kLineProducts = 2;
   static constexpr auto kTiles = row_table<kMr>([]<size_t kRows> { return &multiply_tile<kRows>; });
 
   static size_t passes(size_t rows) { return rows <= kOnePassRows ? 1 : 2; }

@@ -14,7 +14,7 @@ namespace {
 template <size_t kRows, size_t kTiles>
 struct Sums {
   static constexpr size_t kActBytes = sizeof(float);
-  static constexpr size_t kLineProducts = 8;
+  static constexpr size_t kLineProducts = 2;
   float32x4_t v[kRows][4 * kTiles];
 
   void zero() {

@@ -8,7 +8,7 @@
 // A `Sums<kRows, kTiles>` offers kActBytes, of an act value, and
 //   load(dst, stride), store(dst, stride)    kRows rows x 16 * kTiles columns, row-major
 //   zero()
-//   kLineProducts                            multiply instructions for a line and a row
+//   kLineProducts                            as gemm/driver.h has it
 //   add(tile, weight, rows, offset)          two lines and four k, at `offset` bytes of each row
 #pragma once
 

@@ -16,7 +16,8 @@
 //   kMr                      most rows of a tile
 //   kRowStep                 rows that a tile is made of (16 for AMX); 1 if it does not say
 //   kNr                      columns of a block
-//   kLineProducts            multiply instructions for one line of weights and one row
+//   kLineProducts            lines of operands that a line of weights becomes for the multiplier: 1
+//                            for bf16 or int8 as they are, 2 for bf16 that becomes f32 ...
 //   Kernel(mm)               what it keeps for a whole product
 //   passes(rows)             how often a tile of so many rows goes over a run, for some columns
 //                            of the block each time

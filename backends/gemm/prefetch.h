@@ -58,8 +58,8 @@ inline WeightStream weight_stream(const ktk_matmul* mm, size_t nr, size_t block_
   };
 }
 
-// How to fetch where `tiles` tiles of rows read the same weights, each of which multiplies a line
-// with `products` instructions for every row.
+// How to fetch where `tiles` tiles of rows read the same weights, and multiply `products` lines of
+// operands (gemm/driver.h) with every row for a line of weights.
 inline const ktk_fetch& fetch_policy(const ktk_matmul* mm, size_t tiles, size_t products) {
   const ktk_prefetch& prefetch = *mm->prefetch;
   if (tiles == 1) return mm->m * products <= prefetch.few_products ? prefetch.few : prefetch.one;

@@ -135,8 +135,8 @@ typedef struct ktk_fetch {
  * suits one CPU is not compiled into code that another one runs. No result depends on it. */
 typedef struct ktk_prefetch {
   size_t struct_size;
-  /* A tile of rows that multiplies each line of weights with at most so many instructions waits
-   * for memory. */
+  /* Up to so many products of 64 bytes for each line of weights, a tile of rows waits for memory. A
+   * line of bf16 or int8 makes one for each row, a line of int4, which becomes two of int8, two. */
   size_t few_products;
   ktk_fetch few;    /* one tile of rows, which waits for memory */
   ktk_fetch one;    /* one tile of more rows, which computes about as long */
