@@ -16,6 +16,9 @@ _SPELLINGS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+#: The fields of `MoEConfig` that are sizes.
+SIZES = ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size")
+
 #: No layer has more experts, or wider matrices.
 _MOST = 1 << 24
 
@@ -66,13 +69,11 @@ class MoEConfig:
     clamp_gate_below: bool = False
 
     def __post_init__(self) -> None:
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
-            )
-        for name in ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size"):
+        self._check_activation()
+        for name in SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= _MOST:
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or not 1 <= value <= _MOST:
                 raise ValueError(f"{name} must be an integer from 1 to {_MOST}, got {value!r}")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
@@ -86,6 +87,12 @@ class MoEConfig:
             raise ValueError(f"activation_alpha must be a number, got {alpha!r}")
         if not isinstance(self.clamp_gate_below, bool):
             raise ValueError(f"clamp_gate_below must be a bool, got {self.clamp_gate_below!r}")
+
+    def _check_activation(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
+            )
 
 
 def activation_called(name: str) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ktk._core import WorkerPool
+from ktk.config import MoEConfig
 from ktk.moe import Formats, MoE
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from ktk.checkpoint.reader import CheckpointReader
     from ktk.loading.plan import LayerPlan
 
+T = TypeVar("T")
 # Of one layer, or of each.
 Experts = Sequence[int] | Mapping[int, Sequence[int]]
 
@@ -40,6 +42,7 @@ class Model(Mapping[int, MoE]):
         layers: Sequence[int] | None = None,
         experts: Experts | None = None,
         physical_to_logical_map: Experts | None = None,
+        config: MoEConfig | Mapping[int, MoEConfig] | None = None,
         variant: str | None = None,
         force: bool = False,
         pool: WorkerPool | None = None,
@@ -67,6 +70,8 @@ class Model(Mapping[int, MoE]):
             for layers that a mapping lacks.
         physical_to_logical_map : sequence of int, or a mapping of layers to such, optional
             Slot p holds expert ``physical_to_logical_map[p]`` of the checkpoint. By default p.
+        config : MoEConfig, or a mapping of layers to such, optional
+            As of :meth:`MoE.from_checkpoint`.
         force : bool
             Also load what seems to be more than memory can hold; and as of :class:`MoE`.
         variant, pool, shards, weight_format
@@ -112,6 +117,7 @@ class Model(Mapping[int, MoE]):
                             _of_layer(experts, number),
                             _of_layer(physical_to_logical_map, number),
                             options,
+                            _of_layer(config, number),
                         )
                     )
             checkpoint.close()
@@ -167,5 +173,5 @@ def layers_of(checkpoint: CheckpointReader, path: str | Path) -> list[int]:
     return [number for number in numbers if last is None or number < last] or numbers
 
 
-def _of_layer(value: Experts | None, number: int) -> Sequence[int] | None:
+def _of_layer(value: Mapping[int, T] | T | None, number: int) -> T | None:
     return value.get(number) if isinstance(value, Mapping) else value

@@ -113,6 +113,7 @@ class MoE:
         *,
         experts: Sequence[int] | None = None,
         physical_to_logical_map: Sequence[int] | None = None,
+        config: MoEConfig | None = None,
         variant: str | None = None,
         force: bool = False,
         pool: _core.WorkerPool | None = None,
@@ -135,6 +136,10 @@ class MoE:
             The slots to load, by default all; the others take no memory and contribute nothing.
         physical_to_logical_map : sequence of int, optional
             Slot p holds expert ``physical_to_logical_map[p]`` of the checkpoint. By default p.
+        config : MoEConfig, optional
+            What the layer is, where it is to be other than the checkpoint says: an activation
+            function that ktk knows instead of one that it does not. Sizes are the checkpoint's;
+            with a map there may be more slots than experts (redundant copies).
         force : bool
             Also load what seems to be more than memory can hold; and as of :class:`MoE`.
         variant, pool, shards, weight_format
@@ -162,6 +167,7 @@ class MoE:
             backend,
             experts=experts,
             physical_to_logical_map=physical_to_logical_map,
+            config=config,
             variant=variant,
             force=force,
             pool=pool,

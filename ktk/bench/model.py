@@ -74,7 +74,7 @@ def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
             raise ValueError(f"layers {numbers[0]} and {other} differ in size: time one of them")
         return ModelLayers(
             path=path,
-            shape=Shape(name=path.resolve().name, **first.arguments()),
+            shape=Shape(name=path.resolve().name, **vars(first.layer())),
             numbers=tuple(alike),
             total=len(all_of_model),
             default_backend=default_backend(checkpoint.layer(numbers[0])).name,

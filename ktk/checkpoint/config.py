@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from ktk.checkpoint.entries import (
 )
 from ktk.checkpoint.files import File, MissingFile
 from ktk.checkpoint.quantization import Quantization, read_quantization
+from ktk.config import ACTIVATIONS, SIZES, MoEConfig, activation_called
 from ktk.errors import CheckpointError
 
 # Where models of several modalities keep the language model's entries, outermost first.
@@ -32,16 +33,6 @@ _NAMES = {
     ),
     "hidden_size": ("hidden_size",),
     "intermediate_size": ("moe_intermediate_size", "intermediate_size"),
-}
-
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "swigluoai": "swigluoai",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    # transformers has the same formula under two names.
-    "gelu_new": "gelu_tanh",
 }
 
 # What no choice of an activation makes right.
@@ -60,49 +51,61 @@ _OAI_ALPHA = 1.702
 _OAI_LIMIT = 7.0
 
 
-@dataclass(frozen=True)
-class ExpertConfig:
-    """The routed experts of one model, in the words of `Backend.moe`.
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig(MoEConfig):
+    """The routed experts of one model: a layer's configuration, and what else a checkpoint says.
 
-    `activation` may be a name that ktk does not know; `arguments` refuses it. `num_layers` is what
-    the model runs, where it says so: layers after these predict further tokens (MTP).
+    `activation` may be a name that ktk does not know; `layer` refuses it. `num_layers` is what the
+    model runs, where it says so: layers after these predict further tokens (MTP).
     """
 
     model_type: str
-    num_experts: int
-    num_experts_per_tok: int
-    hidden_size: int
-    intermediate_size: int
-    activation: str = "silu"
-    activation_limit: float | None = None
-    activation_alpha: float = _OAI_ALPHA
     quantization: Quantization = field(default_factory=Quantization)
     num_layers: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_experts_per_tok > self.num_experts:
-            chosen, there = self.num_experts_per_tok, self.num_experts
-            raise EntryError(f"{chosen} experts per token are more than the {there} that there are")
+        known = activation_called(self.activation)
+        object.__setattr__(self, "activation", known or self.activation)
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            raise EntryError(str(error)) from None
 
-    def arguments(self, **overrides: Any) -> dict[str, Any]:
-        """Return keyword arguments for `Backend.moe`; `overrides` win over the activation's."""
-        sizes = {name: getattr(self, name) for name in _NAMES}
-        activation = {
-            "activation": _ACTIVATIONS.get(self.activation),
-            "activation_limit": self.activation_limit,
-            "activation_alpha": self.activation_alpha,
-        }
-        fixed = sorted(sizes.keys() & overrides.keys())
-        if fixed:
-            raise TypeError(f"{', '.join(fixed)}: the checkpoint decides, it cannot be overridden")
-        arguments = {**sizes, **activation, **overrides}
-        if arguments["activation"] is None:
+    def _check_activation(self) -> None:
+        """Take any name: a checkpoint may be looked at that cannot be computed."""
+
+    def layer(self, wanted: MoEConfig | None = None, *, mapped: bool = False) -> MoEConfig:
+        """Return what a layer is made with.
+
+        Parameters
+        ----------
+        wanted
+            What the user wants instead of the checkpoint's own: another activation function. The
+            sizes have to be the checkpoint's.
+        mapped
+            Slots are filled by a map, so there may be more or fewer than experts.
+
+        Raises
+        ------
+        CheckpointError
+            ktk does not compute the activation function.
+        ValueError
+            `wanted` has other sizes.
+        """
+        config = wanted or self
+        for name in SIZES:
+            mine, asked = getattr(self, name), getattr(config, name)
+            if asked != mine and not (mapped and name == "num_experts"):
+                raise ValueError(
+                    f"config has {name} {asked}, the checkpoint {mine}: the checkpoint decides"
+                )
+        if config.activation not in ACTIVATIONS:
             raise CheckpointError(
-                f"model type {self.model_type!r} uses the activation {self.activation!r}, and ktk "
-                f"computes {', '.join(sorted(set(_ACTIVATIONS.values())))} only: its experts would "
-                "not be those of this model"
+                f"model type {self.model_type!r} uses the activation {config.activation!r}, and "
+                f"ktk computes {', '.join(sorted(ACTIVATIONS))} only: its experts would not be "
+                "those of this model"
             )
-        return arguments
+        return MoEConfig(**{one.name: getattr(config, one.name) for one in fields(MoEConfig)})
 
 
 def read_config(folder: Path) -> ExpertConfig:

@@ -119,7 +119,6 @@ def _load_or_note(name: str, notes: Notes) -> Backend | None:
 
 def _task(folder: Path, layer: int) -> Task:
     from ktk.checkpoint import open_checkpoint
-    from ktk.config import MoEConfig
     from ktk.demo.measure import Task
     from ktk.demo.routing import batches
     from ktk.testing import reference
@@ -134,7 +133,7 @@ def _task(folder: Path, layer: int) -> Task:
             check.ids,
             check.weights,
             lambda expert: reference.Expert.of(found.values(expert).arrays()),
-            MoEConfig(**config.arguments()),
+            config.layer(),
         )
     return Task(
         path=folder,

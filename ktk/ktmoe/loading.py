@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,6 @@ def load_from_path(
     from ktk.loading.load import announce, load_layers
     from ktk.loading.plan import naming_layer, plan_layer
 
-    if order is not None:
-        options["num_experts"] = config.num_experts
     with open_checkpoint(path) as checkpoint:
         with naming_layer(layer_idx):
             found = checkpoint.layer(layer_idx)
@@ -69,9 +68,10 @@ def load_from_path(
             _check_activation(path, activation, own)
             if method.upper() in FORMATS and found.has_floats:
                 options["weight_format"] = FORMATS[method.upper()][0]
-            plan = plan_layer(
-                checkpoint, layer_idx, backend, experts, order, {**activation, **options}
-            )
+            # With neither argument, the checkpoint's own activation function holds.
+            layer = replace(config, **activation) if activation else own.layer()
+            layer = replace(layer, num_experts=config.num_experts)
+            plan = plan_layer(checkpoint, layer_idx, backend, experts, order, options, layer)
             _check_map(path, order, own.num_experts)
             formats = found.file_formats
             given = formats["gate"], formats["up"], formats["down"]

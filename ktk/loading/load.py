@@ -9,14 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ktk._core import WorkerPool
 from ktk.backend import Backend
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.reader import CheckpointReader
+from ktk.config import MoEConfig
 from ktk.expert import Expert
 from ktk.loading.plan import LayerPlan, naming_layer, plan_layer
 from ktk.loading.room import check_room
 from ktk.loading.route import summaries
-from ktk.moe import MoE
+from ktk.moe import Formats, MoE
 from ktk.registry import load_backend
 
 _log = logging.getLogger(__name__)
@@ -29,7 +31,12 @@ def load_moe(
     *,
     experts: Sequence[int] | None = None,
     physical_to_logical_map: Sequence[int] | None = None,
-    **options: Any,
+    config: MoEConfig | None = None,
+    variant: str | None = None,
+    force: bool = False,
+    pool: WorkerPool | None = None,
+    shards: int | None = None,
+    weight_format: Formats | None = None,
 ) -> MoE:
     """Load the routed experts of one layer.
 
@@ -50,12 +57,15 @@ def load_moe(
     experts
         The slots to load; the others take no memory and contribute nothing. Default: all.
     physical_to_logical_map
-        Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p. With a map,
-        ``num_experts=`` may ask for more slots than the checkpoint has experts: redundant copies.
-    **options
-        For `Backend.moe`: variant, pool, shards, ... ``force=True`` loads even what seems to be
-        more than memory can hold. The sizes come from config.json or the
-        metadata of the GGUF file; so does the activation function unless it is given here.
+        Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p.
+    config
+        What the layer is, where it is to be other than the checkpoint says: an activation function
+        that ktk knows instead of one that it does not. Sizes are the checkpoint's; with a map,
+        there may be more slots than experts (redundant copies).
+    variant, pool, shards, weight_format
+        As of `ktk.MoE`.
+    force
+        Also load what seems to be more than memory can hold; and as of `ktk.MoE`.
 
     Raises
     ------
@@ -68,7 +78,19 @@ def load_moe(
         load_backend(backend)  # a name that is none is said before anything is read
     with open_checkpoint(path) as checkpoint:
         plan = plan_layer(
-            checkpoint, operator.index(layer), backend, experts, physical_to_logical_map, options
+            checkpoint,
+            operator.index(layer),
+            backend,
+            experts,
+            physical_to_logical_map,
+            {
+                "variant": variant,
+                "force": force,
+                "pool": pool,
+                "shards": shards,
+                "weight_format": weight_format,
+            },
+            config,
         )
         announce(path, [plan])
         return load_layers(checkpoint, [plan])[plan.number]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ktk.backend import Backend
 from ktk.checkpoint.reader import CheckpointReader
+from ktk.config import MoEConfig
 from ktk.errors import BackendError, CheckpointError
 from ktk.loading.default import default_backend
 from ktk.loading.route import Route, chooser, format_named_by, route_of
@@ -27,8 +28,10 @@ class LayerPlan:
         Of the layer.
     backend
         What computes it.
-    arguments
-        For `Backend.moe`.
+    config
+        Of the layer.
+    options
+        Other keywords of `Backend.moe`.
     slots
         Which expert of the checkpoint goes to which slot.
     route
@@ -39,15 +42,16 @@ class LayerPlan:
 
     number: int
     backend: Backend
-    arguments: dict[str, Any]
+    config: MoEConfig
+    options: Mapping[str, Any]
     slots: dict[int, int]
     route: Route
     expert_nbytes: int
 
     def make(self) -> MoE:
         """Return the layer without its experts."""
-        moe = self.backend.moe(**self.arguments)
-        for slot in range(self.arguments["num_experts"]):
+        moe = self.backend.moe(**asdict(self.config), **self.options)
+        for slot in range(self.config.num_experts):
             if slot not in self.slots:
                 moe.leave_out(slot)
         return moe
@@ -59,26 +63,29 @@ def plan_layer(
     backend: str | Backend | None,
     experts: Sequence[int] | None,
     physical_to_logical_map: Sequence[int] | None,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
+    config: MoEConfig | None = None,
 ) -> LayerPlan:
-    """Check that a layer can be loaded; parameters as of `load_moe`."""
+    """Check that a layer can be loaded.
+
+    Parameters as of `load_moe`; `options` are the keywords of `Backend.moe` but for the fields of
+    `MoEConfig`.
+    """
     found = checkpoint.layer(number)
-    config = found.config
-    size = {"num_experts": config.num_experts}
-    if physical_to_logical_map is not None and "num_experts" in options:
-        options = dict(options)
-        size["num_experts"] = operator.index(options.pop("num_experts"))
-    slots = _slots(config.num_experts, size["num_experts"], experts, physical_to_logical_map)
+    count = found.config.num_experts
+    made_with = found.config.layer(config, mapped=physical_to_logical_map is not None)
+    slots = _slots(count, made_with.num_experts, experts, physical_to_logical_map)
     chosen = load_backend(backend) if isinstance(backend, str) else backend
     chosen = chosen or default_backend(found)
     choose = chooser(chosen, options.get("weight_format"), format_named_by(backend))
     return LayerPlan(
         number=number,
         backend=chosen,
-        arguments=config.arguments(**options) | size,
+        config=made_with,
+        options=options,
         slots=slots,
         route=route_of(found, chosen, choose),
-        expert_nbytes=found.nbytes // config.num_experts,
+        expert_nbytes=found.nbytes // count,
     )
 
 

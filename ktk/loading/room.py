@@ -25,7 +25,7 @@ def check_room(plans: Sequence[LayerPlan]) -> None:
     CheckpointTooLarge
         It is more; the message has both sizes, and what would fit.
     """
-    if not plans or any(plan.arguments.get("force") for plan in plans):
+    if not plans or any(plan.options.get("force") for plan in plans):
         return
     available = available_memory()
     beside = max(map(_beside, plans))

@@ -15,9 +15,11 @@ from gguf_files import FIELDS, E, H, I, Tensor
 
 from ktk.checkpoint import describe
 from ktk.checkpoint.gguf import GgufCheckpoint
+from ktk.config import MoEConfig
 from ktk.errors import CheckpointError
 from ktk.loading import load_moe
 
+LAYER = MoEConfig(num_experts=E, num_experts_per_tok=2, hidden_size=H, intermediate_size=I)
 GATE = "blk.0.ffn_gate_exps.weight"
 DOWN = "blk.0.ffn_down_exps.weight"
 
@@ -242,7 +244,7 @@ def test_llama_4_is_refused_with_the_reason(tmp_path: Path, parts: dict[str, Ten
     path = files.write(tmp_path / "model.gguf", files.stacked(parts), arch="llama4")
     fails(path, "'llama4' multiplies what goes into an expert by its routing weight")
     with pytest.raises(CheckpointError, match="routing weight"):
-        load_moe(path, 0, "LLAMAFILE", activation="silu")
+        load_moe(path, 0, "LLAMAFILE", config=LAYER)
 
 
 @pytest.mark.parametrize(

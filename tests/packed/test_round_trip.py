@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 import ktk
 from ktk import Format
 from ktk.checkpoint import describe, open_checkpoint
+from ktk.checkpoint.packed.header import from_metadata, to_bytes
 from ktk.cli.contents import inspect
 from ktk.conversion import Conversion, convert
 from ktk.errors import CheckpointFormatError
@@ -246,6 +248,26 @@ def test_blocks_are_not_made_of_floats(tmp_path: Path) -> None:
         assert torch.equal(torch.from_numpy(found), meant[part])
     with pytest.raises(CheckpointFormatError, match="LLAMAFILE has no groups of 32, but none"):
         convert(source, tmp_path / "groups", backend="LLAMAFILE", group_size=32)
+
+
+def test_a_header_has_every_field_of_a_layer(tmp_path: Path) -> None:
+    """An option that a packed file forgot would be another layer when the file is loaded."""
+    source = made.write(tmp_path / "source")
+    with Conversion(source, tmp_path / "packed", backend="AMXINT8") as conversion:
+        header = conversion.plans[0].header
+    options: dict[str, Any] = {
+        "activation": "swigluoai",
+        "activation_limit": 3.5,
+        "activation_alpha": 1.25,
+        "clamp_gate_below": True,
+    }
+    for field in dataclasses.fields(ktk.MoEConfig):
+        assert field.default is dataclasses.MISSING or options[field.name] != field.default
+    config = dataclasses.replace(header.layout.config, **options)
+    layout = dataclasses.replace(header.layout, config=config)
+    written = to_bytes(dataclasses.replace(header, layout=layout))
+    read = from_metadata(json.loads(written[8:])["__metadata__"])
+    assert read.layout.config.layer() == config.layer()
 
 
 def test_a_conversion_holds_few_experts(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 
 from ktk import Format
 from ktk.checkpoint import describe
-from ktk.checkpoint.config import read_config
+from ktk.checkpoint.config import ExpertConfig, read_config
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.checkpoint.safetensors.families import FAMILIES
 from ktk.checkpoint.spans import spans
@@ -190,7 +191,12 @@ def test_load_moe_passes_sizes_and_options(tmp_path: Path) -> None:
         "activation": "silu",
         "activation_limit": None,
         "activation_alpha": 1.702,
+        "clamp_gate_below": False,
+        "variant": None,
+        "force": False,
+        "pool": None,
         "shards": 2,
+        "weight_format": None,
     }
     assert sorted(backend.loaded) == [0, 1, 2]
 
@@ -219,8 +225,20 @@ def test_load_moe_checks_slots(tmp_path: Path, options: dict[str, Any], message:
 
 
 def test_sizes_cannot_be_overridden(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="num_experts: the checkpoint decides"):
-        load_moe(write(tmp_path, qwen3()), 0, RecordingBackend(), num_experts=2)  # type: ignore[arg-type]
+    folder, backend = write(tmp_path, qwen3()), RecordingBackend()
+    more = replace(read_config(folder).layer(), num_experts=E + 1)
+    with pytest.raises(ValueError, match="config has num_experts 4, the checkpoint 3: the checkpo"):
+        load_moe(folder, 0, backend, config=more)  # type: ignore[arg-type]
+    load_moe(folder, 0, backend, config=more, physical_to_logical_map=[2, 0, 1, 2])  # type: ignore[arg-type]
+    assert sorted(backend.loaded) == [0, 1, 2, 3]
+    wide = replace(more, hidden_size=2 * H)
+    with pytest.raises(ValueError, match="config has hidden_size"):
+        load_moe(folder, 0, backend, config=wide, physical_to_logical_map=[0] * 4)  # type: ignore[arg-type]
+
+
+def read(folder: Path, entries: dict[str, Any]) -> ExpertConfig:
+    (folder / "config.json").write_text(json.dumps(entries))
+    return read_config(folder)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +257,8 @@ def test_sizes_cannot_be_overridden(tmp_path: Path) -> None:
 def test_activation_follows_the_configuration(
     tmp_path: Path, entries: dict[str, Any], expected: tuple[object, ...]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **entries}))
-    arguments = read_config(tmp_path).arguments()
-    names = ("activation", "activation_limit", "activation_alpha")
-    assert tuple(arguments[name] for name in names) == expected
+    layer = read(tmp_path, {**CONFIG, **entries}).layer()
+    assert (layer.activation, layer.activation_limit, layer.activation_alpha) == expected
 
 
 @pytest.mark.parametrize(
@@ -258,11 +274,11 @@ def test_activation_follows_the_configuration(
 def test_an_unknown_activation_is_named_and_can_be_replaced(
     tmp_path: Path, entries: dict[str, Any], name: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **entries}))
-    config = read_config(tmp_path)
+    config = read(tmp_path, {**CONFIG, **entries})
     with pytest.raises(CheckpointError, match=rf"'{name}'.*gelu_tanh.*silu"):
-        config.arguments()
-    assert config.arguments(activation="silu")["activation"] == "silu"
+        config.layer()
+    known = replace(read(tmp_path, CONFIG).layer(), activation="gelu_tanh")
+    assert config.layer(known) == known
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ _SILU = (
     *("phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp"),
     *("rnd1", "step35"),
 )
-# Names of `ktk.checkpoint.config`; one that it does not know is refused with its name.
+# In the words of config.json; one that `ktk.config` does not know is refused with its name.
 _ACTIVATIONS = {
     **dict.fromkeys(_SILU, "silu"),
-    "gemma4": "gelu_tanh",
+    "gemma4": "gelu_pytorch_tanh",
     "gpt-oss": "swigluoai",
-    "grok": "gelu_tanh",
+    "grok": "gelu_pytorch_tanh",
     "kimi-k3": "situ",
     "minimax-m3": "swigluoai",
     "smallthinker": "relu",

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
 from importlib.metadata import version
 from typing import Any
@@ -26,8 +26,9 @@ import xxhash
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.entries import EntryError, integer, items, number, parse_object, table, text
+from ktk.checkpoint.entries import EntryError, integer, items, parse_object, table, text
 from ktk.checkpoint.packed.layout import ALIGNMENT, Layout
+from ktk.config import MoEConfig
 from ktk.expert import PARTS
 
 VERSION = 1
@@ -151,16 +152,17 @@ def _read(entries: Mapping[str, Any]) -> Header:
 
 
 def _config(entries: Mapping[str, Any]) -> ExpertConfig:
-    names = ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size")
-    sizes: dict[str, Any] = {name: integer(name, entries.get(name), least=1) for name in names}
-    limit, layers = entries.get("activation_limit"), entries.get("num_layers")
+    layers = entries.get("num_layers")
+    # A field that the writer did not know yet has its default. The class checks what it gets.
+    of_layer: dict[str, Any] = {
+        one.name: entries.get(one.name)
+        for one in fields(MoEConfig)
+        if one.name in entries or one.default is MISSING
+    }
     return ExpertConfig(
         model_type=text("model_type", entries.get("model_type")),
-        **sizes,
-        activation=text("activation", entries.get("activation")),
-        activation_limit=None if limit is None else number("activation_limit", limit),
-        activation_alpha=number("activation_alpha", entries.get("activation_alpha")),
         num_layers=None if layers is None else integer("num_layers", layers),
+        **{**of_layer, "activation": text("activation", entries.get("activation"))},
     )
 
 
