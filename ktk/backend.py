@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ktk import _core
 from ktk.config import MoEConfig
-
-if TYPE_CHECKING:
-    from ktk.moe import Formats, MoE
+from ktk.moe import Formats, MoE
 
 
 @dataclass(frozen=True)
@@ -126,8 +124,6 @@ class Backend:
         TypeError, ValueError
             A size or an option makes no sense.
         """
-        from ktk.moe import MoE
-
         config = MoEConfig(
             num_experts=num_experts,
             num_experts_per_tok=num_experts_per_tok,

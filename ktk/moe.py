@@ -7,7 +7,7 @@ import logging
 import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
@@ -16,12 +16,12 @@ from ktk.errors import BackendUnsupported
 from ktk.expert import Expert
 from ktk.given import GivenFormats, expert_of, experts_of_slots, read_matrix
 from ktk.pool import default_pool
+from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ktk.backend import Backend
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class MoE:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: BackendLike,
         config: MoEConfig,
         *,
         variant: str | None = None,
@@ -109,7 +109,7 @@ class MoE:
         cls,
         path: str | Path,
         layer: int,
-        backend: str | Backend | None = None,
+        backend: str | BackendLike | None = None,
         *,
         experts: Sequence[int] | None = None,
         physical_to_logical_map: Sequence[int] | None = None,
@@ -164,7 +164,7 @@ class MoE:
         return load_moe(
             path,
             layer,
-            backend,
+            cast("Any", backend),  # a Backend, which is above this module
             experts=experts,
             physical_to_logical_map=physical_to_logical_map,
             config=config,

@@ -126,7 +126,7 @@ def bench(
         require_matplotlib()
     from ktk.bench.records import Settings
     from ktk.bench.runner import run
-    from ktk.cli.text import doing
+    from ktk.terminal import doing
 
     settings = Settings(
         threads=threads,

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ktk.bench.accuracy import Accuracy
 from ktk.bench.records import Result
-from ktk.cli.text import plain_table
+from ktk.terminal import plain_table
 
 # What the whole table takes. In less, the columns that the others are derived from are left out.
 _WIDTH = 78

@@ -16,13 +16,13 @@ from rich.table import Table
 
 from ktk.checkpoint import open_checkpoint
 from ktk.checkpoint.spans import spans
-from ktk.cli.text import plain_table
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.loading import default_backend
 from ktk.loading.route import route_of
 from ktk.registry import backends, load_backend
 from ktk.sizes import size_text
 from ktk.system import available_memory
+from ktk.terminal import plain_table
 
 if TYPE_CHECKING:
     from ktk.checkpoint.reader import CheckpointReader, LayerReader

@@ -15,7 +15,6 @@ from rich.table import Table
 from ktk import _core
 from ktk.aliases import ALIASES
 from ktk.backend import BackendInfo
-from ktk.cli.text import plain_table
 from ktk.errors import BackendError
 from ktk.registry import (
     aliases,
@@ -24,6 +23,7 @@ from ktk.registry import (
     open_backend,
     providers,
 )
+from ktk.terminal import plain_table
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.cli.text import doing
 from ktk.errors import BackendError, CheckpointFormatError, CheckpointTooLarge
+from ktk.terminal import doing
 
 if TYPE_CHECKING:
     from ktk.backend import Backend

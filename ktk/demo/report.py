@@ -11,8 +11,8 @@ from rich.table import Table
 
 from ktk.bench.limits import Limits
 from ktk.bench.verdict import HIGHEST_FRACTION
-from ktk.cli.text import plain_table
 from ktk.demo.measure import Measured, Timing
+from ktk.terminal import plain_table
 
 # What the whole table takes.
 _WIDTH = 78

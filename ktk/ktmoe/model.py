@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -11,22 +11,7 @@ import torch
 from ktk import _core
 from ktk.ktmoe.staging import StagingCache
 from ktk.ktmoe.streams import handle_of, on_stream
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
-
-    from ktk.ktmoe.steps import Step
-
-
-@dataclass(frozen=True)
-class Carried:
-    """Sums of deferred experts, f32 [tokens, hidden_size], and who computes them."""
-
-    layer_idx: int
-    sums: torch.Tensor
-    carry: _core.Carry
-    captured: bool
-    step: Step | None = None
+from ktk.ktmoe.submitted import Carried, Step
 
 
 class ModelState:

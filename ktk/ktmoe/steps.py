@@ -16,17 +16,15 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ktk import _core
 from ktk.arrays import refuse_gradient
+from ktk.ktmoe.model import ModelState
 from ktk.ktmoe.streams import handle_of, on_gpu, on_stream
-
-if TYPE_CHECKING:
-    from ktk.ktmoe.model import Carried, ModelState
-    from ktk.ktmoe.staging import Staging
+from ktk.ktmoe.submitted import Carried, Step
 
 # Calls on streams, which may have yet to get there when the last one who knew the call is gone.
 _in_flight: list[_core.AsyncCall] = []
@@ -116,23 +114,6 @@ def _rows(
     rows = tensor.detach().reshape(-1, tensor.shape[-1])
     rows = rows if tensor.dtype in dtypes else rows.to(otherwise)
     return rows if on_gpu(rows) or rows.stride(-1) == 1 else rows.contiguous()
-
-
-@dataclass(frozen=True)
-class Step:
-    """A call that was submitted."""
-
-    call: _core.AsyncCall
-    out: torch.Tensor  # in CPU memory
-    staging: Staging | None  # where a GPU's tensors are on their way
-    stream: int
-    device: torch.device  # of the inputs, and of the result
-    dtype: torch.dtype  # of the result
-
-    @property
-    def on_pool(self) -> bool:
-        """Whether no stream is involved."""
-        return not self.stream and self.device.type == "cpu"
 
 
 @dataclass(frozen=True)

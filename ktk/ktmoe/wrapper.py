@@ -11,16 +11,16 @@ from ktk import _core
 from ktk.ktmoe.arguments import at_least
 from ktk.ktmoe.deferral import select_deferred
 from ktk.ktmoe.layer import Layer
-from ktk.ktmoe.model import Carried, clear_all
+from ktk.ktmoe.model import clear_all
 from ktk.ktmoe.steps import (
     Inputs,
-    Step,
     Submission,
     result_on_stream,
     submit_on_pool,
     submit_on_stream,
 )
 from ktk.ktmoe.streams import handle_of, on_gpu
+from ktk.ktmoe.submitted import Carried, Step
 from ktk.ktmoe.writers import submit_write
 
 _capture_sizes: list[int] = []

@@ -27,7 +27,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from ktk import Format, _core
+from ktk import _core
+from ktk._core import Format
 from ktk.ktmoe.arguments import at_least, integer
 from ktk.moe import MoE
 
