@@ -10,7 +10,8 @@ machine without it. It calls nothing but the memory functions that compilers ins
 
 Spills: the innermost loops that multiply must not move vector registers to or from the stack,
 but for a constant here and there. gcc 12 keeps an accumulator array there when a loop over it is
-not unrolled, which costs more than half of the speed and nothing fails.
+not unrolled, which costs more than half of the speed and nothing fails. Between products of AMX
+tiles no vector register may move there at all: loads of tiles want all of the ports.
 
 Products: which instructions multiply is known from PRODUCT, and a loop of instructions that are
 missing there would go unchecked. So kernels without a loop that multiplies are refused, and so are
@@ -130,8 +131,38 @@ def spill_offences(archive: Path, objdump: str) -> tuple[int, list[str]]:
     return loops, found
 
 
+def straight_pieces(code: list[Instruction]) -> list[list[Instruction]]:
+    """Divide a function where it jumps, and where jumps lead."""
+    targets = {i.target for i in code}
+    pieces: list[list[Instruction]] = [[]]
+    for instruction in code:
+        if instruction.address in targets:
+            pieces.append([])
+        pieces[-1].append(instruction)
+        if JUMP.match(instruction.name):
+            pieces.append([])
+    return pieces
+
+
+def tile_spill_offences(archive: Path, objdump: str) -> list[str]:
+    """Name straight code that moves vectors to or from the stack between products of tiles."""
+    found = []
+    for name, code in functions(archive, objdump).items():
+        for piece in straight_pieces(code):
+            products = [at for at, i in enumerate(piece) if i.name.startswith("tdp")]
+            between = piece[products[0] : products[-1]] if products else []
+            moves = [i for i in between if STACK.search(i.operands)]
+            if moves:
+                found.append(
+                    f"{archive.name}: {name} at {moves[0].address:#x}: {len(moves)} stack moves "
+                    f"between {len(products)} products of tiles"
+                )
+    return found
+
+
 def kernel_offences(archive: Path, objdump: str) -> list[str]:
     loops, found = spill_offences(archive, objdump)
+    found += tile_spill_offences(archive, objdump)
     print(f"{archive.name}: {loops} multiplying loops")
     return found if loops else [*found, f"{archive.name}: no loop multiplies, by PRODUCT"]
 

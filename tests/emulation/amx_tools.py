@@ -37,8 +37,9 @@ OPS = (
 
 libc = ctypes.CDLL(None, use_errno=True)
 
-# Set by run_emulated.py once AMX instructions of this process are done in software.
+# Set by run_emulated.py once AMX instructions of this process are done in software, by `trap`.
 trapped = False
+trap: Soft | None = None
 
 
 def cpu_flags() -> set[str]:
@@ -118,6 +119,12 @@ class Soft:
         values = (ctypes.c_uint64 * len(OPS))()
         self.lib.amx_trap_counts(values)
         return dict(zip(OPS, values, strict=True))
+
+    def tile_counts(self) -> np.ndarray:
+        """Loads, stores and products of each of the eight tiles: 3 x 8."""
+        values = np.zeros((3, 8), np.uint64)
+        self.lib.amx_trap_tile_counts(values.ctypes.data_as(ctypes.c_void_p))
+        return values.astype(np.int64)
 
     def decode(self, code: bytes, registers: list[int]) -> Instruction | None:
         instruction = Instruction()

@@ -19,6 +19,7 @@
 #include "amx_soft.h"
 
 static uint64_t counts[kAmxOps];
+static uint64_t tile_loads[kTiles], tile_stores[kTiles], tile_products[kTiles];
 static struct sigaction previous;
 static int installed, cpu_has_amx;
 static uint32_t config_offset; /* of the tile configuration in an XSAVE area */
@@ -50,6 +51,16 @@ static void follow_config(amx_tiles* tiles, const uint8_t* saved) {
   amx_store_config(tiles, current);
   if (!saved) saved = kInitial;
   if (memcmp(saved, current, kConfigBytes) != 0) (void)amx_load_config(tiles, saved);
+}
+
+/* By tile: what a load fills, a store empties and a product adds to. */
+static void count(const amx_insn* insn) {
+  __atomic_fetch_add(&counts[insn->op], 1, __ATOMIC_RELAXED);
+  uint64_t* by_tile = insn->op == kTileloadd || insn->op == kTileloaddt1 ? tile_loads
+                      : insn->op == kTilestored                          ? tile_stores
+                      : insn->op >= kTdpbssd                             ? tile_products
+                                                                         : NULL;
+  if (by_tile) __atomic_fetch_add(&by_tile[insn->dst], 1, __ATOMIC_RELAXED);
 }
 
 static void say(const char* text) { (void)!write(STDERR_FILENO, text, strlen(text)); }
@@ -86,7 +97,7 @@ static void on_sigill(int signal, siginfo_t* info, void* raw_context) {
       say("\n");
       break;
     }
-    __atomic_fetch_add(&counts[insn.op], 1, __ATOMIC_RELAXED);
+    count(&insn);
     g[REG_RIP] += insn.length;
     done = 1;
   }
@@ -121,4 +132,13 @@ int amx_trap_install(void) {
 /* How often each instruction was done in software, in the order of amx_op. */
 void amx_trap_counts(uint64_t* out) {
   for (int i = 0; i < kAmxOps; ++i) out[i] = __atomic_load_n(&counts[i], __ATOMIC_RELAXED);
+}
+
+/* Of each tile: loads, stores and products so far. */
+void amx_trap_tile_counts(uint64_t out[3][kTiles]) {
+  for (int i = 0; i < kTiles; ++i) {
+    out[0][i] = __atomic_load_n(&tile_loads[i], __ATOMIC_RELAXED);
+    out[1][i] = __atomic_load_n(&tile_stores[i], __ATOMIC_RELAXED);
+    out[2][i] = __atomic_load_n(&tile_products[i], __ATOMIC_RELAXED);
+  }
 }

@@ -31,7 +31,7 @@ def main(counts: Path, arguments: list[str]) -> int:
         def pytest_sessionstart(self) -> None:
             if soft.install_trap() != 0:
                 raise pytest.UsageError("the AMX trap could not be installed")
-            amx_tools.trapped = True
+            amx_tools.trapped, amx_tools.trap = True, soft
 
     status = pytest.main(["-p", "no:cacheprovider", *arguments], plugins=[Trap()])
     counts.write_text(json.dumps(soft.counts()))

@@ -66,6 +66,13 @@ def test_backends_are_exact_on_software_tiles(word: str, op: str, tmp_path: Path
     assert counts["tileloadd"] + counts["tileloaddt1"] > 100, counts
 
 
+def test_kernels_use_tiles_sparingly(tmp_path: Path) -> None:
+    options = ("--import-mode=importlib",)
+    output, counts = run_emulated(tmp_path, str(HERE / "test_counts.py"), *options)
+    assert " passed" in output
+    assert counts["ldtilecfg"] > 0
+
+
 @pytest.mark.parametrize(
     ("name", "variant", "op"),
     [

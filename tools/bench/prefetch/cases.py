@@ -7,17 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# kLineProducts of the kernels: multiply instructions for a line of weights and a row.
+# kLineProducts of the kernels (backends/gemm/driver.h): lines of operands that a line becomes.
 LINE_PRODUCTS = {
     ("BF16", "amx_bf16"): 1,
     ("BF16", "avx512_bf16"): 1,
     ("BF16", "avx512"): 2,
-    ("BF16", "avx2"): 4,
-    ("BF16", "arm_bf16"): 4,
-    ("BF16", "neon"): 8,
+    ("BF16", "avx2"): 2,
+    ("BF16", "arm_bf16"): 2,
+    ("BF16", "neon"): 2,
     ("AMXINT8", "amx_int8"): 1,
     ("AMXINT8", "avx512_vnni"): 1,
-    ("AMXINT8", "avx_vnni"): 2,
 }
 # Kernels that decode weights ahead of all tiles, whatever the number of these.
 DECODING = {("FP8", "amx_bf16"), ("FP8", "avx2")}

@@ -1,0 +1,162 @@
+"""How often the AMX kernels load tiles, counted where they are done in software.
+
+A core loads two tiles of 16 cache lines in the time of two products at best, from L1: more loads
+than products, and the products wait. So the 2 x 2 scheme, four loads for four products, is what a
+kernel must reach from 32 rows on, and what it stores or loads of sums comes on top.
+
+Runs under run_emulated.py only; test_trap.py does that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import amx_tools
+import numpy as np
+import pytest
+import torch
+
+import ktk
+from ktk import _core
+from ktk.bench.weights import choose_format, recipe
+from ktk.quantize import quantize
+from ktk.testing.ggml import is_block, random_blocks
+
+pytestmark = pytest.mark.skipif(
+    not amx_tools.trapped, reason="test_trap.py runs these in software, where they are counted"
+)
+N, K = 64, 2048
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, and how it uses tiles.
+
+    `depth` is what a product adds up, `sums_depth` how much depth passes between two moves of its
+    sums: a run that stays in L1, or what has a scale of its own. `moves` is 2 where sums come back
+    to the tiles, and 1 where they are only stored.
+    """
+
+    backend: str
+    variant: str
+    format: str
+    depth: int
+    sums_depth: int
+    moves: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.format}"
+
+
+# Runs are 16 KiB of weights, as they are multiplied, in 32 columns.
+RUN_BF16 = 16384 // (2 * 32)
+KERNELS = [
+    Kernel("BF16", "amx_bf16", "bf16", 32, RUN_BF16, moves=2),
+    Kernel("FP8", "amx_bf16", "f32-128x128", 32, 128),
+    Kernel("FP8", "amx_bf16", "f32-row", 32, 128),
+    Kernel("FP8", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2),
+    Kernel("MXFP4", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2),
+    Kernel("AMXINT8", "amx_int8", "i8", 64, 512),  # the group of activations
+    Kernel("AMXINT4", "amx_int8", "bf16-g128", 64, 128),
+    Kernel("AMXINT4", "amx_int8", "bf16-g64", 64, 64),
+    Kernel("AMXINT4", "amx_int8", "bf16-g32", 32, 32),
+    Kernel("RAWINT4", "amx_int8", "bf16-g32", 32, 32),
+    Kernel("LLAMAFILE", "amx_int8", "q4_k", 32, 32),
+    Kernel("LLAMAFILE", "amx_int8", "q8_0", 32, 32),
+]
+
+
+def matrix(kernel: Kernel) -> _core.PackedMatrix:
+    backend = ktk.load_backend(kernel.backend)
+    rng = np.random.default_rng(3)
+    stored = choose_format(backend, kernel.backend, kernel.format)
+    if is_block(stored.element):
+        blocks = random_blocks(stored.element, (N, K), 1.0, rng)
+        return _core.PackedMatrix(backend.core, kernel.variant, blocks, given=stored, stored=stored)
+    given = recipe(backend, stored).given
+    made = quantize(torch.from_numpy(rng.standard_normal((N, K))).bfloat16(), given)
+    parts = {"scale": made.scale, "zero": made.zero}
+    return _core.PackedMatrix(
+        backend.core,
+        kernel.variant,
+        made.data,
+        given=given,
+        stored=stored,
+        **{name: part for name, part in parts.items() if part is not None},
+    )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a product of matrices did with tiles."""
+
+    operand_loads: int
+    sum_moves: int
+    products: int
+    configs: int
+
+
+def count(packed: _core.PackedMatrix, rows: int) -> Counts:
+    """Multiply as a layer would. Sums are the tiles that products add to."""
+    assert amx_tools.trap is not None
+    act = np.random.default_rng(4).standard_normal((rows, K)).astype(np.float32)
+    soft = amx_tools.trap
+    configs, before = soft.counts()["ldtilecfg"], soft.tile_counts()
+    packed.matmul(act)
+    loads, stores, products = soft.tile_counts() - before
+    is_sum = products > 0
+    return Counts(
+        operand_loads=int(loads[~is_sum].sum()),
+        sum_moves=int(loads[is_sum].sum() + stores[is_sum].sum()),
+        products=int(products.sum()),
+        configs=soft.counts()["ldtilecfg"] - configs,
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_tiles_are_loaded_no_more_often_than_multiplied(kernel: Kernel) -> None:
+    packed = matrix(kernel)
+    for rows in (32, 48, 64, 100, 128):
+        found = count(packed, rows)
+        # Tiles of 16 rows: two of them share those of the weights, an odd one has them for itself.
+        pairs, odd = divmod(-(-rows // 16), 2)
+        blocks = N // 32 * K // kernel.depth
+        assert found.products == (4 * pairs + 2 * odd) * blocks, (rows, found)
+        assert found.operand_loads <= (4 * pairs + 3 * odd) * blocks, (rows, found)
+        runs = -(-K // kernel.sums_depth)
+        tiles = (2 * pairs + odd) * N // 16
+        assert found.sum_moves <= kernel.moves * tiles * runs, (rows, found)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_tiles_are_configured_once(kernel: Kernel) -> None:
+    """By `enter`. Fewer rows, and a depth of less than 64 bytes, change it for a call."""
+    packed = matrix(kernel)
+    depth_bytes = kernel.depth * (2 if kernel.variant == "amx_bf16" else 1)
+    for rows in (16, 32, 100):
+        assert count(packed, rows).configs == (1 if depth_bytes == 64 else 3)
+    assert count(packed, 5).configs <= 3
+
+
+@pytest.mark.parametrize(("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8")])
+def test_a_layer_configures_tiles_once_for_each_worker(name: str, variant: str) -> None:
+    assert amx_tools.trap is not None
+    workers, size = 2, 128
+    moe = ktk.load_backend(name).moe(
+        num_experts=3,
+        num_experts_per_tok=2,
+        hidden_size=size,
+        intermediate_size=size,
+        variant=variant,
+        pool=ktk.WorkerPool(workers, pin=False),
+    )
+    rng = np.random.default_rng(5)
+    weights = [rng.standard_normal((3, size, size)).astype(np.float32) for _ in range(3)]
+    moe.load(*weights)
+    hidden = rng.standard_normal((64, size)).astype(np.float32)
+    ids = np.stack([np.arange(64) % 3, (np.arange(64) + 1) % 3], axis=1)  # 42 rows and more
+    before = amx_tools.trap.counts()
+    moe(hidden, ids, np.full((64, 2), 0.5, np.float32))
+    after = amx_tools.trap.counts()
+    assert after["ldtilecfg"] - before["ldtilecfg"] == workers
+    assert after["tilerelease"] - before["tilerelease"] == workers
