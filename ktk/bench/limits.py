@@ -26,6 +26,7 @@ from ktk import _core, _probe
 from ktk.bench.machine import last_level_cache_bytes, undisturbed
 from ktk.system import available_memory
 
+
 class _Element(Protocol):
     @property
     def element(self) -> str: ...
@@ -108,7 +109,7 @@ def roofline(limits: Limits, *, nbytes: float, flops: float, units: Iterable[str
 def variant_units(
     variant: _Variant, act: _Element | None = None, *, library: bool = False
 ) -> tuple[str, ...]:
-    """Return the units that the instruction sets of a variant offer for its activations, best first.
+    """Return the units that a variant's instruction sets offer for its activations, best first.
 
     Parameters
     ----------

@@ -22,10 +22,13 @@ TEST(a_cpu_has_its_row) {
   CHECK(setting(kZen5, kAvx512, "") == setting(kZen4, kAvx512, "zen5"));
 }
 
-TEST(intel_has_a_row_where_amx_may_be_used) {
+TEST(intel_has_a_row_where_amx_may_be_used_and_one_without) {
   const ktk_isa amx = kAvx512 | KTK_ISA_AMX_INT8 | KTK_ISA_AMX_BF16;
+  CHECK_EQ(std::string(ktk::prefetch_row(kSapphireRapids, amx)), "intel_amx");
+  CHECK_EQ(std::string(ktk::prefetch_row(kSapphireRapids, kAvx512)), "intel");
+  CHECK_EQ(std::string(ktk::prefetch_row(kSapphireRapids, KTK_ISA_AVX2)), "default");
   CHECK_EQ(prefetch_for(kSapphireRapids, amx, "").many.order, KTK_FETCH_BY_PAGES);
-  CHECK_EQ(prefetch_for(kSapphireRapids, kAvx512, "").many.order, KTK_FETCH_IN_ORDER);
+  CHECK_EQ(prefetch_for(kSapphireRapids, kAvx512, "").few.ahead, 8192u);
 }
 
 TEST(a_row_has_a_name) {
