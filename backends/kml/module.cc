@@ -4,13 +4,7 @@
 
 #include "codec/int8/formats.h"
 #include "kml/find.h"
-#include "ktk/target.h"
-
-#define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
-#define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
-#define KTK_ADDRESS_(isa) &KTK_VARIANT_OF(isa),
-
-KTK_VARIANTS(KTK_DECLARE_)
+#include "ktk/variants.h"
 
 namespace ktk::kml {
 namespace {
@@ -24,7 +18,7 @@ struct Table {
 
   Table() {
     if (found.library) variants.push_back(library_variant(&found.calls));
-    variants.insert(variants.end(), {KTK_VARIANTS(KTK_ADDRESS_)});
+    variants.insert(variants.end(), {KTK_VARIANT_ADDRESSES});
     backend = {
         .struct_size = sizeof(ktk_backend),
         .abi_major = KTK_ABI_MAJOR,

@@ -21,20 +21,15 @@
 #include "core/size.h"
 #include "format/elements.h"
 #include "format/format.h"
-#include "ktk/target.h"
+#include "ktk/variants.h"
 #include "moe/layer.h"
 #include "stream/call.h"
-
-#define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
-#define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
-#define KTK_ADDRESS_(isa) &KTK_VARIANT_OF(isa),
-KTK_VARIANTS(KTK_DECLARE_)
 
 namespace {
 
 using ktk::Layer;
 
-constexpr const ktk_variant* kVariants[] = {KTK_VARIANTS(KTK_ADDRESS_)};
+constexpr const ktk_variant* kVariants[] = {KTK_VARIANT_ADDRESSES};
 // What the backend is given, and stores in one of its formats: a backend with a single one does not
 // look at it, and takes bf16 for all that it stores.
 constexpr ktk_format kGiven[] = {KTK_GIVEN};

@@ -14,15 +14,10 @@
 #include <vector>
 
 #include "check.h"
-#include "ktk/target.h"
+#include "ktk/variants.h"
 #include "moe/layer.h"
 #include "stream/call.h"
 #include "stream/write_expert.h"
-
-#define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
-#define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
-#define KTK_ADDRESS_(isa) &KTK_VARIANT_OF(isa),
-KTK_VARIANTS(KTK_DECLARE_)
 
 extern "C" {
 void* stub_stream();
@@ -41,7 +36,7 @@ using ktk::Carry;
 using ktk::Latch;
 using ktk::Layer;
 
-constexpr const ktk_variant* kVariants[] = {KTK_VARIANTS(KTK_ADDRESS_)};
+constexpr const ktk_variant* kVariants[] = {KTK_VARIANT_ADDRESSES};
 constexpr ktk_format kBf16 = {KTK_BF16, KTK_NONE, KTK_NONE, 0, 0};
 constexpr ktk_accept kAccept = {kBf16, 0};
 constexpr ktk_backend kBackend = {

@@ -1,23 +1,16 @@
 // ktk/module.h - turns the variants of a backend into a nanobind module.
 //
-// The build passes -DKTK_BACKEND=<module> and -DKTK_VARIANTS(X)=X(isa) X(isa)... in the order of
-// the backend's meson.build, best first.
+// The build passes -DKTK_BACKEND and -DKTK_VARIANTS(X), see variants.h.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
-#include "ktk/target.h"
-
-#define KTK_VARIANT_OF(isa) KTK_CONCAT(KTK_CONCAT(ktk_, KTK_BACKEND), KTK_CONCAT(_, isa))
-#define KTK_DECLARE_(isa) extern "C" const ktk_variant KTK_VARIANT_OF(isa);
-#define KTK_ADDRESS_(isa) &KTK_VARIANT_OF(isa),
-
-KTK_VARIANTS(KTK_DECLARE_)
+#include "ktk/variants.h"
 
 // Defines the module that offers the backend `public_name`, which stores `formats_` and takes
 // `accepts_` (two constexpr arrays), to ktk.
 #define KTK_BACKEND_MODULE(public_name, formats_, accepts_)                               \
-  static constexpr const ktk_variant* kVariants[] = {KTK_VARIANTS(KTK_ADDRESS_)};         \
+  static constexpr const ktk_variant* kVariants[] = {KTK_VARIANT_ADDRESSES};              \
   static constexpr ktk_backend kBackend = {                                               \
       .struct_size = sizeof(ktk_backend),                                                 \
       .abi_major = KTK_ABI_MAJOR,                                                         \
