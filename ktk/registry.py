@@ -16,7 +16,6 @@ from importlib.metadata import entry_points
 from typing import NoReturn
 
 from ktk import _core
-from ktk.aliases import ALIASES, Alias, find_alias
 from ktk.backend import Backend, BackendInfo
 from ktk.errors import (
     BackendConflict,
@@ -26,6 +25,7 @@ from ktk.errors import (
     BackendNotFound,
     BackendUnsupported,
 )
+from ktk.names import ALIASES, EXAMPLE, Alias, find_alias
 
 GROUP = "ktk.backends"
 
@@ -74,7 +74,7 @@ def load_backend(name: str, *, distribution: str | None = None) -> Backend:
     Parameters
     ----------
     name
-        One of `backends()`, or an alias of one (`ktk.aliases`), in capitals or small letters.
+        One of `backends()`, or an alias of one (`ktk.names`), in capitals or small letters.
     distribution
         The package to take it from; needed only where several provide the name.
 
@@ -177,7 +177,7 @@ def _resolve(name: str, providers: Mapping[str, list[BackendInfo]]) -> str:
     """Return the registered name that is meant; one that is registered wins over an alias."""
     if not isinstance(name, str):
         raise TypeError(
-            f"a backend is loaded by its name, a str such as 'BF16', got {type(name).__name__}"
+            f"a backend is loaded by its name, a str such as {EXAMPLE!r}, got {type(name).__name__}"
         )
     if name in providers:
         return name

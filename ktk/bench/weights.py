@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from ktk._core import Format
-from ktk.aliases import find_alias
 from ktk.expert import Expert, Matrix
 from ktk.formats import label
+from ktk.names import find_alias
 from ktk.quantize import quantize
 from ktk.testing.ggml import Bytes, is_block, random_blocks
 

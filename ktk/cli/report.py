@@ -13,9 +13,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ktk import _core
-from ktk.aliases import ALIASES
 from ktk.backend import BackendInfo
 from ktk.errors import BackendError
+from ktk.names import ALIASES
 from ktk.registry import (
     aliases,
     check_runnable,

@@ -189,5 +189,5 @@ def _next_step(checkpoint: Path | None, layer: int, rows: Sequence[Measured]) ->
             "measures layers of well-known models."
         )
     fastest = min(rows, key=lambda row: row.decode.seconds, default=None)
-    name = fastest.backend if fastest else "BF16"
-    return f'in Python: moe = ktk.MoE.from_checkpoint("{checkpoint}", {layer}, "{name}")'
+    named = f', "{fastest.backend}"' if fastest else ""
+    return f'in Python: moe = ktk.MoE.from_checkpoint("{checkpoint}", {layer}{named})'

@@ -26,6 +26,7 @@ from ktk.ktmoe.model import ModelState
 from ktk.ktmoe.pools import shared_pool
 from ktk.ktmoe.writers import Formats
 from ktk.moe import MoE
+from ktk.names import KT_METHOD
 from ktk.registry import load_backend
 
 
@@ -69,7 +70,7 @@ class Layer:
         chunked_prefill_size: int | None = None,
         cpu_save: bool = False,
         max_deferred_experts_per_token: int | None = None,
-        method: str = "AMXINT4",
+        method: str = KT_METHOD,
         numa_nodes: Sequence[int] | None = None,
         mode: str = "inference",
         num_gpu_experts: int | None = None,

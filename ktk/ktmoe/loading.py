@@ -14,8 +14,9 @@ from ktk._core import Format
 from ktk.backend import Backend
 from ktk.config import MoEConfig
 from ktk.ktmoe.arguments import warn_once
-from ktk.ktmoe.writers import FORMATS, Formats, described, method_of, stored_in
+from ktk.ktmoe.writers import Formats, described, method_of, stored_in
 from ktk.moe import MoE
+from ktk.names import KT_WRITTEN
 
 if TYPE_CHECKING:
     from ktk.checkpoint.config import ExpertConfig
@@ -66,8 +67,8 @@ def load_from_path(
             own = found.config
             _check_sizes(path, config, own, mapped=order is not None)
             _check_activation(path, activation, own)
-            if method.upper() in FORMATS and found.has_floats:
-                options["weight_format"] = FORMATS[method.upper()][0]
+            if method.upper() in KT_WRITTEN and found.has_floats:
+                options["weight_format"] = KT_WRITTEN[method.upper()][0]
             # With neither argument, the checkpoint's own activation function holds.
             layer = replace(config, **activation) if activation else own.layer()
             layer = replace(layer, num_experts=config.num_experts)
@@ -128,12 +129,13 @@ def _stack(name: str, given: Any) -> torch.Tensor:
 def check_method(method: str, moe: MoE) -> None:
     """Say that a file holds what another method stands for; calls are right all the same."""
     stored, method = stored_in(moe), method.upper()
-    if stored is None or method not in FORMATS:
+    if stored is None or method not in KT_WRITTEN:
         return
     found = method_of(stored)
     if found != method:
         warn_once(
-            f"method {method} means {FORMATS[method][0]}, but the weights are {described(stored)}"
+            f"method {method} means {KT_WRITTEN[method][0]}, but the weights are "
+            + described(stored)
             + (f": method {found}" if found else "")
             + ". They are computed as they are; writing them for GPUs will be refused"
         )

@@ -31,16 +31,8 @@ from ktk import _core
 from ktk._core import Format
 from ktk.ktmoe.arguments import at_least, integer
 from ktk.moe import MoE
+from ktk.names import KT_WRITTEN
 
-#: What a method's weights are, and its writer writes.
-FORMATS: dict[str, tuple[Format, ...]] = {
-    "BF16": (Format("bf16"),),
-    "FP8": (Format("e4m3", "f32", "none", 128, 128),),
-    "FP8_PERCHANNEL": (Format("e4m3", "f32", "none", 1, 0),),
-    "RAWINT4": tuple(Format("u4", "bf16", "none", 1, group) for group in (32, 64, 128, 256)),
-    "MXFP4": (Format("e2m1", "ue8m0", "none", 1, 32),),
-    "MXFP8": (Format("e4m3", "ue8m0", "none", 1, 32),),
-}
 #: Formats of gate, up and down.
 Formats = tuple[Format, Format, Format]
 
@@ -49,7 +41,9 @@ def method_of(formats: Formats) -> str | None:
     """Return the method that has these formats, if any."""
     # By their words: groups of what has no scales mean nothing.
     words = {str(part) for part in formats}
-    return next((name for name, own in FORMATS.items() if words in ({str(f)} for f in own)), None)
+    return next(
+        (name for name, own in KT_WRITTEN.items() if words in ({str(f)} for f in own)), None
+    )
 
 
 def stored_in(moe: MoE) -> Formats | None:
@@ -75,10 +69,10 @@ def check_method(method: str, stored: Formats, given: Formats | None) -> None:
         What the layer holds, and what it was loaded from; None: nobody knows.
     """
     method = method.upper()
-    if method not in FORMATS:
-        why = f"has no writer; {', '.join(FORMATS)} have one"
+    if method not in KT_WRITTEN:
+        why = f"has no writer; {', '.join(KT_WRITTEN)} have one"
     elif (found := method_of(stored)) != method:
-        own = FORMATS[method][0]
+        own = KT_WRITTEN[method][0]
         why = f"writes {own}, but the layer holds {described(stored)}"
         why += f", which is method {found}" if found else ""
     elif given is None:

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 
 from ktk.backend import Backend
 from ktk.checkpoint.reader import LayerReader
 from ktk.errors import BackendError, CheckpointFormatError
 from ktk.loading.route import route_of, taken
+from ktk.names import BLOCKS, DECODED, PREFERRED
 from ktk.registry import backends, load_backend
 
 _log = logging.getLogger(__name__)
-
-# The element that weights are stored in, and backends in order of preference: the first one that
-# stores all of a layer losslessly is taken.
-PREFERRED: Mapping[str, tuple[str, ...]] = {
-    "bf16": ("BF16",),
-    "f16": ("BF16",),
-    "f32": ("BF16",),
-    "e4m3": ("FP8",),
-    "e2m1": ("MXFP4",),
-    "u4": ("RAWINT4", "AMXINT4"),
-    "i8": ("AMXINT8",),
-}
-_GGML = ("LLAMAFILE",)
-# Backends for blocks that none of these takes, and that their reader decodes to floats.
-_DECODED = ("BF16",)
 
 
 def default_backend(layer: LayerReader) -> Backend:
@@ -81,8 +67,8 @@ def _advice(layer: LayerReader) -> str:
 
 def _candidates(elements: set[str]) -> Iterator[tuple[str, bool]]:
     """Yield names of backends, and whether they must take the weights as they are stored."""
-    lists = [PREFERRED.get(element, _GGML) for element in elements]
+    lists = [PREFERRED.get(element, BLOCKS) for element in elements]
     # A file that mixes blocks and floats is one of blocks.
-    preferred = _GGML if _GGML in lists else lists[0]
+    preferred = BLOCKS if BLOCKS in lists else lists[0]
     yield from ((name, True) for name in preferred)
-    yield from ((name, False) for name in _DECODED if name not in preferred)
+    yield from ((name, False) for name in DECODED if name not in preferred)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ktk._core import Format
-from ktk.aliases import find_alias
 from ktk.backend import Backend
 from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.reader import LayerReader
@@ -19,6 +18,7 @@ from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.expert import PARTS, Expert, Matrix
 from ktk.formats import FLOATS, is_blocks
 from ktk.moe import Formats
+from ktk.names import find_alias
 from ktk.quantize import dequantize, quantize
 from ktk.registry import backends
 

@@ -11,8 +11,8 @@ USAGE = """\
 usage: python -m ktk.testing NAME [NAME ...] [--ktk-variant VARIANT] [--ktk-profile PROFILE]
                              [--ktk-time-limit SECONDS] [--ktk-no-isolation] [pytest arguments]
 
-NAME is a backend that is installed ("BF16"), or an object with __ktk_backend__() written as in an
-entry point ("my_package.module" or "my_package.module:object"). Profiles: dev (25 examples of each
+NAME is a backend that is installed, or an object with __ktk_backend__() written as in an entry
+point ("my_package.module" or "my_package.module:object"). Profiles: dev (25 examples of each
 property, the default), ci (100, always the same ones), nightly (2000).
 
 Each property runs in a process of its own: a crash, or an example that takes longer than the time

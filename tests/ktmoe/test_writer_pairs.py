@@ -13,7 +13,7 @@ import ktk
 from ktk import KTMoEWrapper
 from ktk.conversion.convert import convert
 from ktk.ktmoe.arguments import warn_once
-from ktk.ktmoe.writers import FORMATS
+from ktk.names import KT_WRITTEN
 
 #: The kind of file that each method names; for "RAWINT4" any groups that the backend has.
 OWN = {
@@ -99,7 +99,7 @@ def test_floats_become_what_the_method_names(
     layer = made(method, folders[kind])
     layer.load_weights()
     assert layer.moe is not None
-    assert str(layer.moe.format) == str(FORMATS[method][0])
+    assert str(layer.moe.format) == str(KT_WRITTEN[method][0])
     assert not [record for record in caplog.records if record.name.startswith("ktk.ktmoe")]
 
 

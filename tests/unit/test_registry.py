@@ -15,7 +15,6 @@ import pytest
 import ktk
 from ktk import registry
 from ktk._backends import _built
-from ktk.aliases import ALIASES
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -24,6 +23,7 @@ from ktk.errors import (
     BackendNotFound,
     BackendUnsupported,
 )
+from ktk.names import ALIASES
 
 _unique = itertools.count()
 

@@ -1,4 +1,7 @@
-"""Names that users of other programs type, and what they mean here: one table.
+"""Names of backends that ktk itself says: one table for each use, and no such name anywhere else.
+
+A backend is found by its entry point, so nothing has to be added here for one to be loaded,
+benchmarked or tested. What stands here are preferences and other programs' words.
 
 An alias is no backend. `ktk.load_backend` returns the backend it stands for, the first of its list
 that is installed and can run on this machine; where a package registers a backend under the same
@@ -9,12 +12,48 @@ makes, and what floats become for a backend that takes codes only.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ktk._core import Format
 
-__all__ = ["ALIASES", "Alias", "find_alias"]
+#: What messages show as a name.
+EXAMPLE = "BF16"
+
+# --- which backend computes a checkpoint ---------------------------------------------------------
+
+#: The element that weights are stored in, and backends in order of preference: the first one that
+#: stores all of a layer losslessly is taken. Of two that do, RAWINT4 has a scale for each 32 values
+#: of an activation, AMXINT4 for 128.
+PREFERRED: Mapping[str, tuple[str, ...]] = {
+    "bf16": ("BF16",),
+    "f16": ("BF16",),
+    "f32": ("BF16",),
+    "e4m3": ("FP8",),
+    "e2m1": ("MXFP4",),
+    "u4": ("RAWINT4", "AMXINT4"),
+    "i8": ("AMXINT8",),
+}
+#: For all other elements, which are blocks of ggml.
+BLOCKS = ("LLAMAFILE",)
+#: For blocks that none of these takes, and that their reader decodes to floats: bf16 loses least.
+DECODED = ("BF16",)
+
+# --- kt-kernel's methods -------------------------------------------------------------------------
+
+#: The method that KTMoEWrapper has by default, as there.
+KT_METHOD = "AMXINT4"
+#: The methods whose weights can be written for GPUs, and what these are.
+KT_WRITTEN: Mapping[str, tuple[Format, ...]] = {
+    "BF16": (Format("bf16"),),
+    "FP8": (Format("e4m3", "f32", "none", 128, 128),),
+    "FP8_PERCHANNEL": (Format("e4m3", "f32", "none", 1, 0),),
+    "RAWINT4": tuple(Format("u4", "bf16", "none", 1, group) for group in (32, 64, 128, 256)),
+    "MXFP4": (Format("e2m1", "ue8m0", "none", 1, 32),),
+    "MXFP8": (Format("e4m3", "ue8m0", "none", 1, 32),),
+}
+
+# --- aliases -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
