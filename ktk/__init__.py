@@ -72,10 +72,10 @@ __all__ = [
 
 
 def get_include() -> str:
-    """Return the directory of ``ktk/abi.h``, for authors of third-party backends."""
+    """Return the directory of ``ktk/abi.h`` and ``gemm/driver.h``, for authors of backends."""
     package = Path(__file__).parent
     installed = package / "include"
-    # An editable install runs from the source tree, where headers are native.
+    # An editable install runs from the source tree: backends' headers are linked there.
     return str(installed if installed.is_dir() else package.parent / "native" / "include")
 
 

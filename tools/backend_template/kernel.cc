@@ -1,6 +1,7 @@
-// @NAME@ with loops that the compiler vectorises: the baseline, and what faster variants are
+// @NAME@ with loops that the compiler vectorizes: the baseline, and what faster variants are
 // compared with. Compiled once per instruction set, without the C++ library.
 #include "@name@/layout.h"
+#include "gemm/driver.h"
 #include "ktk/backend.h"
 
 namespace {
@@ -8,12 +9,12 @@ namespace {
 // --- weight codec ---
 
 size_t weight_size(const ktk_matrix* matrix) {
-  return round_up(matrix->n, kColumns) * matrix->k * sizeof(float);
+  return ktk::round_up(matrix->n, kColumns) * matrix->k * sizeof(float);
 }
 
 void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin, size_t n_end,
                  void* packed) {
-  for (size_t n = n_begin; n < round_up(n_end, kColumns); ++n) {
+  for (size_t n = n_begin; n < ktk::round_up(n_end, kColumns); ++n) {
     float* out = static_cast<float*>(packed) + block_offset(matrix, n) + n % kColumns;
     const char* row = static_cast<const char*>(source->data) + n * source->data_stride;
     for (size_t k = 0; k < matrix->k; ++k) {
@@ -40,7 +41,7 @@ size_t weight_offset(const ktk_matrix* matrix, size_t n) {
 // --- activation codec: f32 rows, an odd number of cache lines apart ---
 
 size_t act_size(const ktk_matrix* matrix) {
-  const size_t lines = round_up(matrix->k * sizeof(float), KTK_ALIGNMENT) / KTK_ALIGNMENT;
+  const size_t lines = ktk::round_up(matrix->k * sizeof(float), KTK_ALIGNMENT) / KTK_ALIGNMENT;
   return (lines | 1) * KTK_ALIGNMENT;
 }
 
@@ -64,38 +65,45 @@ void unpack_act(const ktk_matrix* matrix, size_t m, const void* act, size_t act_
   }
 }
 
-// --- micro-kernels ---
+// --- micro-kernel: what gemm/driver.h wants to know ---
 
-// Rows [row, row + kRows) of one block of columns. Each output is one chain of fused multiply-adds
-// over k, so its bits do not depend on the rows beside it.
-template <int kRows>
-void block(const ktk_matmul* mm, size_t n, size_t row) {
-  const float* weight = static_cast<const float*>(mm->weight) + block_offset(mm->matrix, n);
+// Rows x 16 columns, over the depth of a run. Each output is one chain of fused multiply-adds over
+// k, so its bits do not depend on the rows beside it.
+template <size_t kRows>
+void multiply_tile(const ktk::Tile& tile) {
   float sum[kRows][kColumns] = {};
-  for (size_t k = 0; k < mm->matrix->k; ++k) {
+  for (size_t r = 0; r < kRows; ++r) {
+    if (!tile.is_first()) __builtin_memcpy(sum[r], tile.dst + r * tile.dst_stride, sizeof sum[r]);
+  }
+  ktk::Fetch fetch = tile.fetch;
+  const float* weight = reinterpret_cast<const float*>(tile.block) + tile.begin * kColumns;
+  for (size_t k = tile.begin; k < tile.end; ++k, weight += kColumns) {
+    fetch.next();  // for a cache line of weights, what comes later
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-      const float act = act_row(mm->act, mm->act_stride, row + r)[k];
+    for (size_t r = 0; r < kRows; ++r) {
+      const float act = act_row(tile.act, tile.act_stride, r)[k];
 #pragma GCC unroll 16
-      for (size_t c = 0; c < kColumns; ++c) {
-        sum[r][c] = __builtin_fmaf(act, weight[k * kColumns + c], sum[r][c]);
-      }
+      for (size_t c = 0; c < kColumns; ++c) sum[r][c] = __builtin_fmaf(act, weight[c], sum[r][c]);
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    float* dst = mm->dst + (row + r) * mm->dst_stride + (n - mm->n_begin);
-    __builtin_memcpy(dst, sum[r], sizeof sum[r]);
+  for (size_t r = 0; r < kRows; ++r) {
+    __builtin_memcpy(tile.dst + r * tile.dst_stride, sum[r], sizeof sum[r]);
   }
 }
 
-template <int kRows>
-void run(const ktk_matmul* mm) {
-  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
-    size_t row = 0;
-    for (; row + kRows <= mm->m; row += kRows) block<kRows>(mm, n, row);
-    for (; row < mm->m; ++row) block<1>(mm, n, row);
-  }
-}
+struct Kernel {
+  static constexpr size_t kMr = 4, kNr = kColumns;
+  static constexpr size_t kLineProducts = 1;
+  static constexpr auto kTiles =
+      ktk::row_table<kMr>([]<size_t kRows> { return &multiply_tile<kRows>; });
+
+  size_t depth;
+  explicit Kernel(const ktk_matmul* mm) : depth(mm->matrix->k) {}
+  size_t slabs() const { return depth; }
+  static size_t offset(size_t k) { return k * kColumns * sizeof(float); }
+  static size_t passes(size_t) { return 1; }
+  static void tile(const ktk::Tile& tile) { kTiles[tile.rows](tile); }
+};
 
 struct WeightCodec {
   static constexpr char kLayout[] = "@name@-f32-n16";
@@ -117,12 +125,9 @@ struct ActCodec {
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActCodec;
-  static constexpr ktk_ukernel kUkernels[] = {
-      ktk::ukernel("gemv_1x16", 3, run<1>),
-      ktk::ukernel("gemm_4x16", run<4>),
-  };
+  static constexpr ktk_ukernel kUkernels[] = {ktk::ukernel("gemm_4x16", ktk::gemm<Kernel>)};
 };
 
 }  // namespace
 
-KTK_EXPORT_VARIANT(@name @, Variant)
+KTK_EXPORT_VARIANT(@name@, Variant)

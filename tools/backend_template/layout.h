@@ -14,8 +14,6 @@ namespace {
 
 constexpr size_t kColumns = 16;
 
-inline size_t round_up(size_t size, size_t step) { return (size + step - 1) / step * step; }
-
 // First float of the block that column n is in.
 inline size_t block_offset(const ktk_matrix* matrix, size_t n) {
   return n / kColumns * kColumns * matrix->k;
