@@ -84,7 +84,7 @@ constexpr Row kRows[] = {
       .decode = {8192, 2, kInOrder}}},
     // Emerald Rapids whose AMX a hypervisor hides, 2 threads, plain loads at 33 GB/s, bf16: one and
     // two rows reach 31 and 29 GB/s at 8 KiB, 23 and 21 at 512 B (times 0.78 and 0.72, +-0.02);
-    // 4 to 32 KiB differ by less than the noise of 1 %, and so do 8 KiB and others for more rows.
+    // 4, 16 and 32 KiB gain nothing over 8, nor does anything gain for more rows, within 1 to 3 %.
     {"intel",
      "GenuineIntel",
      6,
