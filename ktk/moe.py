@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
@@ -15,15 +12,14 @@ from ktk.config import MoEConfig
 from ktk.errors import BackendUnsupported
 from ktk.expert import Expert
 from ktk.given import GivenFormats, expert_of, experts_of_slots, read_matrix
+from ktk.layer import PackedLayer, integer, tell_shards
 from ktk.pool import default_pool
 from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
 
 if TYPE_CHECKING:
-    import numpy as np
+    pass
 
-
-_log = logging.getLogger(__name__)
 
 #: A format for gate, up and down, or one for each of them.
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
@@ -32,7 +28,7 @@ Stack = Array | Sequence[Array | None]
 _MOST_SHARDS = 1024
 
 
-class MoE:
+class MoE(PackedLayer):
     """The experts of one layer, packed for one variant of a backend.
 
     Parameters
@@ -83,7 +79,7 @@ class MoE:
             raise TypeError(f"config must be a ktk.MoEConfig, got {config!r}")
         if variant is not None and not isinstance(variant, str):
             raise TypeError(f"variant must be the name of a variant or None, got {variant!r}")
-        if shards is not None and _integer("shards", shards) < 1:
+        if shards is not None and integer("shards", shards) < 1:
             raise ValueError(f"shards must be at least 1, got {shards}")
         if shards is not None and shards > _MOST_SHARDS:
             raise ValueError(f"shards must be at most {_MOST_SHARDS}, got {shards}")
@@ -312,7 +308,7 @@ class MoE:
         formats = (ready.gate.format, ready.up.format, ready.down.format)
         self._core.load_expert(self._slot(expert), **ready.arrays(), given=formats)
         if self._hoped_shards is not None:
-            _tell_shards(self.config.intermediate_size, self._hoped_shards, self.shards)
+            tell_shards(self.config.intermediate_size, self._hoped_shards, self.shards)
             self._hoped_shards = None
 
     def leave_out(self, expert: int) -> None:
@@ -383,85 +379,6 @@ class MoE:
         _core.AsyncCall.start(call)  # unbound, as above
         return Ticket(call, result)
 
-    def unpack_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return gate, up and down of an expert as they are stored, in f32."""
-        gate, up, down = self._core.unpack_expert(self._slot(expert))
-        return gate, up, down
-
-    @property
-    def variant(self) -> str:
-        """Name of the variant that computes."""
-        return str(self._core.variant)
-
-    @property
-    def pool(self) -> _core.WorkerPool:
-        """The workers that compute."""
-        return self._core.pool
-
-    @property
-    def shards(self) -> int:
-        """Parts that the weights are divided into; at most, before an expert is loaded."""
-        return int(self._core.shards)
-
-    @property
-    def shard_widths(self) -> tuple[int, ...]:
-        """Intermediate columns of each shard; none before an expert is loaded."""
-        return tuple(sum(slices) for slices in self._core.slices)
-
-    @property
-    def format(self) -> _core.Format | None:
-        """What gate is stored as, and mostly up and down; None before an expert is loaded."""
-        return self._core.format
-
-    @property
-    def up_format(self) -> _core.Format | None:
-        """What up is stored as; None before an expert is loaded."""
-        return self._core.up_format
-
-    @property
-    def down_format(self) -> _core.Format | None:
-        """What down is stored as; None before an expert is loaded."""
-        return self._core.down_format
-
-    @property
-    def nbytes(self) -> int:
-        """Packed bytes of the experts that are loaded."""
-        return int(self._core.nbytes)
-
-    @property
-    def expert_nbytes(self) -> int:
-        """Packed bytes of one expert; 0 before one is loaded."""
-        return int(self._core.expert_nbytes)
-
-    def _slot(self, expert: int) -> int:
-        slot, slots = _integer("expert", expert), self.config.num_experts
-        if not 0 <= slot < slots:
-            raise IndexError(f"expert {slot} is not one of {slots}")
-        return slot
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "a ktk.MoE cannot be pickled or copied: its weights lie packed in the memory of this "
-            "process; load another one from the same checkpoint or arrays"
-        )
-
-    def __repr__(self) -> str:
-        c = self.config
-        loaded = self.nbytes // max(self.expert_nbytes, 1)
-        of = "" if loaded == c.num_experts else f"{loaded} loaded of "
-        return (
-            f"<ktk.MoE {self.backend.name}/{self.variant}: {of}{c.num_experts} experts, "
-            f"top-{c.num_experts_per_tok}, {c.hidden_size} x {c.intermediate_size}, "
-            f"{self.nbytes / 2**20:.0f} MiB>"
-        )
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {value!r}") from None
-
 
 # torch.compile must run calls rather than trace them: what it traces with has no values.
 MoE.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -478,15 +395,3 @@ def _inputs(
         readable("topk_weights", topk_weights),
         readable("mask", mask),
     )
-
-
-@functools.cache  # layers of a model are alike
-def _tell_shards(intermediate_size: int, nodes: int, shards: int) -> None:
-    if shards < nodes:
-        _log.info(
-            "weights of intermediate size %d are divided into %d shards, not one for each of %d "
-            "NUMA nodes: they cannot be cut finer",
-            intermediate_size,
-            shards,
-            nodes,
-        )

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
 INCLUDE = re.compile(r'^#include "(\w+)/', re.MULTILINE)
 INTRINSICS = re.compile(
-    r"#include <(?:\w*intrin|arm_\w+)\.h>|\b_mm\d*_\w+\(|\b__m(?:128|256|512)\w*\b|\b(?:u?int|b?float)\d+x\d+_t\b"
+    r"#include <(?:\w*intrin|arm_\w+)\.h>|\b_mm\d*_\w+\(|\b__m(?:128|256|512)\w*\b"
+    r"|\b(?:u?int|b?float)\d+x\d+_t\b"
 )
 INTRINSICS_IN = ("native/ops", "native/probe")
 # Where "BF16" is a dtype of safetensors, and no backend.

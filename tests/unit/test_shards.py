@@ -13,7 +13,7 @@ import pytest
 import ktk
 from ktk import _core
 from ktk.errors import BackendError
-from ktk.moe import _tell_shards
+from ktk.layer import tell_shards
 from ktk.testing import bounds, formats, strategies
 from ktk.testing.subject import Subject
 
@@ -142,9 +142,9 @@ def test_experts_of_one_layer_may_come_as_floats_and_as_codes() -> None:
 
 
 def test_fewer_shards_than_nodes_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "ktk.moe"):
+    with caplog.at_level("INFO", "ktk.layer"):
         for shards in (4, 1, 1):
-            _tell_shards(32, 4, shards)
+            tell_shards(32, 4, shards)
     (record,) = caplog.records
     assert "size 32 are divided into 1 shards, not one for each of 4 NUMA" in record.getMessage()
 
