@@ -6,16 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ktk.checkpoint.entries import (
-    MOST_JSON,
-    EntryError,
-    integer,
-    items,
-    number,
-    parse_object,
-    text,
-)
-from ktk.checkpoint.files import File, MissingFile
+from ktk.checkpoint.entries import EntryError, integer, items, number, text
+from ktk.checkpoint.files import read_json
 from ktk.checkpoint.quantization import Quantization, read_quantization
 from ktk.config import ACTIVATIONS, SIZES, MoEConfig, activation_called
 from ktk.errors import CheckpointError
@@ -146,19 +138,6 @@ def refusal(model_type: str) -> str:
     """Return why a model's experts are others than ktk computes; empty if they are not."""
     reason = _REFUSED.get(model_type)
     return f"the model type {model_type!r} {reason}" if reason else ""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object, or raise a `CheckpointError` that names the file."""
-    try:
-        file = File(path)
-        if file.size > MOST_JSON:
-            raise EntryError(f"it has {file.size} bytes, expected no more than {MOST_JSON}")
-        return parse_object(file.read(0, file.size).tobytes())
-    except MissingFile:
-        raise CheckpointError(f"{path} is missing: not a checkpoint folder") from None
-    except EntryError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _size(entries: dict[str, Any], field: str) -> int:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ktk.checkpoint.entries import MOST_JSON, EntryError, parse_object
 from ktk.errors import CheckpointError
 
 _KINDS = {
@@ -133,6 +135,19 @@ def regular(path: Path) -> os.stat_result:
     if kind != stat.S_IFREG:
         raise CheckpointError(f"{path} is {_KINDS.get(kind, 'something else')}, expected a file")
     return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object, or raise a `CheckpointError` that names the file."""
+    try:
+        file = File(path)
+        if file.size > MOST_JSON:
+            raise EntryError(f"it has {file.size} bytes, expected no more than {MOST_JSON}")
+        return parse_object(file.read(0, file.size).tobytes())
+    except MissingFile:
+        raise CheckpointError(f"{path} is missing: not a checkpoint folder") from None
+    except EntryError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _state(found: os.stat_result) -> tuple[int, int]:

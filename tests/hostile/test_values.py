@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 import ktk
 from ktk.checkpoint import entries
-from ktk.checkpoint.config import read_config, read_json
+from ktk.checkpoint.config import read_config
+from ktk.checkpoint.files import read_json
 from ktk.checkpoint.packed import header as packed_header
 from ktk.cli.contents import inspect
 from ktk.conversion import convert

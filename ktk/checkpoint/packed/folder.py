@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktk.checkpoint.config import read_json
 from ktk.checkpoint.detect import PACKED_INDEX
 from ktk.checkpoint.entries import EntryError, integer, integers, items, table, text
+from ktk.checkpoint.files import read_json
 from ktk.checkpoint.packed.durable import write_file
 from ktk.checkpoint.packed.header import LAST_LAYER, VERSION
 from ktk.errors import CheckpointError

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
-from ktk.checkpoint.config import read_json
+import torch
+
 from ktk.checkpoint.entries import EntryError, table, text
-from ktk.checkpoint.files import MissingFile
+from ktk.checkpoint.files import MissingFile, read_json
 from ktk.checkpoint.safetensors.tensor_file import TensorFile, TensorInfo
 from ktk.closing import Closing
 from ktk.errors import CheckpointError
-
-if TYPE_CHECKING:
-    import torch
 
 INDEX = "model.safetensors.index.json"
 
