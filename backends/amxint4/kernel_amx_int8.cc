@@ -7,15 +7,13 @@
 namespace ktk::amxint4 {
 namespace {
 
-using TargetAct = Act<>;
-
 struct Variant : AmxVariant {
   using Weight = amxint4::WeightCodec;
-  using Act = TargetAct;
+  using Act = amxint4::Act<>;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("vnni_4x32", int4::kVectorRows,
-              int4::multiply<int4::Vnni512, TargetAct, int4::kVectorRows, 2>),
-      ukernel("amx_32x32", SIZE_MAX, int4::multiply_amx<TargetAct>, int4::amx_scratch_size),
+      ukernel("gemm_4x32_avx512_vnni", int4::kVectorRows,
+              int4::gemm_vector<int4::Vnni512, Act, int4::kVectorRows, 2>),
+      ukernel("gemm_32x32_amx_int8", int4::gemm_amx<Act>, int4::amx_scratch_size),
   };
 };
 

@@ -1,22 +1,19 @@
 // Plain AVX2.
 #include "amxint4/layout.h"
 #include "amxint4/weight.h"
-#include "codec/int4/matmul.h"
+#include "codec/int4/tile.h"
 #include "codec/int4/variant.h"
-#include "codec/int4/words.h"
 
 namespace ktk::amxint4 {
 namespace {
 
-using TargetAct = Act<int4::kWordsDepth>;
-
 // Registers: 8 accumulators, 4 weights, a mask, a broadcast, products.
 struct Variant {
   using Weight = amxint4::WeightCodec;
-  using Act = TargetAct;
+  using Act = amxint4::Act<int4::kI16Depth>;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemv_1x32", 1, int4::multiply<int4::Words256, TargetAct, 1, 4>),
-      ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Words256, TargetAct, 4, 2>),
+      ukernel("gemv_1x32_avx2", 1, int4::gemm_vector<int4::Maddubs256, Act, 1, 4>),
+      ukernel("gemm_4x16_avx2", int4::gemm_vector<int4::Maddubs256, Act, 4, 2>),
   };
 };
 

@@ -9,9 +9,9 @@
 namespace ktk::amxint4 {
 namespace {
 
-// kMaxUnit: the depth that an instruction set can sum in integers.
-template <size_t kMaxUnit = 128>
-using Act = int4::Act<128, true, kMaxUnit>;
+// kMaxSlab: the depth that an instruction set can sum in integers.
+template <size_t kMaxSlab = 128>
+using Act = int4::Act<128, int4::ZeroPoints::kPossibly, kMaxSlab>;
 
 }  // namespace
 }  // namespace ktk::amxint4

@@ -93,7 +93,7 @@ class Search {
       const float size = -lowest > highest ? -lowest : highest;
       for (size_t i = 0; i < 16; ++i) {
         inverse_[i] = (i % 2 ? -kSteps[i / 2] : kSteps[i / 2]) / size;
-        zero_[i] = int4::kPlainZero;
+        zero_[i] = int4::kFixedZero;
       }
     } else {
       // Either end of the range may be cut off a little, or none.
@@ -123,7 +123,7 @@ class Search {
   }
 
   Group best() const {
-    float most = 0, scale = 0, zero = int4::kPlainZero;
+    float most = 0, scale = 0, zero = int4::kFixedZero;
     for (size_t i = 0; i < 16; ++i) {
       if (!(vv_[i] > 0)) continue;
       // Neither end of the codes may overflow, even after the scale was rounded.

@@ -45,8 +45,7 @@ struct ScaledE4m3 {
     const char* scales = static_cast<const char*>(source->scale) + scale_row * source->scale_stride;
     for (size_t i = 0; i < count;) {
       const size_t group = format.group_k ? (k + i) / format.group_k : 0;
-      const size_t end =
-          format.group_k ? int4::smaller((group + 1) * format.group_k - k, count) : count;
+      const size_t end = format.group_k ? smaller((group + 1) * format.group_k - k, count) : count;
       const float scale = reinterpret_cast<const float*>(scales)[group];
       for (; i < end; ++i) out[i] = f32_from_e4m3(row[i]) * scale;
     }
@@ -56,7 +55,7 @@ struct ScaledE4m3 {
 // Rows for int4::pack_rows(): a group is read once to find its range, once to search its scale, and
 // once more, 32 values at a time, for its codes.
 template <class Values>
-struct QuantisedRows {
+struct QuantizedRows {
   static constexpr size_t kChunk = 128;
   const ktk_matrix* matrix;
   Values values;
@@ -65,7 +64,7 @@ struct QuantisedRows {
   void visit(size_t n, size_t begin, size_t end, const Visit& visit) const {
     float x[kChunk];
     for (size_t k = begin; k < end; k += kChunk) {
-      const size_t count = int4::smaller(kChunk, end - k);
+      const size_t count = smaller(kChunk, end - k);
       values.read(n, k, count, x);
       visit(x, count);
     }
@@ -73,11 +72,11 @@ struct QuantisedRows {
 
   Group group(size_t n, size_t g) const {
     const size_t begin = g * int4::group_depth(matrix);
-    const size_t end = int4::smaller(begin + int4::group_depth(matrix), matrix->k);
+    const size_t end = smaller(begin + int4::group_depth(matrix), matrix->k);
     Range range;
     visit(n, begin, end, [&](const float* x, size_t count) { range.add(x, count); });
-    if (!range.is_finite()) return {0x7fc0, bf16_from_f32(int4::kPlainZero)};
-    if (range.size_bits == 0) return {0, bf16_from_f32(int4::kPlainZero)};
+    if (!range.is_finite()) return {0x7fc0, bf16_from_f32(int4::kFixedZero)};
+    if (range.size_bits == 0) return {0, bf16_from_f32(int4::kFixedZero)};
     Search search(matrix->format, range);
     visit(n, begin, end, [&](const float* x, size_t count) { search.add(x, count); });
     return search.best();
@@ -86,11 +85,11 @@ struct QuantisedRows {
   void codes(size_t n, size_t k, size_t count, Group group, uint8_t* out) const {
     const float scale = f32_from_bf16(group.scale);
     if (!(scale < 0 || scale > 0)) return;  // zeros or NaN, whatever the codes
-    float x[int4::kRunDepth] = {};
+    float x[int4::kChunkDepth] = {};
     values.read(n, k, count, x);
     const F32x16 zero =
-        splat(int4::has_zeros(matrix) ? f32_from_bf16(group.zero) : int4::kPlainZero);
-    for (size_t i = 0; i < int4::kRunDepth; i += 16) {
+        splat(int4::has_zeros(matrix) ? f32_from_bf16(group.zero) : int4::kFixedZero);
+    for (size_t i = 0; i < int4::kChunkDepth; i += 16) {
       const F32x16 ratio = divide(load_f32(x + i), splat(scale));
       const __m128i codes = to_bytes(to_code(add(ratio, zero)));
       // Words of two codes, one a byte, to bytes: the even one in the low nibble.
@@ -104,7 +103,7 @@ struct QuantisedRows {
 template <class Values>
 inline void pack_floats(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                         size_t n_end, void* packed) {
-  int4::pack_rows(matrix, QuantisedRows<Values>{matrix, {source}}, n_begin, n_end, packed);
+  int4::pack_rows(matrix, QuantizedRows<Values>{matrix, {source}}, n_begin, n_end, packed);
 }
 
 inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,

@@ -68,9 +68,14 @@ template <class Kernel>
 inline size_t run_slabs(const Kernel& kernel, bool is_alone) {
   const size_t slabs = kernel.slabs();
   if constexpr (requires { Kernel::kRunSlabs; }) return smaller(Kernel::kRunSlabs, slabs);
-  if (is_alone) return slabs;
+  size_t most = kRunBytes;
+  if constexpr (requires { Kernel::kRunBytes; }) {
+    most = Kernel::kRunBytes;
+  } else if (is_alone) {
+    return slabs;
+  }
   const size_t bytes = kernel.offset(1) - kernel.offset(0);
-  return smaller(kRunBytes > bytes ? kRunBytes / bytes : 1, slabs);
+  return smaller(most > bytes ? most / bytes : 1, slabs);
 }
 
 template <class Kernel>

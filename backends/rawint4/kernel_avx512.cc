@@ -1,7 +1,6 @@
 // AVX-512 without VNNI (Skylake-X).
-#include "codec/int4/matmul.h"
+#include "codec/int4/tile.h"
 #include "codec/int4/variant.h"
-#include "codec/int4/words.h"
 #include "rawint4/layout.h"
 
 namespace ktk::rawint4 {
@@ -12,7 +11,7 @@ struct Variant {
   using Weight = int4::WeightCodec;
   using Act = rawint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_10x32", SIZE_MAX, int4::multiply<int4::Words512, Act, 10, 2>),
+      ukernel("gemm_10x32_avx512", int4::gemm_vector<int4::Maddubs512, Act, 10, 2>),
   };
 };
 

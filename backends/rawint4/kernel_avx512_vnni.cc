@@ -1,7 +1,6 @@
 // AVX-512 with vpdpbusd: Ice Lake and later servers, Zen 4, Zen 5.
-#include "codec/int4/matmul.h"
+#include "codec/int4/tile.h"
 #include "codec/int4/variant.h"
-#include "codec/int4/vnni512.h"
 #include "rawint4/layout.h"
 
 namespace ktk::rawint4 {
@@ -12,7 +11,7 @@ struct Variant {
   using Weight = int4::WeightCodec;
   using Act = rawint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32", SIZE_MAX, int4::multiply<int4::Vnni512, Act, 12, 2>),
+      ukernel("gemm_12x32_avx512_vnni", int4::gemm_vector<int4::Vnni512, Act, 12, 2>),
   };
 };
 

@@ -1,7 +1,6 @@
 // AVX-VNNI, vpdpbusd on 256 bits: client CPUs without AVX-512.
-#include "codec/int4/matmul.h"
+#include "codec/int4/tile.h"
 #include "codec/int4/variant.h"
-#include "codec/int4/vnni256.h"
 #include "rawint4/layout.h"
 
 namespace ktk::rawint4 {
@@ -12,8 +11,8 @@ struct Variant {
   using Weight = int4::WeightCodec;
   using Act = rawint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemv_1x32", 1, int4::multiply<int4::Vnni256, Act, 1, 4>),
-      ukernel("gemm_4x16", SIZE_MAX, int4::multiply<int4::Vnni256, Act, 4, 2>),
+      ukernel("gemv_1x32_avx_vnni", 1, int4::gemm_vector<int4::Vnni256, Act, 1, 4>),
+      ukernel("gemm_4x16_avx_vnni", int4::gemm_vector<int4::Vnni256, Act, 4, 2>),
   };
 };
 

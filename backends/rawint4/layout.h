@@ -10,7 +10,7 @@
 namespace ktk::rawint4 {
 namespace {
 
-using Act = int4::Act<32, false>;
+using Act = int4::Act<32, int4::ZeroPoints::kNever>;
 
 }  // namespace
 }  // namespace ktk::rawint4

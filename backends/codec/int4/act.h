@@ -1,11 +1,11 @@
 // Activation codec: rows of f32 to int8 with a scale per group of kGroup values, and back.
 //
-//   one row   [k padded as the weights are: codes][Factor per unit][zeros]
+//   one row   [k padded as the weights are: codes][ActScale per slab][zeros]
 //
 //   eight codes      k0 k2 k4 k6 k1 k3 k5 k7       the order in which nibbles are multiplied
 //
-// A unit is the depth over which products are summed in integers: the smaller one of the groups of
-// weights and activations, and of what the instruction set can sum. Every unit has the scale of its
+// A slab is the depth over which products are summed in integers: the smaller one of the groups of
+// weights and activations, and of what the instruction set can sum. Every slab has the scale of its
 // group at hand, and the sum of its codes, which corrects for the zero point of the weights.
 //
 // scale = absmax / 127, code = x / scale to nearest even. A group with NaN or Inf has the scale NaN
@@ -19,45 +19,50 @@
 namespace ktk::int4 {
 namespace {
 
-struct Factor {
+struct ActScale {
   float scale;
   // sum = of the codes. Without zero points: -8 * sum, the integer that a sum of products starts
   // at. With them: -sum as f32, to be multiplied with the zero point.
   int32_t correction;
 };
 
-template <size_t kGroup, bool kWeightsHaveZeros, size_t kMaxUnit = kGroup>
+// Whether weights may have zero points.
+enum class ZeroPoints { kNever, kPossibly };
+
+template <size_t kGroup, ZeroPoints kWeightZeros, size_t kMaxSlab = kGroup>
 struct Act {
-  static constexpr bool kZeroPoints = kWeightsHaveZeros;  // possibly
-  static_assert(kGroup % kMaxUnit == 0 && kMaxUnit % 32 == 0);
+  static constexpr ZeroPoints kZeroPoints = kWeightZeros;
+  static_assert(kGroup % kMaxSlab == 0 && kMaxSlab % 32 == 0);
   static constexpr ktk_format kFormat = {KTK_I8, KTK_F32, KTK_NONE, 1, kGroup};
   static constexpr uint32_t kKStep = kGroup;  // so that each group is quantized as a whole
 
-  static size_t unit_depth(const ktk_matrix* m) {
-    return smaller(group_depth(m), smaller(kGroup, kMaxUnit));
+  static size_t slab_depth(const ktk_matrix* matrix) {
+    return smaller(group_depth(matrix), smaller(kGroup, kMaxSlab));
   }
-  static size_t num_units(const ktk_matrix* m) { return padded_k(m) / unit_depth(m); }
-  static size_t size(const ktk_matrix* m) {
-    return round_up(padded_k(m) + num_units(m) * sizeof(Factor), 64) | 64;
+  static size_t num_slabs(const ktk_matrix* matrix) {
+    return padded_k(matrix) / slab_depth(matrix);
+  }
+  static size_t size(const ktk_matrix* matrix) {
+    return round_up(padded_k(matrix) + num_slabs(matrix) * sizeof(ActScale), 64) | 64;
   }
 
   static void pack_group(const ktk_matrix* matrix, const float* x, size_t count, size_t padded,
-                         uint8_t* codes, Factor* factor) {
+                         uint8_t* codes, ActScale* scales) {
     const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, count));
-    const size_t unit = unit_depth(matrix);
-    for (size_t begin = 0; begin < padded; begin += unit, ++factor) {
+    const size_t slab = slab_depth(matrix);
+    for (size_t begin = 0; begin < padded; begin += slab, ++scales) {
       I32x16 total = zero_i32();
-      for (size_t i = begin; i < begin + unit; i += 16) {
+      for (size_t i = begin; i < begin + slab; i += 16) {
         const size_t left = i < count ? count - i : 0;
         const I32x16 q = quantize(load_some<ElementF32>(left ? x + i : x, left), s);
         total = add(total, q);
         _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm_shuffle_epi8(narrow(q), order));
       }
-      factor->scale = s.scale;
-      factor->correction = has_zeros(matrix)
+      scales->scale = s.scale;
+      scales->correction = has_zeros(matrix)
                                ? __builtin_bit_cast(int32_t, static_cast<float>(-sum(total)))
-                               : -kPlainZero * sum(total);
+                               : -kFixedZero * sum(total);
     }
   }
 
@@ -67,15 +72,15 @@ struct Act {
     const size_t padded_end = is_last ? padded_k(matrix) : k_end;
     uint8_t* row = static_cast<uint8_t*>(act);
     for (size_t i = 0; i < m; ++i, x += x_stride, row += act_stride) {
-      Factor* factors = reinterpret_cast<Factor*>(row + padded_k(matrix));
+      ActScale* scales = reinterpret_cast<ActScale*>(row + padded_k(matrix));
       for (size_t k = k_begin; k < padded_end; k += kGroup) {
         const size_t count = k < k_end ? smaller(kGroup, k_end - k) : 0;
         pack_group(matrix, count ? x + (k - k_begin) : x, count, smaller(kGroup, padded_end - k),
-                   row + k, factors + k / unit_depth(matrix));
+                   row + k, scales + k / slab_depth(matrix));
       }
       if (is_last) {
-        for (Factor *end = reinterpret_cast<Factor*>(row + size(matrix)),
-                    *p = factors + num_units(matrix);
+        for (ActScale *end = reinterpret_cast<ActScale*>(row + size(matrix)),
+                      *p = scales + num_slabs(matrix);
              p < end; ++p) {
           *p = {0, 0};
         }
@@ -86,14 +91,14 @@ struct Act {
   static void unpack(const ktk_matrix* matrix, size_t m, const void* act, size_t act_stride,
                      float* out, size_t out_stride) {
     const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    const size_t unit = unit_depth(matrix);
+    const size_t slab = slab_depth(matrix);
     const uint8_t* row = static_cast<const uint8_t*>(act);
     for (size_t i = 0; i < m; ++i, row += act_stride, out += out_stride) {
-      const Factor* factors = reinterpret_cast<const Factor*>(row + padded_k(matrix));
+      const ActScale* scales = reinterpret_cast<const ActScale*>(row + padded_k(matrix));
       for (size_t k = 0; k < matrix->k; k += 16) {
         const __m128i q =
             _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k)), order);
-        const float scale = factors[k / unit].scale;
+        const float scale = scales[k / slab].scale;
         if (k + 16 <= matrix->k) {
           store_product(out + k, q, scale);
         } else {

@@ -1,185 +1,171 @@
-// The product with AMX: 16 x 16 sums, up to 64 deep, one instruction.
+// The product with AMX: 2 x 2 tiles of 16 x 16 sums (gemm/amx.h), up to 64 deep.
 //
-//   tiles        B 6: columns 0-15    B 7: columns 16-31
-//   A 4: rows 0-15       C 0                C 1
-//   A 5: rows 16-31      C 2                C 3
+// B tiles hold bytes. The nibbles of 32 columns and a run of k are expanded to scratch, which stays
+// in L1, before all rows pass them:
 //
-// B tiles hold bytes. The nibbles of 32 columns and a run of k are expanded to scratch, 16 KiB of
-// L1, before all rows pass them:
+//   one slab     [slab / tile depth][2 halves of 16 columns][tile depth / 4 rows][64 bytes]
 //
-//   one unit     [unit / tile depth][2 halves of 16 columns][tile depth / 4 rows][64 bytes]
+//   low nibbles of step s  -> row 2 s        k0 k2 k4 k6 of 16 columns
+//   high nibbles           -> row 2 s + 1    k1 k3 k5 k7
 //
-//   low nibbles of turn t  -> row 2 t        k0 k2 k4 k6 of 16 columns
-//   high nibbles           -> row 2 t + 1    k1 k3 k5 k7
-//
-// Sums leave their tiles at the end of a unit, because the scales change there: for a unit of 32
-// the tiles are 32 deep. C can only leave through memory. It is added to dst while the next unit is
+// Sums leave their tiles at the end of a slab, because the scales change there: for a slab of 32
+// the tiles are 32 deep. C can only leave through memory. It is added to dst while the next slab is
 // multiplied: done at once, that would wait for the stores and the tiles would wait for it.
 #pragma once
 
-#include "codec/int4/matmul.h"
-#include "codec/int4/vnni512.h"
+#include "codec/int4/tile.h"
 #include "gemm/amx.h"
 
 namespace ktk::int4 {
 namespace {
 
-constexpr size_t kTileRows = 16;
-constexpr size_t kBlockRows = 2 * kTileRows;
-constexpr size_t kBlockValues = kBlockRows * kColumns;
-constexpr size_t kAmxRunDepth = 512;
+constexpr size_t kTileCols = 16;
+constexpr size_t kMostRows = 2 * kAmxRows;
+constexpr size_t kMostSums = kMostRows * kBlockCols;
+constexpr size_t kMostRunBytes = 10240;  // four slabs, whatever the groups
 
-// Expanded weights of a run; C of the unit that is being multiplied, and of the one before it.
+// Expanded weights of a run; C of the slab that is being multiplied, and of the one before it.
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
-  return kAmxRunDepth * kColumns + 2 * kBlockValues * sizeof(int32_t);
+  return 2 * kMostRunBytes + 2 * kMostSums * sizeof(int32_t);
 }
 
-inline void expand(const uint8_t* turns, size_t depth, size_t tile_depth, uint8_t* tiles) {
-  const size_t half = tile_depth / 4 * kLine;
-  for (size_t k = 0; k < depth; k += tile_depth, tiles += 2 * half) {
-    for (size_t row = 0; row < half; row += 2 * kLine, turns += kTurnBytes) {
-      for (size_t i = 0; i < 2; ++i) {
-        const __m512i codes = Vnni512::load_bytes(turns + i * kLine);
-        uint8_t* to = tiles + i * half + row;
-        _mm512_store_si512(to, Vnni512::low_nibbles(codes));
-        _mm512_store_si512(to + kLine, Vnni512::high_nibbles(codes));
-      }
-    }
-  }
-}
-
-// C = A x B over one unit for 32 (or 16) rows, stored as rows of 32 columns.
-template <bool kBothHalves>
-inline void multiply_unit(const uint8_t* tiles, const uint8_t* act, size_t act_stride, size_t depth,
-                          size_t tile_depth, int32_t* c) {
-  const size_t half = tile_depth / 4 * kLine;
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (kBothHalves) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (size_t k = 0; k < depth; k += tile_depth, tiles += 2 * half, act += tile_depth) {
-    _tile_loadd(6, tiles, kLine);
-    _tile_loadd(4, act, act_stride);
-    _tile_loadd(7, tiles + half, kLine);
-    _tile_dpbsud(0, 4, 6);
-    _tile_dpbsud(1, 4, 7);
-    if constexpr (kBothHalves) {
-      _tile_loadd(5, act + kTileRows * act_stride, act_stride);
-      _tile_dpbsud(2, 5, 6);
-      _tile_dpbsud(3, 5, 7);
-    }
-  }
-  constexpr size_t kStride = kColumns * sizeof(int32_t);
-  _tile_stored(0, c, kStride);
-  _tile_stored(1, c + 16, kStride);
-  if constexpr (kBothHalves) {
-    _tile_stored(2, c + kTileRows * kColumns, kStride);
-    _tile_stored(3, c + kTileRows * kColumns + 16, kStride);
-  }
-}
-
-// A stored C that is yet to be added to dst.
-struct Pending {
-  const int32_t* c;
-  const uint8_t* factor;  // of the first row
+// Rows of sums that are yet to be added to dst.
+template <Zeros kZeros>
+struct StoredSums {
+  const int32_t* sums;
+  size_t rows = 0;
+  const char* act_scales;  // of the first row
   size_t act_stride;
-  const uint16_t* params;
+  const char* header;
   bool f16_scales;
   float* dst;
   size_t dst_stride;
-  size_t rows = 0;
 
-  template <bool kZeros>
   void add() {
+    WeightScales<Vnni512, kZeros> left, right;
     if (rows == 0) return;
-    Params<Vnni512, kZeros> low, high;
-    low.load(params, f16_scales);
-    high.load(params + 16, f16_scales);
-    for (; rows > 0; --rows, c += kColumns, factor += act_stride, dst += dst_stride) {
-      const __m512 act_scale = Vnni512::set1(*reinterpret_cast<const float*>(factor));
-      add_unit<Vnni512, kZeros, false>(dst, _mm512_load_si512(c), factor, act_scale, low);
-      add_unit<Vnni512, kZeros, false>(dst + 16, _mm512_load_si512(c + 16), factor, act_scale,
-                                       high);
+    const uint16_t* scales = reinterpret_cast<const uint16_t*>(header);
+    left.load(scales, f16_scales);
+    right.load(scales + kTileCols, f16_scales);
+    for (; rows > 0; --rows, sums += kBlockCols, act_scales += act_stride, dst += dst_stride) {
+      const auto* a = reinterpret_cast<const ActScale*>(act_scales);
+      const __m512 scale = Vnni512::set1(a->scale);
+      const auto add_half = [&](size_t column, const WeightScales<Vnni512, kZeros>& weight) {
+        add_slab<Vnni512, kZeros, Correction::kNow>(dst + column, _mm512_load_si512(sums + column),
+                                                    a, scale, weight);
+      };
+      add_half(0, left);
+      add_half(kTileCols, right);
     }
   }
 };
 
-template <class Act, bool kZeros>
-void multiply_amx_blocks(const ktk_matmul* mm) {
-  const ktk_matrix* matrix = mm->matrix;
-  const size_t units = Act::num_units(matrix), depth = Act::unit_depth(matrix);
-  const size_t tile_depth = smaller(depth, 64);
-  const size_t units_in_group = group_depth(matrix) / depth;
-  const size_t unit_bytes = depth / kTurn * kTurnBytes;
-  const size_t run = smaller(kAmxRunDepth / depth, units);
-  const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
-  const uint8_t* act = static_cast<const uint8_t*>(mm->act);
-  uint8_t* tiles = static_cast<uint8_t*>(mm->scratch);
-  int32_t* c = reinterpret_cast<int32_t*>(tiles + kAmxRunDepth * kColumns);
-  int32_t* c_before = c + kBlockValues;
-  const WeightStream stream = weight_stream(mm);
-  const uint8_t* block = reinterpret_cast<const uint8_t*>(stream.begin);
-  Pending pending = {};
-  for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns, block += block_bytes(matrix)) {
-    clear_dst<Vnni512>(mm->dst + (n - mm->n_begin), mm->dst_stride, mm->m);
-    for (size_t begin = 0; begin < units; begin += run) {
-      const size_t end = smaller(begin + run, units);
-      const auto group_of = [&](size_t unit) {
-        return block + unit / units_in_group * group_bytes(matrix);
-      };
-      for (size_t unit = begin; unit < end; ++unit) {
-        const uint8_t* turns =
-            group_of(unit) + header_bytes(matrix) + unit % units_in_group * unit_bytes;
-        expand(turns, depth, tile_depth, tiles + (unit - begin) * depth * kColumns);
+template <class Act, Zeros kZeros>
+class AmxKernel : public KernelBase<Act> {
+  using KernelBase<Act>::operands_;
+
+ public:
+  static constexpr size_t kMr = kMostRows;
+  static constexpr size_t kRowStep = kAmxRows;
+  static constexpr size_t kLineProducts = 2;
+  static constexpr size_t kRunBytes = kMostRunBytes;
+
+  explicit AmxKernel(const ktk_matmul* mm)
+      : KernelBase<Act>(mm),
+        tile_depth_(smaller(operands_.slab_depth, 64)),
+        expanded_(static_cast<char*>(mm->scratch)),
+        sums_(reinterpret_cast<int32_t*>(expanded_ + 2 * kMostRunBytes)),
+        sums_before_(sums_ + kMostSums) {}
+  ~AmxKernel() { stored_.add(); }
+  AmxKernel(const AmxKernel&) = delete;
+  AmxKernel& operator=(const AmxKernel&) = delete;
+
+  static size_t passes(size_t) { return 1; }
+
+  void begin_run(const Run& run, Fetch fetch) {
+    char* to = expanded_;
+    for (size_t slab = run.begin; slab < run.end; ++slab) {
+      for (size_t at = operands_.offset(slab); at < operands_.codes(slab); at += kLine) {
+        fetch.next();
       }
-      tile_memory_barrier();
-      // All units of all rows together fetch the run that comes next.
-      const size_t run_bytes = run * unit_bytes + run / units_in_group * header_bytes(matrix);
-      const size_t share = run_bytes / kLine / (row_blocks * (end - begin)) + 1;
-      size_t line = (group_of(begin) - reinterpret_cast<const uint8_t*>(stream.begin) + run_bytes +
-                     begin % units_in_group * unit_bytes) /
-                    kLine;
-      for (size_t row = 0; row < mm->m; row += kBlockRows) {
-        const size_t rows = smaller(kBlockRows, mm->m - row);
-        const uint8_t* first = act + row * mm->act_stride;
-        for (size_t unit = begin; unit < end; ++unit) {
-          for (size_t i = 0; i < share; ++i, ++line) prefetch_l2(stream.at(line));
-          const auto multiply_rows = rows > kTileRows ? multiply_unit<true> : multiply_unit<false>;
-          multiply_rows(tiles + (unit - begin) * depth * kColumns, first + unit * depth,
-                        mm->act_stride, depth, tile_depth, c);
-          pending.add<kZeros>();
-          pending = {
-              .c = c,
-              .factor = first + padded_k(matrix) + unit * sizeof(Factor),
-              .act_stride = mm->act_stride,
-              .params = reinterpret_cast<const uint16_t*>(group_of(unit)),
-              .f16_scales = matrix->format.scale == KTK_F16,
-              .dst = mm->dst + row * mm->dst_stride + (n - mm->n_begin),
-              .dst_stride = mm->dst_stride,
-              .rows = rows,
-          };
-          int32_t* const swap = c;
-          c = c_before;
-          c_before = swap;
+      to = expand(run.block + operands_.codes(slab), to, fetch);
+    }
+    tile_memory_barrier();
+  }
+
+  void tile(const Tile& t) {
+    if (t.is_first()) clear<Vnni512, kBlockCols>(t.dst, t.dst_stride, t.rows);
+    if (t.rows > kAmxRows) {
+      multiply_tile<true>(t);
+    } else {
+      multiply_tile<false>(t);
+    }
+  }
+
+ private:
+  // A half of a tile of depth, in bytes.
+  size_t half() const { return tile_depth_ / 4 * kLine; }
+
+  char* expand(const char* codes, char* to, Fetch& fetch) const {
+    const char* const end = codes + operands_.slab_bytes;
+    for (; codes != end; to += 2 * half()) {
+      for (size_t row = 0; row < half(); row += 2 * kLine, codes += kStepBytes) {
+        for (size_t i = 0; i < 2; ++i) {
+          const __m512i pairs = Vnni512::load_bytes(codes + i * kLine);
+          char* tile_row = to + i * half() + row;
+          _mm512_store_si512(tile_row, Vnni512::low_nibbles(pairs));
+          _mm512_store_si512(tile_row + kLine, Vnni512::high_nibbles(pairs));
+          fetch.next();
         }
       }
     }
+    return to;
   }
-  pending.add<kZeros>();
-}
+
+  template <bool kBothHalves>
+  void multiply_tile(const Tile& t) {
+    const char* weight = expanded_;
+    const char* act = t.act + t.begin * operands_.slab_depth;
+    for (size_t slab = t.begin; slab < t.end; ++slab) {
+      zero_sums<kBothHalves>();
+      const char* const end = act + operands_.slab_depth;
+      for (; act != end; act += tile_depth_, weight += 2 * half()) {
+        add_tiles<TilesInt8, kBothHalves>(act, t.act_stride, weight, half());
+      }
+      store_sums<kBothHalves>(sums_, kBlockCols);
+      stored_.add();
+      stored_ = {
+          .sums = sums_,
+          .rows = t.rows,
+          .act_scales = t.act + operands_.act_scales + slab * sizeof(ActScale),
+          .act_stride = t.act_stride,
+          .header = t.block + operands_.header(slab),
+          .f16_scales = operands_.f16_scales,
+          .dst = t.dst,
+          .dst_stride = t.dst_stride,
+      };
+      int32_t* const swap = sums_;
+      sums_ = sums_before_;
+      sums_before_ = swap;
+    }
+  }
+
+  size_t tile_depth_;
+  char* expanded_;
+  int32_t *sums_, *sums_before_;
+  StoredSums<kZeros> stored_ = {};
+};
 
 template <class Act>
-void multiply_amx(const ktk_matmul* mm) {
-  const TileRows rows(mm->m, static_cast<uint8_t>(smaller(Act::unit_depth(mm->matrix), 64)));
-  if constexpr (Act::kZeroPoints) {
-    if (has_zeros(mm->matrix)) return multiply_amx_blocks<Act, true>(mm);
+void gemm_amx(const ktk_matmul* mm) {
+  const TileRows rows(mm->m, static_cast<uint8_t>(smaller(Act::slab_depth(mm->matrix), 64)));
+  if constexpr (Act::kZeroPoints == ZeroPoints::kPossibly) {
+    if (has_zeros(mm->matrix)) return gemm<AmxKernel<Act, Zeros::kStored>>(mm);
   }
-  multiply_amx_blocks<Act, false>(mm);
+  gemm<AmxKernel<Act, Zeros::kFixed>>(mm);
 }
 
-// Few rows wait for memory, or for the expansion: the vector kernel does without. Sums of a unit
+// Few rows wait for memory, or for the expansion: the vector kernel does without. Sums of a slab
 // are exact in both and meet the same roundings, so the bits are the same.
 constexpr size_t kVectorRows = 4;
 

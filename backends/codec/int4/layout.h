@@ -3,11 +3,11 @@
 //
 //   packed    [n / 32 blocks][k / group]                         one sequential stream
 //
-//   group     | 32 scales | 32 zero points | turn 0 | turn 1 | ... turn (group / 8 - 1) |
+//   group     | 32 scales | 32 zero points | step 0 | step 1 | ... step (group / 8 - 1) |
 //               64 bytes    64 bytes, or     128 bytes each
 //                           none
 //
-//   turn      32 columns of the product, 8 deep: two cache lines
+//   step      32 columns of the product, 8 deep: two cache lines
 //
 //               column 0               column 1                    column 31
 //             | k1k0 k3k2 k5k4 k7k6 | k1k0 k3k2 k5k4 k7k6 | ... | k1k0 k3k2 k5k4 k7k6 |
@@ -25,44 +25,44 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "gemm/math.h"
 #include "ktk/abi.h"
 
 namespace ktk::int4 {
 namespace {
 
 constexpr char kLayout[] = "u4-n32k8";
-constexpr size_t kColumns = 32;  // of a block
-constexpr size_t kTurn = 8;      // depth of a turn
-constexpr size_t kTurnBytes = kColumns * kTurn / 2;
-constexpr size_t kParamBytes = kColumns * sizeof(uint16_t);  // scales, or zero points, of a group
+constexpr size_t kBlockCols = 32;
+constexpr size_t kStepDepth = 8;
+constexpr size_t kStepBytes = kBlockCols * kStepDepth / 2;
+constexpr size_t kScaleBytes = kBlockCols * sizeof(uint16_t);  // or zero points, of a group
 constexpr size_t kRowDepth = 128;
-constexpr int kPlainZero = 8;  // where there are no zero points
+constexpr int kFixedZero = 8;  // where there are no zero points
 
-constexpr size_t round_up(size_t x, size_t step) { return (x + step - 1) / step * step; }
-constexpr size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+inline bool has_zeros(const ktk_matrix* matrix) { return matrix->format.zero != KTK_NONE; }
 
-inline bool has_zeros(const ktk_matrix* m) { return m->format.zero != KTK_NONE; }
-
-inline size_t padded_k(const ktk_matrix* m) {
-  return round_up(m->k, m->format.group_k ? m->format.group_k : kRowDepth);
+inline size_t padded_k(const ktk_matrix* matrix) {
+  return round_up(matrix->k, matrix->format.group_k ? matrix->format.group_k : kRowDepth);
 }
-inline size_t group_depth(const ktk_matrix* m) {
-  return m->format.group_k ? m->format.group_k : padded_k(m);
+inline size_t group_depth(const ktk_matrix* matrix) {
+  return matrix->format.group_k ? matrix->format.group_k : padded_k(matrix);
 }
-inline size_t header_bytes(const ktk_matrix* m) {
-  return has_zeros(m) ? 2 * kParamBytes : kParamBytes;
+inline size_t header_bytes(const ktk_matrix* matrix) {
+  return has_zeros(matrix) ? 2 * kScaleBytes : kScaleBytes;
 }
-inline size_t group_bytes(const ktk_matrix* m) {
-  return header_bytes(m) + group_depth(m) / kTurn * kTurnBytes;
+inline size_t group_bytes(const ktk_matrix* matrix) {
+  return header_bytes(matrix) + group_depth(matrix) / kStepDepth * kStepBytes;
 }
-inline size_t block_bytes(const ktk_matrix* m) {
-  return padded_k(m) / group_depth(m) * group_bytes(m);
+inline size_t block_bytes(const ktk_matrix* matrix) {
+  return padded_k(matrix) / group_depth(matrix) * group_bytes(matrix);
 }
-inline size_t weight_size(const ktk_matrix* m) {
-  return round_up(m->n, kColumns) / kColumns * block_bytes(m);
+inline size_t weight_size(const ktk_matrix* matrix) {
+  return ceil_div(matrix->n, kBlockCols) * block_bytes(matrix);
 }
 // Byte offset of the block that starts at column n, a multiple of 32.
-inline size_t block_offset(const ktk_matrix* m, size_t n) { return n / kColumns * block_bytes(m); }
+inline size_t block_offset(const ktk_matrix* matrix, size_t n) {
+  return n / kBlockCols * block_bytes(matrix);
+}
 
 }  // namespace
 }  // namespace ktk::int4

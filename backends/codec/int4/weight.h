@@ -19,11 +19,11 @@ struct Group {
   uint16_t scale, zero;  // bits as stored
 };
 
-constexpr size_t kRunDepth = 32;  // codes of a row that are moved at once: 16 bytes
-constexpr uint8_t kPlainPair = kPlainZero * 0x11;
+constexpr size_t kChunkDepth = 32;  // codes of a row that are moved at once: 16 bytes
+constexpr uint8_t kFixedPair = kFixedZero * 0x11;
 
-inline float scale_value(const ktk_matrix* m, uint16_t bits) {
-  return m->format.scale == KTK_F16 ? _cvtsh_ss(bits) : f32_from_bf16(bits);
+inline float scale_value(const ktk_matrix* matrix, uint16_t bits) {
+  return matrix->format.scale == KTK_F16 ? _cvtsh_ss(bits) : f32_from_bf16(bits);
 }
 
 // Copies what is 4-bit codes already.
@@ -41,7 +41,7 @@ struct ReadyRows {
   }
   void codes(size_t n, size_t k, size_t count, Group, uint8_t* out) const {
     const uint8_t* row = static_cast<const uint8_t*>(source->data) + n * source->data_stride;
-    if (count == kRunDepth) {
+    if (count == kChunkDepth) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
                        _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k / 2)));
       return;
@@ -50,9 +50,9 @@ struct ReadyRows {
   }
 };
 
-// Four turns of 32 columns from 16 bytes of each: a transpose of dwords.
-inline void store_turns(const uint8_t (*rows)[16], uint8_t* turns) {
-  for (size_t c = 0; c < kColumns; c += 4) {
+// Four steps of 32 columns from 16 bytes of each: a transpose of dwords.
+inline void store_steps(const uint8_t (*rows)[16], uint8_t* steps) {
+  for (size_t c = 0; c < kBlockCols; c += 4) {
     __m128i in[4];
     for (size_t i = 0; i < 4; ++i) {
       in[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(rows[c + i]));
@@ -61,8 +61,8 @@ inline void store_turns(const uint8_t (*rows)[16], uint8_t* turns) {
     const __m128i ab_hi = _mm_unpackhi_epi32(in[0], in[1]);
     const __m128i cd_lo = _mm_unpacklo_epi32(in[2], in[3]);
     const __m128i cd_hi = _mm_unpackhi_epi32(in[2], in[3]);
-    const auto store = [&](size_t turn, __m128i x) {
-      _mm_store_si128(reinterpret_cast<__m128i*>(turns + turn * kTurnBytes + 4 * c), x);
+    const auto store = [&](size_t step, __m128i x) {
+      _mm_store_si128(reinterpret_cast<__m128i*>(steps + step * kStepBytes + 4 * c), x);
     };
     store(0, _mm_unpacklo_epi64(ab_lo, cd_lo));
     store(1, _mm_unpackhi_epi64(ab_lo, cd_lo));
@@ -75,27 +75,27 @@ template <class Rows>
 inline void pack_rows(const ktk_matrix* matrix, const Rows& source, size_t n_begin, size_t n_end,
                       void* packed) {
   const size_t depth = group_depth(matrix);
-  for (size_t n = n_begin; n < n_end; n += kColumns) {
-    const size_t columns = smaller(kColumns, n_end - n);
+  for (size_t n = n_begin; n < n_end; n += kBlockCols) {
+    const size_t columns = smaller(kBlockCols, n_end - n);
     uint8_t* to = static_cast<uint8_t*>(packed) + block_offset(matrix, n);
     for (size_t begin = 0; begin < padded_k(matrix); begin += depth) {
-      Group groups[kColumns] = {};
+      Group groups[kBlockCols] = {};
       for (size_t c = 0; c < columns; ++c) groups[c] = source.group(n + c, begin / depth);
-      uint16_t* params = reinterpret_cast<uint16_t*>(to);
-      for (size_t c = 0; c < kColumns; ++c) {
-        params[c] = groups[c].scale;
-        if (has_zeros(matrix)) params[kColumns + c] = groups[c].zero;
+      uint16_t* scales = reinterpret_cast<uint16_t*>(to);
+      for (size_t c = 0; c < kBlockCols; ++c) {
+        scales[c] = groups[c].scale;
+        if (has_zeros(matrix)) scales[kBlockCols + c] = groups[c].zero;
       }
       to += header_bytes(matrix);
-      for (size_t k = begin; k < begin + depth; k += kRunDepth) {
-        const size_t count = k < matrix->k ? smaller(kRunDepth, matrix->k - k) : 0;
-        alignas(16) uint8_t rows[kColumns][16];
-        for (size_t c = 0; c < kColumns; ++c) {
-          for (uint8_t& pair : rows[c]) pair = kPlainPair;
+      for (size_t k = begin; k < begin + depth; k += kChunkDepth) {
+        const size_t count = k < matrix->k ? smaller(kChunkDepth, matrix->k - k) : 0;
+        alignas(16) uint8_t rows[kBlockCols][16];
+        for (size_t c = 0; c < kBlockCols; ++c) {
+          for (uint8_t& pair : rows[c]) pair = kFixedPair;
           if (c < columns && count) source.codes(n + c, k, count, groups[c], rows[c]);
         }
-        store_turns(rows, to);
-        to += kRunDepth / kTurn * kTurnBytes;
+        store_steps(rows, to);
+        to += kChunkDepth / kStepDepth * kStepBytes;
       }
     }
   }
@@ -110,18 +110,18 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
                           size_t n_end, float* out, size_t out_stride) {
   const size_t depth = group_depth(matrix);
   for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
-    const size_t column = n % kColumns;
+    const size_t column = n % kBlockCols;
     const uint8_t* group =
-        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kColumns * kColumns);
+        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kBlockCols * kBlockCols);
     for (size_t begin = 0; begin < matrix->k; begin += depth, group += group_bytes(matrix)) {
-      const uint16_t* params = reinterpret_cast<const uint16_t*>(group) + column;
-      const float scale = scale_value(matrix, params[0]);
-      const float zero = has_zeros(matrix) ? f32_from_bf16(params[kColumns]) : kPlainZero;
+      const uint16_t* scales = reinterpret_cast<const uint16_t*>(group) + column;
+      const float scale = scale_value(matrix, scales[0]);
+      const float zero = has_zeros(matrix) ? f32_from_bf16(scales[kBlockCols]) : kFixedZero;
       const uint8_t* codes = group + header_bytes(matrix) + 4 * column;
       const size_t end = smaller(begin + depth, matrix->k);
       for (size_t k = begin; k < end; ++k) {
         const size_t in_group = k - begin;
-        const uint8_t pair = codes[in_group / kTurn * kTurnBytes + in_group % kTurn / 2];
+        const uint8_t pair = codes[in_group / kStepDepth * kStepBytes + in_group % kStepDepth / 2];
         const int code = k % 2 ? pair >> 4 : pair & 15;
         out[k] = (static_cast<float>(code) - zero) * scale;
       }
@@ -133,24 +133,24 @@ inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n
                           size_t n_end, const ktk_export* target) {
   const size_t depth = group_depth(matrix);
   for (size_t n = n_begin; n < n_end; ++n) {
-    const size_t column = n % kColumns;
+    const size_t column = n % kBlockCols;
     const uint8_t* group =
-        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kColumns * kColumns);
+        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kBlockCols * kBlockCols);
     uint8_t* data = static_cast<uint8_t*>(target->data) + n * target->data_stride;
     uint8_t* scale = static_cast<uint8_t*>(target->scale) + n * target->scale_stride;
     uint8_t* zero = static_cast<uint8_t*>(target->zero) + n * target->zero_stride;
     for (size_t g = 0; g * depth < matrix->k; ++g, group += group_bytes(matrix)) {
-      const uint16_t* params = reinterpret_cast<const uint16_t*>(group) + column;
-      reinterpret_cast<uint16_t*>(scale)[g] = params[0];
+      const uint16_t* scales = reinterpret_cast<const uint16_t*>(group) + column;
+      reinterpret_cast<uint16_t*>(scale)[g] = scales[0];
       if (matrix->format.zero == KTK_U8) {
-        zero[g] = static_cast<uint8_t>(f32_from_bf16(params[kColumns]));
+        zero[g] = static_cast<uint8_t>(f32_from_bf16(scales[kBlockCols]));
       } else if (has_zeros(matrix)) {
-        reinterpret_cast<uint16_t*>(zero)[g] = params[kColumns];
+        reinterpret_cast<uint16_t*>(zero)[g] = scales[kBlockCols];
       }
       const uint8_t* codes = group + header_bytes(matrix) + 4 * column;
       const size_t pairs = (smaller(depth, matrix->k - g * depth) + 1) / 2;
       for (size_t i = 0; i < pairs; ++i) {
-        data[g * depth / 2 + i] = codes[i / (kTurn / 2) * kTurnBytes + i % (kTurn / 2)];
+        data[g * depth / 2 + i] = codes[i / (kStepDepth / 2) * kStepBytes + i % (kStepDepth / 2)];
       }
     }
   }
