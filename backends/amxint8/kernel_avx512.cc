@@ -1,42 +1,38 @@
 // AVX-512 without VNNI (Skylake-X): byte products through vpmaddwd on widened words, which is exact
 // where vpmaddubsw would saturate.
-#include "amxint8/matmul.h"
 #include "amxint8/variant.h"
+#include "amxint8/vector_kernel.h"
 #include "simd/zmm.h"
 
 namespace ktk::amxint8 {
 namespace {
 
-struct Dot : Zmm {
-  static constexpr int kAddLatency = 1;
+struct Words : Zmm {
+  static constexpr size_t kLineProducts = 2;
   // Bytes widened to words: the even ones of each dword, then the odd ones.
   struct Weight {
     Int even, odd;
   };
   using Act = Weight;
-  static Weight load_weight(const uint8_t* p) {
+  static Weight load_weight(const char* p) {
     const Int bytes = load_bytes(p);
     return {_mm512_and_si512(bytes, _mm512_set1_epi16(0xff)), _mm512_srli_epi16(bytes, 8)};
   }
-  static Act broadcast_act(const uint8_t* p) { return {broadcast(p), broadcast(p + 4)}; }
-  static Int dot(Int acc, Weight w, Act a) {
+  static Act broadcast_act(const char* p) { return {broadcast(p), broadcast(p + 4)}; }
+  static Int dot(Int sums, Weight w, Act a) {
     const Int sum = add(_mm512_madd_epi16(w.even, a.even), _mm512_madd_epi16(w.odd, a.odd));
-    // acc + sum, but gcc 12 moves and spills accumulators that it may put elsewhere.
-    asm("vpaddd %1, %0, %0" : "+v"(acc) : "v"(sum));
-    return acc;
+    // sums + sum, but gcc 12 moves and spills accumulators that it may put elsewhere.
+    asm("vpaddd %1, %0, %0" : "+v"(sums) : "v"(sum));
+    return sums;
   }
 };
-
-using TargetAct = Act<WordCodes, 128>;
 
 // Registers: 20 accumulators, 4 halves of weights, 2 broadcasts, products.
 struct Variant {
   using Weight = WeightCodec;
-  using Act = TargetAct;
+  using Act = ActWords<128>;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemv", 8, multiply_thin<Dot, TargetAct, 8>),
-      ukernel("gemm", SIZE_MAX, multiply<Dot, TargetAct, 10, 2, 8>),
-  };
+      ukernel("gemm_10x32_avx512", gemm<VectorKernel<Words, Act, 10, 8>>)};
 };
 
 }  // namespace

@@ -16,38 +16,35 @@
 // q = 0): both instructions take one unsigned operand, and this is the one that never changes.
 #pragma once
 
-#include <stddef.h>
-#include <stdint.h>
-
+#include "gemm/math.h"
 #include "ktk/abi.h"
 
 namespace ktk::amxint8 {
 namespace {
 
 constexpr char kLayout[] = "u8-n32k64-vnni4";
-constexpr size_t kColumns = 32;  // of a block
-constexpr size_t kDepth = 64;    // of a step
-constexpr size_t kTileBytes = 1024;
+constexpr size_t kBlockCols = 32;
+constexpr size_t kStepDepth = 64;
+constexpr size_t kTileCols = 16;
+constexpr size_t kTileBytes = kTileCols * kStepDepth;  // 1 KiB; a row is a cache line
 constexpr size_t kStepBytes = 2 * kTileBytes;
+constexpr size_t kStepLines = kStepBytes / kLine;
 
-constexpr size_t round_up(size_t x, size_t step) { return (x + step - 1) / step * step; }
-constexpr size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+inline size_t padded_n(const ktk_matrix* matrix) { return round_up(matrix->n, kBlockCols); }
+inline size_t padded_k(const ktk_matrix* matrix) { return round_up(matrix->k, kStepDepth); }
+inline size_t num_steps(const ktk_matrix* matrix) { return padded_k(matrix) / kStepDepth; }
+inline size_t block_bytes(const ktk_matrix* matrix) { return kBlockCols * padded_k(matrix); }
 
-inline size_t padded_n(const ktk_matrix* m) { return round_up(m->n, kColumns); }
-inline size_t padded_k(const ktk_matrix* m) { return round_up(m->k, kDepth); }
-inline size_t num_steps(const ktk_matrix* m) { return padded_k(m) / kDepth; }
-
-inline size_t weight_size(const ktk_matrix* m) {
-  return padded_n(m) * (padded_k(m) + sizeof(float));
+inline size_t weight_size(const ktk_matrix* matrix) {
+  return padded_n(matrix) * (padded_k(matrix) + sizeof(float));
 }
 
-// Byte offset of the block that starts at column n, a multiple of 32.
-inline size_t block_offset(const ktk_matrix* m, size_t n) { return n * padded_k(m); }
-inline size_t scale_offset(const ktk_matrix* m) { return padded_n(m) * padded_k(m); }
+// Where column n, a multiple of 32, starts.
+inline size_t weight_offset(const ktk_matrix* matrix, size_t n) { return n * padded_k(matrix); }
+inline size_t scale_offset(const ktk_matrix* matrix) { return padded_n(matrix) * padded_k(matrix); }
 
-inline const float* weight_scale(const ktk_matrix* m, const void* packed) {
-  const uint8_t* bytes = static_cast<const uint8_t*>(packed);
-  return reinterpret_cast<const float*>(bytes + scale_offset(m));
+inline const float* weight_scales(const ktk_matrix* matrix, const void* packed) {
+  return reinterpret_cast<const float*>(static_cast<const char*>(packed) + scale_offset(matrix));
 }
 
 }  // namespace

@@ -11,11 +11,11 @@ namespace {
 
 struct WeightCodec {
   static constexpr auto kLayout = amxint8::kLayout;
-  static constexpr uint32_t kNStep = kColumns;
+  static constexpr uint32_t kNStep = kBlockCols;
   static constexpr auto size = weight_size;
   static constexpr auto pack = pack_weight;
   static constexpr auto unpack = unpack_weight;
-  static constexpr auto offset = block_offset;
+  static constexpr auto offset = weight_offset;
   static constexpr auto write = export_weight;
 };
 

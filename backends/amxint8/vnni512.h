@@ -8,15 +8,15 @@ namespace ktk::amxint8 {
 namespace {
 
 struct Vnni512 : Zmm {
-  static constexpr int kAddLatency = 5;
+  static constexpr size_t kLineProducts = 1;
   using Weight = Int;
   using Act = Int;
-  static Weight load_weight(const uint8_t* p) { return load_bytes(p); }
-  static Act broadcast_act(const uint8_t* p) { return broadcast(p); }
-  static Int dot(Int acc, Weight w, Act a) {
+  static Weight load_weight(const char* p) { return load_bytes(p); }
+  static Act broadcast_act(const char* p) { return broadcast(p); }
+  static Int dot(Int sums, Weight w, Act a) {
     // The intrinsic is the same instruction, but gcc 12 moves and spills its accumulators.
-    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
-    return acc;
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(w), "v"(a));
+    return sums;
   }
 };
 

@@ -33,25 +33,25 @@ inline void transpose_to_offset_binary(const uint8_t rows[16][64], uint8_t* tile
 }
 
 // Rows of one block on their way into tiles: 16 rows, one step deep.
-using Codes = uint8_t[16][kDepth];
+using Codes = uint8_t[kTileCols][kStepDepth];
 
 template <class Rows>
 inline void pack_blocks(const ktk_matrix* matrix, Rows& rows, size_t n_begin, size_t n_end,
                         void* packed) {
   uint8_t* bytes = static_cast<uint8_t*>(packed);
   float* scale = reinterpret_cast<float*>(bytes + scale_offset(matrix));
-  for (size_t n = n_begin; n < n_end; n += kColumns) {
-    for (size_t i = 0; i < kColumns; ++i) scale[n + i] = n + i < n_end ? rows.scale(n + i) : 0;
-    uint8_t* tile = bytes + block_offset(matrix, n);
-    for (size_t k = 0; k < matrix->k; k += kDepth) {
-      for (size_t half = n; half < n + kColumns; half += 16, tile += kTileBytes) {
+  for (size_t n = n_begin; n < n_end; n += kBlockCols) {
+    for (size_t i = 0; i < kBlockCols; ++i) scale[n + i] = n + i < n_end ? rows.scale(n + i) : 0;
+    uint8_t* tile = bytes + weight_offset(matrix, n);
+    for (size_t k = 0; k < matrix->k; k += kStepDepth) {
+      for (size_t half = n; half < n + kBlockCols; half += kTileCols, tile += kTileBytes) {
         alignas(64) Codes codes;
-        for (size_t i = 0; i < 16; ++i) {
+        for (size_t i = 0; i < kTileCols; ++i) {
           if (half + i < n_end) {
             rows.codes(half + i, k, codes[i]);
-            if (half + i + kColumns < n_end) rows.prefetch(half + i + kColumns, k);
+            if (half + i + kBlockCols < n_end) rows.prefetch(half + i + kBlockCols, k);
           } else {
-            for (size_t j = 0; j < kDepth; ++j) codes[i][j] = 0;
+            for (size_t j = 0; j < kStepDepth; ++j) codes[i][j] = 0;
           }
         }
         transpose_to_offset_binary(codes, tile);
@@ -62,19 +62,26 @@ inline void pack_blocks(const ktk_matrix* matrix, Rows& rows, size_t n_begin, si
 
 inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                         size_t n_end, void* packed) {
-  with_rows<kColumns, kDepth>(
+  with_rows<kBlockCols, kStepDepth>(
       matrix, source, [&](auto rows) { pack_blocks(matrix, rows, n_begin, n_end, packed); });
+}
+
+// Where column n starts in its tiles, and its code k from there.
+inline const uint8_t* first_code(const ktk_matrix* matrix, const void* packed, size_t n) {
+  return static_cast<const uint8_t*>(packed) + weight_offset(matrix, n / kBlockCols * kBlockCols) +
+         n % kBlockCols / kTileCols * kTileBytes + n % kTileCols * 4;
+}
+inline size_t code_offset(size_t k) {
+  return k / kStepDepth * kStepBytes + k % kStepDepth / 4 * kLine + k % 4;
 }
 
 inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                           size_t n_end, float* out, size_t out_stride) {
-  const float* scale = weight_scale(matrix, packed);
+  const float* scale = weight_scales(matrix, packed);
   for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
-    const uint8_t* column = static_cast<const uint8_t*>(packed) +
-                            block_offset(matrix, n / kColumns * kColumns) +
-                            n % kColumns / 16 * kTileBytes + n % 16 * 4;
+    const uint8_t* column = first_code(matrix, packed, n);
     for (size_t k = 0; k < matrix->k; ++k) {
-      const uint8_t code = column[k / kDepth * kStepBytes + k % kDepth / 4 * 64 + k % 4];
+      const uint8_t code = column[code_offset(k)];
       out[k] = static_cast<float>(code - 128) * scale[n];
     }
   }
@@ -82,14 +89,12 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
 
 inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                           size_t n_end, const ktk_export* target) {
-  const float* scale = weight_scale(matrix, packed);
+  const float* scale = weight_scales(matrix, packed);
   for (size_t n = n_begin; n < n_end; ++n) {
-    const uint8_t* column = static_cast<const uint8_t*>(packed) +
-                            block_offset(matrix, n / kColumns * kColumns) +
-                            n % kColumns / 16 * kTileBytes + n % 16 * 4;
+    const uint8_t* column = first_code(matrix, packed, n);
     uint8_t* row = static_cast<uint8_t*>(target->data) + n * target->data_stride;
     for (size_t k = 0; k < matrix->k; k += 4) {
-      const uint8_t* from = column + k / kDepth * kStepBytes + k % kDepth / 4 * 64;
+      const uint8_t* from = column + code_offset(k);
       // From offset binary: the sign bit is the other way round.
       for (size_t i = 0; i < 4 && k + i < matrix->k; ++i) row[k + i] = from[i] ^ 0x80;
     }

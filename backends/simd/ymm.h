@@ -15,9 +15,7 @@ struct Ymm {
   static Int load_bytes(const void* p) {
     return _mm256_loadu_si256(static_cast<const __m256i*>(p));
   }
-  static Int broadcast(const uint8_t* p) {
-    return _mm256_set1_epi32(*reinterpret_cast<const int32_t*>(p));
-  }
+  static Int broadcast(const void* p) { return _mm256_set1_epi32(*static_cast<const int32_t*>(p)); }
   static Int set1_int(int32_t x) { return _mm256_set1_epi32(x); }
   static Int add(Int a, Int b) { return _mm256_add_epi32(a, b); }
   // x / 2^bits, rounded down.

@@ -13,9 +13,7 @@ struct Zmm {
   static constexpr int kLanes = 16;
 
   static Int load_bytes(const void* p) { return _mm512_loadu_si512(p); }
-  static Int broadcast(const uint8_t* p) {
-    return _mm512_set1_epi32(*reinterpret_cast<const int32_t*>(p));
-  }
+  static Int broadcast(const void* p) { return _mm512_set1_epi32(*static_cast<const int32_t*>(p)); }
   static Int set1_int(int32_t x) { return _mm512_set1_epi32(x); }
   static Int add(Int a, Int b) { return _mm512_add_epi32(a, b); }
   // x / 2^bits, rounded down.

@@ -83,5 +83,20 @@ inline I32x16 quantize(F32x16 x, SymmetricScale s) {
   return s.factor > 0 ? round_product(x, s.factor) : round_quotient(x, s.scale);
 }
 
+// Codes of a group of `count` values, and zeros behind them up to `padded`: take(i, codes) gets
+// those of values i to i + 15. Returns the scale.
+template <class Take>
+inline float quantize_group(const float* x, size_t count, size_t padded, Take take) {
+  const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, count));
+  size_t i = 0;
+  for (; i + 16 <= count; i += 16) take(i, quantize(load_f32(x + i), s));
+  if (i < count) {
+    take(i, quantize(load_some<ElementF32>(x + i, count - i), s));
+    i += 16;
+  }
+  for (; i < padded; i += 16) take(i, zero_i32());
+  return s.scale;
+}
+
 }  // namespace
 }  // namespace ktk

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "codec/int8/quantize.h"
-#include "gemm/weight_stream.h"
+#include "gemm/prefetch.h"
 #include "ktk/abi.h"
 
 namespace ktk {
