@@ -11,7 +11,7 @@ namespace {
 template <class Integer>
 inline void add_group(const ktk_matmul* mm, size_t n, size_t columns, size_t group,
                       const Integer* c, const float* weight_scale) {
-  const uint8_t* act = static_cast<const uint8_t*>(mm->act) + act_scale_offset(mm->matrix);
+  const uint8_t* act = static_cast<const uint8_t*>(mm->act) + Act::scale_offset(mm->matrix);
   const bool last = group + 1 == num_groups(mm->matrix);
   for (size_t row = 0; row < mm->m; ++row, c += kColumns) {
     const float scale = reinterpret_cast<const float*>(act + row * mm->act_stride)[group];

@@ -23,7 +23,7 @@ struct WeightCodec {
 template <class Mode>
 struct Variant {
   using Weight = WeightCodec<Mode>;
-  using Act = ActCodec;
+  using Act = blis::Act;
   static constexpr const char* kName = Mode::kName;
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel(Mode::kUkernel, Mode::run, Mode::scratch_size)};

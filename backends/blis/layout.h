@@ -26,6 +26,7 @@
 #include <stdint.h>
 
 #include "blis/library.h"
+#include "gemm/math.h"
 #include "ktk/abi.h"
 
 namespace ktk::blis {
@@ -43,10 +44,7 @@ constexpr size_t kCallColumns = 16;
 // group; sums of 512 products of codes stay below 2^24, so float products are exact, too.
 static_assert(kDepth % kCodes == 0 && kDepth * 127 * 128 < 1 << 24);
 
-constexpr size_t round_up(size_t x, size_t step) { return (x + step - 1) / step * step; }
-constexpr size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
-
-inline size_t num_groups(const ktk_matrix* m) { return (m->k + kDepth - 1) / kDepth; }
+inline size_t num_groups(const ktk_matrix* m) { return ceil_div(m->k, kDepth); }
 inline size_t group_depth(const ktk_matrix* m, size_t group) {
   return smaller(kDepth, m->k - group * kDepth);
 }

@@ -11,23 +11,23 @@
 namespace ktk::kml {
 namespace {
 
-template <size_t kM>
+template <size_t kRows>
 struct Sums {
-  static constexpr size_t kSets = kM <= 2 ? 2 : 1;
-  int32x4_t v[kSets][kM][4];
+  static constexpr size_t kSets = kRows <= 2 ? 2 : 1;
+  int32x4_t v[kSets][kRows][4];
 
   Sums() {
 #pragma GCC unroll 2
     for (size_t set = 0; set < kSets; ++set) {
 #pragma GCC unroll 6
-      for (size_t i = 0; i < kM; ++i) {
+      for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
         for (size_t j = 0; j < 4; ++j) v[set][i][j] = vdupq_n_s32(0);
       }
     }
   }
 
-  void add(const int8_t* line, const int8_t* const (&rows)[kM], size_t k) {
+  void add(const int8_t* line, const int8_t* const (&rows)[kRows], size_t k) {
     multiply(v[0], line, rows, k);
     multiply(v[kSets - 1], line + kLineBytes, rows, k + kLineDepth);
   }
@@ -37,13 +37,13 @@ struct Sums {
   }
 
  private:
-  static void multiply(int32x4_t (&sums)[kM][4], const int8_t* line,
-                       const int8_t* const (&rows)[kM], size_t k) {
+  static void multiply(int32x4_t (&sums)[kRows][4], const int8_t* line,
+                       const int8_t* const (&rows)[kRows], size_t k) {
     keep_order();
     const int8x16x4_t w = {
         {vld1q_s8(line), vld1q_s8(line + 16), vld1q_s8(line + 32), vld1q_s8(line + 48)}};
 #pragma GCC unroll 6
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
       keep_order();
       const int8x16_t act =
           vreinterpretq_s8_s64(vld1q_dup_s64(reinterpret_cast<const int64_t*>(rows[i] + k)));
@@ -59,8 +59,8 @@ struct Sums {
 
 struct Variant {
   using Weight = WeightCodec;
-  using Act = ActCodec;
-  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_6x8", matmul<Sums, 6>)};
+  using Act = kml::Act;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_6x8_dotprod", gemm<Kernel<Sums, 6>>)};
 };
 
 }  // namespace

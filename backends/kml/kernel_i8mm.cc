@@ -15,9 +15,9 @@
 namespace ktk::kml {
 namespace {
 
-template <size_t kM>
+template <size_t kRows>
 struct Sums {
-  static constexpr size_t kPairs = (kM + 1) / 2;
+  static constexpr size_t kPairs = (kRows + 1) / 2;
   static constexpr size_t kSets = kPairs <= 2 ? 2 : 1;
   int32x4_t v[kSets][kPairs][4];
 
@@ -32,13 +32,13 @@ struct Sums {
     }
   }
 
-  void add(const int8_t* line, const int8_t* const (&rows)[kM], size_t k) {
+  void add(const int8_t* line, const int8_t* const (&rows)[kRows], size_t k) {
     int8x16_t first[kPairs], second[kPairs];
 #pragma GCC unroll 4
     for (size_t i = 0; i < kPairs; ++i) {
       const int64x2_t even = vreinterpretq_s64_s8(vld1q_s8(rows[2 * i] + k));
       const int64x2_t odd =
-          2 * i + 1 < kM ? vreinterpretq_s64_s8(vld1q_s8(rows[2 * i + 1] + k)) : even;
+          2 * i + 1 < kRows ? vreinterpretq_s64_s8(vld1q_s8(rows[2 * i + 1] + k)) : even;
       first[i] = vreinterpretq_s8_s64(vzip1q_s64(even, odd));
       second[i] = vreinterpretq_s8_s64(vzip2q_s64(even, odd));
     }
@@ -70,8 +70,8 @@ struct Sums {
 
 struct Variant {
   using Weight = WeightCodec;
-  using Act = ActCodec;
-  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_8x8", matmul<Sums, 8>)};
+  using Act = kml::Act;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_8x8_i8mm", gemm<Kernel<Sums, 8>>)};
 };
 
 }  // namespace

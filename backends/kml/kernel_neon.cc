@@ -10,23 +10,23 @@
 namespace ktk::kml {
 namespace {
 
-template <size_t kM>
+template <size_t kRows>
 struct Sums {
-  int32x4_t v[kM][8];
+  int32x4_t v[kRows][8];
 
   Sums() {
 #pragma GCC unroll 2
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 8
       for (size_t j = 0; j < 8; ++j) v[i][j] = vdupq_n_s32(0);
     }
   }
 
-  void add(const int8_t* line, const int8_t* const (&rows)[kM], size_t k) {
+  void add(const int8_t* line, const int8_t* const (&rows)[kRows], size_t k) {
     // Eight k of a row twice, so that they meet either half of a register of weights.
-    int8x16_t first[kM], second[kM];
+    int8x16_t first[kRows], second[kRows];
 #pragma GCC unroll 2
-    for (size_t i = 0; i < kM; ++i) {
+    for (size_t i = 0; i < kRows; ++i) {
       const int64x2_t both = vreinterpretq_s64_s8(vld1q_s8(rows[i] + k));
       first[i] = vreinterpretq_s8_s64(vdupq_laneq_s64(both, 0));
       second[i] = vreinterpretq_s8_s64(vdupq_laneq_s64(both, 1));
@@ -36,7 +36,7 @@ struct Sums {
       keep_order();
       const int8x16_t w0 = vld1q_s8(line + 16 * j), w1 = vld1q_s8(line + kLineBytes + 16 * j);
 #pragma GCC unroll 2
-      for (size_t i = 0; i < kM; ++i) {
+      for (size_t i = 0; i < kRows; ++i) {
         int16x8_t even = vmull_s8(vget_low_s8(w0), vget_low_s8(first[i]));
         even = vmlal_s8(even, vget_low_s8(w1), vget_low_s8(second[i]));
         int16x8_t odd = vmull_high_s8(w0, first[i]);
@@ -55,8 +55,8 @@ struct Sums {
 
 struct Variant {
   using Weight = WeightCodec;
-  using Act = ActCodec;
-  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_2x8", matmul<Sums, 2>)};
+  using Act = kml::Act;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_2x8_neon", gemm<Kernel<Sums, 2>>)};
 };
 
 }  // namespace

@@ -14,9 +14,9 @@
 // sequential stream of 8 bytes per k. n is padded to 8 and k to 16, two lines, with zeros.
 #pragma once
 
-#include <stddef.h>
 #include <stdint.h>
 
+#include "gemm/math.h"
 #include "ktk/abi.h"
 
 namespace ktk::kml {
@@ -26,21 +26,22 @@ constexpr char kLayout[] = "i8-n8k8";
 constexpr size_t kColumns = 8;  // of a block
 constexpr size_t kLineDepth = 8;
 constexpr size_t kLineBytes = kColumns * kLineDepth;
-constexpr size_t kDepth = 16;  // of a step: two lines, one register of a row of activations
+constexpr size_t kDepth = 16;  // of two lines, one register of a row of activations
 
-constexpr size_t round_up(size_t x, size_t step) { return (x + step - 1) / step * step; }
-constexpr size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+inline size_t padded_k(const ktk_matrix* matrix) { return round_up(matrix->k, kDepth); }
 
-inline size_t padded_k(const ktk_matrix* m) { return round_up(m->k, kDepth); }
-
-inline size_t block_bytes(const ktk_matrix* m) { return padded_k(m) * kColumns + kLineBytes; }
-inline size_t weight_size(const ktk_matrix* m) {
-  return round_up(m->n, kColumns) / kColumns * block_bytes(m);
+inline size_t block_bytes(const ktk_matrix* matrix) {
+  return padded_k(matrix) * kColumns + kLineBytes;
+}
+inline size_t weight_size(const ktk_matrix* matrix) {
+  return ceil_div(matrix->n, kColumns) * block_bytes(matrix);
 }
 // Byte offset of the block that starts at column n, a multiple of 8.
-inline size_t block_offset(const ktk_matrix* m, size_t n) { return n / kColumns * block_bytes(m); }
+inline size_t block_offset(const ktk_matrix* matrix, size_t n) {
+  return n / kColumns * block_bytes(matrix);
+}
 // In a block.
-inline size_t scale_offset(const ktk_matrix* m) { return padded_k(m) * kColumns; }
+inline size_t scale_offset(const ktk_matrix* matrix) { return padded_k(matrix) * kColumns; }
 
 }  // namespace
 }  // namespace ktk::kml

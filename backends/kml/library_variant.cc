@@ -84,9 +84,9 @@ size_t scratch_size(const ktk_matrix*, size_t m) { return m * kTile * sizeof(int
 
 // Sums of one group for columns [n, n + columns) on their way into dst.
 void add_group(const ktk_matmul* mm, size_t n, size_t columns, size_t group, const int32_t* sums) {
-  const uint8_t* act = static_cast<const uint8_t*>(mm->act);
+  const char* act = static_cast<const char*>(mm->act);
   const float* weight_scale = scales(mm->matrix, mm->weight) + n;
-  const bool last = group + 1 == num_groups(mm->matrix);
+  const bool last = group + 1 == Act::num_groups(mm->matrix);
   for (size_t row = 0; row < mm->m; ++row, sums += kTile) {
     const float scale = act_scale(mm->matrix, act + row * mm->act_stride)[group];
     float* dst = mm->dst + row * mm->dst_stride + (n - mm->n_begin);
@@ -103,12 +103,12 @@ void run(const ktk_matmul* mm) {
   int32_t* sums = static_cast<int32_t*>(mm->scratch);
   for (size_t n = mm->n_begin; n < mm->n_end; n += kTile) {
     const size_t columns = smaller(kTile, mm->n_end - n);
-    for (size_t group = 0; group < num_groups(matrix); ++group) {
-      const size_t k = group * kGroup;
+    for (size_t group = 0; group < Act::num_groups(matrix); ++group) {
+      const size_t k = group * Act::kGroup;
       const int8_t* act = static_cast<const int8_t*>(mm->act) + k;
       const int8_t* weight = static_cast<const int8_t*>(mm->weight) + row_offset(matrix, n) + k;
-      calls->multiply(mm->m, columns, smaller(kGroup, matrix->k - k), act, mm->act_stride, weight,
-                      padded_k(matrix), sums, kTile);
+      calls->multiply(mm->m, columns, smaller(Act::kGroup, matrix->k - k), act, mm->act_stride,
+                      weight, padded_k(matrix), sums, kTile);
       add_group(mm, n, columns, group, sums);
     }
   }
@@ -125,7 +125,7 @@ struct Rows {
 
 struct Variant {
   using Weight = Rows;
-  using Act = ActCodec;
+  using Act = kml::Act;
   static constexpr char kName[] = "cblas_s8";
   static constexpr ktk_ukernel kUkernels[] = {ukernel("cblas_gemm_s8s8s32", run, scratch_size)};
 };

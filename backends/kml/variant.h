@@ -2,8 +2,8 @@
 #pragma once
 
 #include "kml/act.h"
+#include "kml/kernel.h"
 #include "kml/layout.h"
-#include "kml/matmul.h"
 #include "kml/weight.h"
 #include "ktk/backend.h"
 

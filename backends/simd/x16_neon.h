@@ -44,6 +44,12 @@ inline I32x16 round_quotient(F32x16 x, float divisor) {
 inline I32x16 zero_i32() {
   return four<I32x16>([](int) { return vdupq_n_s32(0); });
 }
+inline I32x16 add(I32x16 a, I32x16 b) {
+  return four<I32x16>([&](int i) { return vaddq_s32(a.v[i], b.v[i]); });
+}
+inline int32_t sum(I32x16 a) {
+  return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
+}
 inline int8x16_t narrow(I32x16 a) {
   const int16x8_t low = vcombine_s16(vqmovn_s32(a.v[0]), vqmovn_s32(a.v[1]));
   const int16x8_t high = vcombine_s16(vqmovn_s32(a.v[2]), vqmovn_s32(a.v[3]));

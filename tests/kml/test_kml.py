@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -82,7 +83,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
         library = tmp_path_factory.mktemp("kml") / name
         if not any("WRONG" in option for option in options):
             options = (*options, "-DWRONG=0")
-        command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", *options]
+        command = [*shlex.split(os.environ.get("CC", "cc")), "-O2", "-shared", "-fPIC", *options]
         subprocess.run([*command, "-o", str(library), str(HERE / "stand_in.c")], check=True)
         return library
 
