@@ -121,13 +121,15 @@ inline void store_sums(void* sums, size_t stride) {
   }
 }
 
-// Adds the products of one tile of depth: B tiles at `b` and `b + b_half`.
+// Adds the products of one tile of depth: B tiles at `b` and `b + b_half`, with rows `b_stride`
+// bytes apart.
 template <class Products, bool kBothHalves>
-inline void add_tiles(const char* a, size_t a_stride, const char* b, size_t b_half) {
-  _tile_loadd(6, b, 64);
+inline void add_tiles(const char* a, size_t a_stride, const char* b, size_t b_half,
+                      size_t b_stride = 64) {
+  _tile_loadd(6, b, b_stride);
   _tile_loadd(4, a, a_stride);
   Products::top_left();
-  _tile_loadd(7, b + b_half, 64);
+  _tile_loadd(7, b + b_half, b_stride);
   Products::top_right();
   if constexpr (kBothHalves) {
     _tile_loadd(5, a + kAmxRows * a_stride, a_stride);

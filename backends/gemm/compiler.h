@@ -1,5 +1,8 @@
-// What keeps gcc 12 from undoing a register tile. None of these is an instruction.
+// What keeps gcc 12 from undoing a register tile, none of which is an instruction; and loops over
+// constants.
 #pragma once
+
+#include <stddef.h>
 
 namespace ktk {
 namespace {
@@ -30,6 +33,16 @@ inline void pin(Register& x) {
 
 // No load moves across: loads that wander to the front of a loop push sums out of registers.
 inline void keep_order() { asm volatile("" : : : "memory"); }
+
+// Calls body.operator()<0>() to body.operator()<kCount - 1>(): a loop whose index is a constant,
+// for shifts, lanes and offsets that instructions have in them.
+template <size_t kCount, size_t kIndex = 0, class Body>
+[[gnu::always_inline]] inline void unroll(const Body& body) {
+  if constexpr (kIndex < kCount) {
+    body.template operator()<kIndex>();
+    unroll<kCount, kIndex + 1>(body);
+  }
+}
 
 }  // namespace
 }  // namespace ktk

@@ -25,6 +25,7 @@
 //   offset(slab)             where a slab is in a block; offset(slabs()) bytes are a block
 //   tile(tile)               adds the products of a run, in all passes
 //   begin_block(block, dst)  if there is anything to do ahead of the runs of a block,
+//   prepare_run(run)         ahead of the tiles of a run,
 //   begin_run(run, fetch)    ahead of the tiles of a run, which then do not fetch: they multiply
 //                            what this decodes,
 //   end_block(n, dst)        and after the runs
@@ -115,6 +116,7 @@ inline void gemm(const ktk_matmul* mm) {
         --tile.end;
       }
       const size_t bytes = block_offset + kernel.offset(tile.end) - offset;
+      if constexpr (requires { kernel.prepare_run(tile); }) kernel.prepare_run(tile);
       if constexpr (kDecodes) kernel.begin_run(tile, fetch_from(offset, kLine));
       const size_t step = ceil_div(kLine, tiles);
       for (size_t i = 0, row = 0; i < tiles; ++i) {

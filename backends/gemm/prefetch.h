@@ -77,6 +77,20 @@ struct Fetch {
     prefetch(line, into_l1);
     line += step;
   }
+
+  // The same in one piece, for straight code so long that gcc 12 spills registers where it
+  // branches.
+  void next_unseen() {
+#if defined(__x86_64__)
+    asm volatile("testb %1, %1\n\tje 1f\n\tprefetcht0 %0\n\tjmp 2f\n1:\tprefetcht1 %0\n2:"
+                 :
+                 : "m"(*line), "q"(into_l1)
+                 : "cc");
+    line += step;
+#else
+    next();
+#endif
+  }
 };
 
 // The same for tiles that use many lines at once, as AMX does, and have time to think of the order.

@@ -1,5 +1,5 @@
-// Activation codec: rows of f32 to int8 with a scale per 32 values, and back. For types that pair
-// units (normal.h) the scale is per 64, and all else the same.
+// Activation codec: rows of f32 to int8 with a scale per 32 values, and back. Where a scale spans
+// 64 values (scaling.h), two groups have the same one, and all else is the same.
 //
 //   one row   [k codes][ActGroup per unit of 32][length per unit][zeros]
 //
@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "codec/int8/quantize.h"
-#include "llamafile/gguf/layout.h"
+#include "llamafile/scaling.h"
 
 namespace ktk::llamafile {
 namespace {
@@ -34,18 +34,19 @@ constexpr int kNormUnit = 1024;
 constexpr SquaredNorm kNoNorm = 0xff;  // of a scale that is not moderate
 
 constexpr ktk_format act_format_of(const BlockType& type) {
-  return {KTK_I8, KTK_F32, KTK_NONE, 1, (pairs_units(type) ? 2u : 1u) * uint32_t{kSubBlock}};
+  return {KTK_I8, KTK_F32, KTK_NONE, 1, uint32_t{kSubBlock} * act_span(scaling_of(type))};
 }
 
 // Where rows may be cut.
 constexpr size_t kActStep = 2 * kSubBlock;
 
-inline size_t group_offset(const ktk_matrix* m) { return m->k; }
-inline size_t norm_offset(const ktk_matrix* m) {
-  return group_offset(m) + num_sub_blocks(m) * sizeof(ActGroup);
+inline size_t group_offset(const ktk_matrix* matrix) { return matrix->k; }
+inline size_t norm_offset(const ktk_matrix* matrix) {
+  return group_offset(matrix) + num_sub_blocks(matrix) * sizeof(ActGroup);
 }
-inline size_t act_size(const ktk_matrix* m) {
-  return round_up(norm_offset(m) + num_sub_blocks(m) * sizeof(SquaredNorm), kLine) | kLine;
+inline size_t act_size(const ktk_matrix* matrix) {
+  return round_up(norm_offset(matrix) + num_sub_blocks(matrix) * sizeof(SquaredNorm), kLine) |
+         kLine;
 }
 
 // A scale with which neither sums of a run overflow nor products are rounded as subnormals.
@@ -62,8 +63,8 @@ inline int32_t larger_square(__m256i codes) {
       _mm_max_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1)));
 }
 
-inline void pack_sub_block(const float* x, SymmetricScale s, uint8_t* codes, ActGroup* factor,
-                           SquaredNorm* length) {
+inline void pack_act_sub_block(const float* x, SymmetricScale s, uint8_t* codes, ActGroup* group,
+                               SquaredNorm* norm) {
   const __m128i low = narrow(quantize(load_f32(x), s));
   const __m128i high = narrow(quantize(load_f32(x + 16), s));
   store_bytes(codes, low);
@@ -78,13 +79,13 @@ inline void pack_sub_block(const float* x, SymmetricScale s, uint8_t* codes, Act
       _mm_add_epi32(_mm_unpacklo_epi64(first, second), _mm_unpackhi_epi64(first, second));
   const int32_t sum[2] = {_mm_cvtsi128_si32(sums) - 16 * 128,
                           _mm_extract_epi32(sums, 2) - 16 * 128};
-  factor->scale = s.scale;
-  factor->comp[0] = -kOffset * sum[0];
-  factor->comp[1] = -kOffset * sum[1];
-  factor->sum = s.scale * static_cast<float>(sum[0] + sum[1]);
-  *length = is_moderate(s.scale)
-                ? static_cast<SquaredNorm>((larger_square(both) + kNormUnit - 1) / kNormUnit)
-                : kNoNorm;
+  group->scale = s.scale;
+  group->comp[0] = -kOffset * sum[0];
+  group->comp[1] = -kOffset * sum[1];
+  group->sum = s.scale * static_cast<float>(sum[0] + sum[1]);
+  *norm = is_moderate(s.scale)
+              ? static_cast<SquaredNorm>((larger_square(both) + kNormUnit - 1) / kNormUnit)
+              : kNoNorm;
 }
 
 // So many scales at once, whose divisions take longer than all else if they come one by one. More
@@ -106,18 +107,19 @@ inline void act_scales(const float* x, size_t values, size_t count,
 
 inline void pack_act(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end,
                      const float* x, size_t x_stride, void* act, size_t act_stride) {
-  const int pairs = pairs_units(block_type(matrix->format.element));
+  // Sub-blocks that share a scale: 1 << shift.
+  const int shift = act_span(scaling_of(block_type(matrix->format.element))) - 1;
   uint8_t* row = static_cast<uint8_t*>(act);
-  for (size_t i = 0; i < m; ++i, x += x_stride, row += act_stride) {
-    ActGroup* factors = reinterpret_cast<ActGroup*>(row + group_offset(matrix));
+  for (size_t r = 0; r < m; ++r, x += x_stride, row += act_stride) {
+    ActGroup* groups = reinterpret_cast<ActGroup*>(row + group_offset(matrix));
     SquaredNorm* norms = reinterpret_cast<SquaredNorm*>(row + norm_offset(matrix));
     for (size_t k = k_begin; k < k_end;) {
       SymmetricScale scales[kScales];
-      const size_t units = smaller(kScales << pairs, (k_end - k) / kSubBlock);
-      act_scales(x + (k - k_begin), kSubBlock << pairs, units >> pairs, scales);
-      for (size_t u = 0; u < units; ++u, k += kSubBlock) {
-        pack_sub_block(x + (k - k_begin), scales[u >> pairs], row + k, factors + k / kSubBlock,
-                       norms + k / kSubBlock);
+      const size_t count = smaller(kScales << shift, (k_end - k) / kSubBlock);
+      act_scales(x + (k - k_begin), kSubBlock << shift, count >> shift, scales);
+      for (size_t i = 0; i < count; ++i, k += kSubBlock) {
+        pack_act_sub_block(x + (k - k_begin), scales[i >> shift], row + k, groups + k / kSubBlock,
+                           norms + k / kSubBlock);
       }
     }
     if (k_end == matrix->k) {
@@ -131,10 +133,10 @@ inline void unpack_act(const ktk_matrix* matrix, size_t m, const void* act, size
                        float* out, size_t out_stride) {
   const uint8_t* row = static_cast<const uint8_t*>(act);
   for (size_t i = 0; i < m; ++i, row += act_stride, out += out_stride) {
-    const ActGroup* factors = reinterpret_cast<const ActGroup*>(row + group_offset(matrix));
+    const ActGroup* groups = reinterpret_cast<const ActGroup*>(row + group_offset(matrix));
     for (size_t k = 0; k < matrix->k; k += 16) {
       const __m128i q = _mm_loadu_si128(reinterpret_cast<const __m128i*>(row + k));
-      store_product(out + k, q, factors[k / kSubBlock].scale);
+      store_product(out + k, q, groups[k / kSubBlock].scale);
     }
   }
 }

@@ -1,244 +1,201 @@
-// The product with AMX, for many rows: 16 x 16 sums, 32 deep, one instruction.
+// The product with AMX, for many rows: 16 x 16 sums, 32 deep, one instruction (gemm/amx.h).
 //
-//   tiles        B 6: columns 0-15    B 7: columns 16-31
-//   A 4: rows 0-15       C 0                C 1
-//   A 5: rows 16-31      C 2                C 3
-//
-// B tiles are operands (operands.h) with the sign of the weights; a row of 128 bytes is a row of B
-// 6 and one of B 7. A stretch of two runs is written to scratch, 16 KiB, before all rows pass over
-// it. A tile is as deep as a group of the type, 32 or 16, because the scales change there, and its
-// sums can only leave through memory. They are scaled and added to dst while the next unit is
+// B tiles are operands (operands.h) with the sign of the weights; a plane of 128 bytes is a row of
+// both B tiles. Two super-blocks are written to scratch, 16 KiB, before all rows pass over them. A
+// tile is as deep as a group of the type, 32 or 16, because the scales change there, and its sums
+// can only leave through memory. They are scaled and added to dst while the next sub-block is
 // multiplied: at once, that would wait for the stores and the tiles would wait for it.
 //
-// Sums are exact and meet the roundings that gemm_tile.h lists, so a row has the same bits here and
-// in the micro-kernel for few rows.
+//   scratch   | scales | operands | sums of two spans of sub-blocks | sums of a super-block |
 #pragma once
 
 #include "gemm/amx.h"
-#include "llamafile/gemm.h"
+#include "llamafile/epilogue.h"
+#include "llamafile/kernel.h"
 #include "llamafile/operands.h"
 
 namespace ktk::llamafile {
 namespace {
 
-constexpr size_t kTileRows = 16;
-constexpr size_t kBlockRows = 2 * kTileRows;
-constexpr size_t kBlockValues = kBlockRows * kNr;
-constexpr size_t kStretchUnits = 2 * kSubBlocks;
+constexpr size_t kAmxMr = 2 * kAmxRows;
+constexpr size_t kSumsOfGroup = kAmxMr * kNr;  // of a tile of rows
+constexpr size_t kMostGroups = 4;              // of a span
 
-// Operands and parameters of a stretch; C of the units that are being multiplied, and of those
-// before them: one, or two that meet the same act scale, each of up to two groups; sums of a run.
-constexpr size_t kMostGroups = 4;
-inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
-  return stretch_bytes(kStretchUnits) + 2 * kMostGroups * kBlockValues * sizeof(int32_t) +
-         kBlockValues * sizeof(float);
-}
-
-// C = A x B of one group of 32 (or 16) rows, stored as rows of 32 columns.
-template <bool kBothHalves>
-inline void multiply_group(const uint8_t* operands, const uint8_t* act, size_t act_stride,
-                           int32_t* c) {
-  constexpr size_t kStride = kNr * sizeof(int32_t);
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_loadd(6, operands, kPlaneBytes);
-  _tile_loadd(4, act, act_stride);
-  _tile_loadd(7, operands + kLine, kPlaneBytes);
-  _tile_dpbssd(0, 4, 6);
-  _tile_dpbssd(1, 4, 7);
-  _tile_stored(0, c, kStride);
-  _tile_stored(1, c + 16, kStride);
-  if constexpr (kBothHalves) {
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_loadd(5, act + kTileRows * act_stride, act_stride);
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-    _tile_stored(2, c + kTileRows * kNr, kStride);
-    _tile_stored(3, c + kTileRows * kNr + 16, kStride);
-  }
-}
-
-// Where the sums of a run go that ends with a unit, if there are any.
-struct RunEnd {
-  const BlockType* type;
-  const uint8_t* run = nullptr;
-  float* dst;
-  size_t dst_stride;
+// Signed by signed bytes.
+struct TilesSigned {
+  static void top_left() { _tile_dpbssd(0, 4, 6); }
+  static void top_right() { _tile_dpbssd(1, 4, 7); }
+  static void bottom_left() { _tile_dpbssd(2, 5, 6); }
+  static void bottom_right() { _tile_dpbssd(3, 5, 7); }
 };
 
-// A stored C that is yet to be added to dst, or to the sums of a run.
-template <class Shape>
-struct Pending {
-  static constexpr size_t kSpan = Shape::kPairs ? 2 : 1;  // units
+// The sums of one group.
+template <bool kBothHalves>
+inline void multiply_group(const uint8_t* operands, const char* act, size_t act_stride,
+                           int32_t* sums) {
+  zero_sums<kBothHalves>();
+  add_tiles<TilesSigned, kBothHalves>(act, act_stride, reinterpret_cast<const char*>(operands),
+                                      kLine, kPlaneBytes);
+  store_sums<kBothHalves>(sums, kNr);
+}
 
-  const int32_t* c;       // of the groups of all units
-  const uint8_t* factor;  // of the first row, first unit
-  size_t act_stride;
-  const float* params;
-  float* dst;
-  size_t dst_stride;
-  RunEnd end;
-  size_t rows = 0;
+template <int kBits, Scaling kScaling>
+class GemmAmx : public KernelBase {
+  using E = Epilogue<kScaling>;
+  static constexpr size_t kGroups = E::kGroups, kSpan = E::kSpan;
 
-  void add() const {
-    if (rows == 0) return;
-    for (size_t column = 0; column < kNr; column += Dot::kLanes) add_columns(column);
-    if (end.run) {
-      add_run(*end.type, end.run, dst, rows, end.dst, end.dst_stride);
-      clear_rows(dst, dst_stride, rows);
+ public:
+  static constexpr size_t kMr = kAmxMr;
+  static constexpr size_t kRowStep = kAmxRows;
+  static constexpr size_t kLineProducts = 1;
+  static constexpr size_t kRunSlabs = 2;
+
+  explicit GemmAmx(const ktk_matmul* mm)
+      : KernelBase(mm),
+        table_(type(), 0),
+        dst_stride_(mm->dst_stride),
+        rows_(mm->m),
+        scales_(static_cast<float*>(mm->scratch)),
+        operands_(reinterpret_cast<uint8_t*>(scales_ + kRunSubBlocks * kMostScales)),
+        sums_(reinterpret_cast<int32_t*>(operands_ + kRunSubBlocks * kOperandBytes)),
+        sums_before_(sums_ + kMostGroups * kSumsOfGroup),
+        deferred_(reinterpret_cast<float*>(sums_before_ + kMostGroups * kSumsOfGroup)) {
+    clear_rows(deferred_, kNr, kMr);
+  }
+
+  static size_t scratch_size(const ktk_matrix*, size_t) {
+    return kRunSubBlocks * (kOperandBytes + kMostScales * sizeof(float)) +
+           (2 * kMostGroups * sizeof(int32_t) + sizeof(float)) * kSumsOfGroup;
+  }
+
+  static size_t passes(size_t) { return 1; }
+  void begin_block(const char*, float* dst) const { clear_rows(dst, dst_stride_, rows_); }
+
+  void prepare_run(const Run& run) {
+    add_pending();  // its scales are about to be overwritten
+    for_each_super_block(run, [&](const uint8_t* super_block, size_t count, size_t done) {
+      load_scales(type(), layout_.header_of(count), super_block, count,
+                  scales_ + done * num_scales(kScaling));
+      write_operands<kBits, 0>(table_, codes(super_block, count), count,
+                               operands_ + done * kOperandBytes);
+    });
+    tile_memory_barrier();
+  }
+
+  void tile(const Tile& t) {
+    const size_t count = sub_blocks(t.begin, t.end), first = t.begin * kSubBlocks;
+    const size_t bytes = offset(t.end) - offset(t.begin);
+    const auto multiply = t.rows > kAmxRows ? multiply_group<true> : multiply_group<false>;
+    BulkFetch fetch = t.bulk_fetch;
+    for (size_t i = 0; i < count; i += kSpan) {
+      fetch.next(ceil_div(kSpan * bytes, count * kLine));
+      for (size_t g = 0; g < kSpan * kGroups; ++g) {
+        multiply(operands_ + i * kOperandBytes + g * kOperandBytes / kGroups,
+                 act(t, first + i) + g * kSubBlock / kGroups, t.act_stride,
+                 sums_ + g * kSumsOfGroup);
+      }
+      add_pending();
+      const bool ends_super_block = defers_d(kScaling) && (i + kSpan) % kSubBlocks == 0;
+      pending_ = {
+          .sums = sums_,
+          .act_groups = act_groups(t, first + i),
+          .act_stride = t.act_stride,
+          .scales = scales_ + i * num_scales(kScaling),
+          .rows = t.rows,
+          .dst = t.dst,
+          .dst_stride = t.dst_stride,
+          .ended = ends_super_block ? super_block(t, t.begin + i / kSubBlocks) : nullptr,
+      };
+      int32_t* const swap = sums_;
+      sums_ = sums_before_;
+      sums_before_ = swap;
     }
   }
+
+  void end_block(size_t, float*) { add_pending(); }
 
  private:
-  void add_columns(size_t column) const {
-    Dot::Float scale[kMostGroups], min[kMostGroups];
-    for (size_t i = 0; i < kSpan * Shape::kScales; ++i) {
-      const float* of_group =
-          params + column + i / Shape::kScales * Shape::kParams + i % Shape::kScales * kNr;
-      scale[i] = Dot::load(of_group);
-      if constexpr (Shape::kMins) min[i] = Dot::load(of_group + Shape::kScales * kNr);
+  // Sums that are yet to be added to dst, or to those of a super-block.
+  struct Pending {
+    const int32_t* sums;     // of all groups of a span
+    const char* act_groups;  // first row, first sub-block
+    size_t act_stride;
+    const float* scales;
+    size_t rows;  // 0: nothing
+    float* dst;
+    size_t dst_stride;
+    const uint8_t* ended;  // the super-block that ends here, of types that defer d
+  };
+
+  void add_pending() {
+    const Pending& p = pending_;
+    if (p.rows == 0) return;
+    float* const dst = defers_d(kScaling) ? deferred_ : p.dst;
+    const size_t dst_stride = defers_d(kScaling) ? kNr : p.dst_stride;
+    for (size_t n = 0; n < kNr; n += Dot::kLanes) add_columns(n, dst, dst_stride);
+    if (p.ended) {
+      add_deferred(type(), p.ended, dst, p.rows, p.dst, p.dst_stride);
+      clear_rows(dst, dst_stride, p.rows);
     }
-    const uint8_t* of_row = factor;
-    const int32_t* from = c + column;
-    float* to = dst + column;
-    for (size_t row = 0; row < rows; ++row) {
-      const ActGroup* f = reinterpret_cast<const ActGroup*>(of_row);
-      const Dot::Float act_scale = Dot::set1(f->scale);
-      const auto sum = [&](size_t i) {
-        return Dot::convert(_mm512_load_si512(from + i * kBlockValues));
-      };
-      Dot::Float value;
-      if constexpr (Shape::kHalves || Shape::kPairs) {
-        value = Dot::mul(sum(0), scale[0]);
-        for (size_t i = 1; i < kSpan * Shape::kScales; ++i) {
-          value = Dot::fma(sum(i), scale[i], value);
-        }
-        if constexpr (Shape::kHalves && Shape::kMins) {
-          value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), min[0], value);
-          value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), min[1], value);
-        }
-        value = Dot::fma(value, act_scale, Dot::load(to));
-      } else {
-        value = Dot::fma(Dot::mul(sum(0), act_scale), scale[0], Dot::load(to));
+    pending_.rows = 0;
+  }
+
+  // A register of n.
+  void add_columns(size_t n, float* dst, size_t dst_stride) const {
+    const Pending& p = pending_;
+    Dot::Float scales[kSpan][num_scales(kScaling) / kNr];
+    for (size_t i = 0; i < kSpan; ++i) {
+      for (size_t j = 0; j < num_scales(kScaling) / kNr; ++j) {
+        scales[i][j] = Dot::load(p.scales + i * num_scales(kScaling) + j * kNr + n);
       }
-      if constexpr (Shape::kMins && !Shape::kHalves) {
-        for (size_t u = 0; u < kSpan; ++u) {
-          value = Dot::fma(Dot::set1(f[u].sum), min[u], value);
-        }
+    }
+    for (size_t r = 0; r < p.rows; ++r) {
+      const ActGroup* act = reinterpret_cast<const ActGroup*>(p.act_groups + r * p.act_stride);
+      const int32_t* from = p.sums + r * kNr + n;
+      float* to = dst + r * dst_stride + n;
+      Dot::Float t = Dot::set1(0);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kSpan; ++i) {
+        t = E::add_group(
+            i == 0, t, act[i],
+            [&](size_t g) {
+              return Dot::convert(Dot::load_bytes(from + (i * kGroups + g) * kSumsOfGroup));
+            },
+            [&](size_t g) { return scales[i][g]; },
+            [&](size_t g) { return scales[i][kGroups + g]; });
       }
-      Dot::store(to, value);
-      of_row += act_stride;
-      from += kNr;
-      to += dst_stride;
+      constexpr size_t kLast = kSpan - 1;
+      Dot::store(to, E::finish(
+                         t, act[kLast], Dot::load(to), [&](size_t g) { return scales[kLast][g]; },
+                         [&](size_t g) { return scales[kLast][kGroups + g]; },
+                         [&] { return scales[0][kGroups]; }));
     }
   }
+
+  static constexpr size_t kRunSubBlocks = kRunSlabs * kSubBlocks;
+
+  const CodeTable table_;
+  const size_t dst_stride_, rows_;
+  float* const scales_;
+  uint8_t* const operands_;
+  int32_t *sums_, *sums_before_;
+  float* const deferred_;
+  Pending pending_ = {};
 };
 
-template <class Shape>
-inline void multiply_amx_blocks(const ktk_matmul* mm, const BlockLayout& layout,
-                                WriteOperands write_signed) {
-  constexpr size_t kGroups = Shape::kScales;  // of a unit
-  constexpr size_t kSpan = Pending<Shape>::kSpan;
-  const CodeTable table(layout.type, 0);
-  const TileRows tile_rows(mm->m, kSubBlock / kGroups);
-  const size_t units = layout.sub_blocks;
-  const size_t row_blocks = (mm->m + kBlockRows - 1) / kBlockRows;
-  const uint8_t* act = static_cast<const uint8_t*>(mm->act);
-  uint8_t* operands = static_cast<uint8_t*>(mm->scratch);
-  float* params = reinterpret_cast<float*>(operands + kStretchUnits * kOperandBytes);
-  int32_t* c = reinterpret_cast<int32_t*>(operands + stretch_bytes(kStretchUnits));
-  int32_t* c_before = c + kMostGroups * kBlockValues;
-  const bool is_summed = sums_runs(layout.type);
-  float* sums = reinterpret_cast<float*>(c + 2 * kMostGroups * kBlockValues);
-  clear_rows(sums, kNr, kBlockRows);
-  const WeightStream stream = weight_stream(mm);
-  const uint8_t* run = block_at(mm, mm->n_begin);
-  Pending<Shape> pending = {};
-  for (size_t n = mm->n_begin; n < mm->n_end; n += kNr) {
-    float* dst = mm->dst + (n - mm->n_begin);
-    clear_rows(dst, mm->dst_stride, mm->m);
-    for (size_t unit = 0, count; unit < units; unit += count) {
-      pending.add();  // its parameters are about to be overwritten
-      pending.rows = 0;
-      count = smaller(kStretchUnits, units - unit);
-      const uint8_t* const end = load_stretch_params(layout, Shape::kParams, run, count, params);
-      write_stretch(layout, table, write_signed, run, count, operands);
-      tile_memory_barrier();
-      // All units of all rows together fetch the stretch that comes next.
-      const size_t lines = static_cast<size_t>(end - run) / kLine;
-      const size_t share = lines / (row_blocks * count) + 1;
-      const uint8_t* const first_run = run;
-      run = end;
-      size_t line = static_cast<size_t>(reinterpret_cast<const char*>(run) - stream.begin) / kLine;
-      for (size_t row = 0; row < mm->m; row += kBlockRows) {
-        const size_t rows = smaller(kBlockRows, mm->m - row);
-        const uint8_t* first = act + row * mm->act_stride;
-        const auto multiply_rows = rows > kTileRows ? multiply_group<true> : multiply_group<false>;
-        for (size_t i = 0; i < count; i += kSpan) {
-          for (size_t j = 0; j < kSpan * share; ++j, ++line) prefetch_l2(stream.at(line));
-          for (size_t g = 0; g < kSpan * kGroups; ++g) {
-            multiply_rows(operands + i * kOperandBytes + g * kOperandBytes / kGroups,
-                          first + (unit + i) * kSubBlock + g * kSubBlock / kGroups, mm->act_stride,
-                          c + g * kBlockValues);
-          }
-          pending.add();
-          float* const to = dst + row * mm->dst_stride;
-          // BlockLayout of these types are whole: others have no d per 256 columns.
-          const bool ends_run = is_summed && (i + kSpan) % kSubBlocks == 0;
-          const size_t of_run = i / kSubBlocks * super_block_bytes(layout.type, kSubBlocks);
-          pending = {
-              .c = c,
-              .factor = first + group_offset(mm->matrix) + (unit + i) * sizeof(ActGroup),
-              .act_stride = mm->act_stride,
-              .params = params + i * Shape::kParams,
-              .dst = is_summed ? sums : to,
-              .dst_stride = is_summed ? kNr : mm->dst_stride,
-              .end = {.type = &layout.type,
-                      .run = ends_run ? first_run + of_run : nullptr,
-                      .dst = to,
-                      .dst_stride = mm->dst_stride},
-              .rows = rows,
-          };
-          int32_t* const swap = c;
-          c = c_before;
-          c_before = swap;
-        }
-      }
-    }
-  }
-  pending.add();
-}
-
-template <class Shape>
-inline void multiply_amx_as(const ktk_matmul* mm, const BlockLayout& layout) {
-  switch (layout.type.bits) {
-    case 2:
-      return multiply_amx_blocks<Shape>(mm, layout, write_operands<2, 0>);
-    case 3:
-      return multiply_amx_blocks<Shape>(mm, layout, write_operands<3, 0>);
-    case 4:
-      return multiply_amx_blocks<Shape>(mm, layout, write_operands<4, 0>);
-    case 5:
-      return multiply_amx_blocks<Shape>(mm, layout, write_operands<5, 0>);
-    case 6:
-      return multiply_amx_blocks<Shape>(mm, layout, write_operands<6, 0>);
-    default:
-      return multiply_amx_blocks<Shape>(mm, layout, write_operands<8, 0>);
-  }
+template <int kBits, Scaling kScaling>
+void gemm_amx(const ktk_matmul* mm) {
+  const TileRows rows(mm->m, kSubBlock / num_groups(kScaling));
+  gemm<GemmAmx<kBits, kScaling>>(mm);
 }
 
 inline void multiply_amx(const ktk_matmul* mm) {
-  const BlockLayout layout(mm->matrix);
-  const BlockType& type = layout.type;
-  const bool pairs = pairs_units(type);
-  if (type.group == 16) {
-    if (type.has_dmin) return multiply_amx_as<HalvesMins>(mm, layout);
-    return pairs ? multiply_amx_as<PairsHalves>(mm, layout) : multiply_amx_as<Halves>(mm, layout);
-  }
-  if (!type.has_dmin) return multiply_amx_as<Plain>(mm, layout);
-  return pairs ? multiply_amx_as<PairsMins>(mm, layout) : multiply_amx_as<Mins>(mm, layout);
+  static constexpr auto kGemm = type_table(
+      []<size_t kType> { return &gemm_amx<kTypes[kType].bits, scaling_of(kTypes[kType])>; });
+  kGemm[block_type(mm->matrix->format.element)](mm);
 }
+
+constexpr auto amx_scratch_size = GemmAmx<8, Scaling::k32>::scratch_size;
 
 }  // namespace
 }  // namespace ktk::llamafile

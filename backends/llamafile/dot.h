@@ -3,8 +3,8 @@
 //
 //   kWeightOffset   is added to table[code]
 //   kMaxRows        of a tile, kVectors registers wide
-//   kMaxHalfRows    the same where a unit has two groups: twice the accumulators
-//   kMaxHeldRows, kMaxHeldHalfRows   of a tile that also holds dst in registers
+//   kMaxHalfRows    the same where a sub-block has two groups: twice the accumulators
+//   kMaxRowsInRegisters, kMaxHalfRowsInRegisters   of a tile that also holds dst in registers
 //   broadcast_row<at>(act, stride, row)   four bytes of a row of act, row < 3
 #pragma once
 
@@ -32,14 +32,14 @@ struct Dot : Zmm {
 #else
   static constexpr int kMaxRows = 12, kMaxHalfRows = 6;
 #endif
-  static constexpr int kMaxHeldRows = kMaxRows / 2, kMaxHeldHalfRows = kMaxRows / 3;
+  static constexpr int kMaxRowsInRegisters = kMaxRows / 2, kMaxHalfRowsInRegisters = kMaxRows / 3;
 
   // The intrinsics are the same instructions, but gcc 12 keeps every sum of a pointer and a stride,
   // and moves and spills accumulators.
   template <size_t kAt>
-  [[gnu::always_inline]] static Int broadcast_row(const uint8_t* act, size_t stride, int row) {
+  [[gnu::always_inline]] static Int broadcast_row(const char* act, size_t stride, int row) {
     Int four;
-    const auto& read = *reinterpret_cast<const uint8_t (*)[]>(act);
+    const auto& read = *reinterpret_cast<const char (*)[]>(act);
     if (row == 0) {
       asm("vpbroadcastd %c2(%1), %0" : "=v"(four) : "r"(act), "i"(kAt), "m"(read));
     } else if (row == 1) {
@@ -82,8 +82,9 @@ struct Dot : Ymm {
 #endif
 
   template <size_t kAt>
-  [[gnu::always_inline]] static Int broadcast_row(const uint8_t* act, size_t stride, int row) {
-    return broadcast(act + static_cast<size_t>(row) * stride + kAt);
+  [[gnu::always_inline]] static Int broadcast_row(const char* act, size_t stride, int row) {
+    return broadcast(reinterpret_cast<const uint8_t*>(act) + static_cast<size_t>(row) * stride +
+                     kAt);
   }
   template <int kMask>
   static Int mask_bytes(Int x) {
@@ -119,6 +120,11 @@ struct Dot : Ymm {
 #endif
 
 constexpr size_t kTileNr = kVectors * Dot::kLanes;
+#if defined(__SANITIZE_ADDRESS__)
+constexpr size_t kGemvRows = 1;
+#else
+constexpr size_t kGemvRows = 2;
+#endif
 constexpr size_t kFewRows = 12;  // those of a lone tile, which is faster where memory is the limit
 
 }  // namespace

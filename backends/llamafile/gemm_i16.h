@@ -1,287 +1,299 @@
-// The product of more than a dozen rows for types that sum runs (run_sums.h). The two sums of a
-// unit of 32 columns, one for each half, lie in one 32-bit lane as a pair of int16, so that one
-// vpmaddwd multiplies both with their integer scales (subs) and adds them.
+// The product of more than twenty rows for types with a sub for every 16 values, which defer d: the
+// two sums of a sub-block lie in one 32-bit lane as a pair of int16.
 //
-// A dword sums the second half of a unit, moves up by 16 bits, and sums the first half below:
+//   why: instructions on the ports of vpdpbusd after the products of one sub-block
 //
-//   | sum 1        | sum 0 + 2^15 |     which is flipped to sum 0 in the end
+//     two int32 sums     convert, multiply with sub 0 | convert, multiply with sub 1 and add | ...
+//     a pair of int16    vpmaddwd with (sub 0, sub 1):     sum 0 * sub 0 + sum 1 * sub 1
 //
-// The second unit of a pair adds its product to that of the first, so that a pair of units takes
-// three instructions on the port of vpdpbusd, where sums apart take five. Sums must have 16 bits:
-// by Cauchy and Schwarz none exceeds the length of its weights times that of its activations. Tiles
-// where that is not enough, which are few, keep sums apart (gemm_tile.h).
+//   the second sub-block of a span adds its pair to that of the first (vpdpwssd), so that a span
+//   takes three instructions where sums apart take five
 //
-//   scratch   | stretch of runs (i16_scratch.h) | norms of tiles of rows |
+//   how: a dword sums the second half of a sub-block, moves up by 16 bits, and sums the first half
+//   below it
+//
+//     | sum 1        | sum 0 + 2^15 |     which is flipped to sum 0 in the end
+//
+// Sums must fit 16 bits. Whether they do is known for whole tiles from the norms of their weights
+// and activations (i16_run.h); tiles that may not, which are few, keep sums apart (gemm_tile.h).
+// Integers up to 2^24 are exact in f32 too, so results are the same bits.
+//
+//   scratch   | operands and scales of a run (i16_run.h) | norms of tiles of rows |
 #pragma once
 
-#include "llamafile/gemm.h"
-#include "llamafile/i16_scratch.h"
+#include "llamafile/gemm_tile.h"
+#include "llamafile/i16_run.h"
 
 namespace ktk::llamafile {
 namespace {
 
-// Whether sums of a type are words, as a rule. Values up to 43 (IQ2_XS, IQ2_S) make most of them
-// too large for the bound.
+// Whether sums of a type fit, as a rule. Values up to 43 (IQ2_XS, IQ2_S) make most of them too
+// large for the bound.
 constexpr bool fits_i16(const BlockType& type) {
   int largest = type.linear ? type.offset : 0;
   for (const int value : type.table) largest = largest < value ? value : largest;
-  return sums_runs(type) && largest <= 32;
+  return defers_d(scaling_of(type)) && largest <= 32;
 }
 
-static_assert(TileCodes<8, PairsHalves>::kOffset == kOffset);
-
-struct WordArgs {
-  const uint8_t* operands;  // first unit, columns of the tile
-  const int32_t* words;     // the same
-  size_t runs;
-  bool is_first;           // dst has nothing yet
-  const uint8_t* act;      // first row of the tile, first unit
-  const uint8_t* factors;  // the same
+struct I16Operands {
+  const uint8_t* operands;  // first sub-block
+  const int32_t* scales;    // the same
+  size_t super_blocks;
+  const char *act, *act_groups;  // first row, first sub-block
   size_t act_stride;
-  float* dst;
-  size_t dst_stride;
-  const uint8_t* prefetch;
-  size_t unit_lines;  // to fetch in every unit
+  size_t lines_to_fetch;  // for every sub-block
 };
 
-// Adds products of four steps: half a unit.
-template <size_t kStep, size_t kEnd, int kRows>
-[[gnu::always_inline]] inline void add_half(Dot::Int (&acc)[kRows][kVectors],
-                                            const uint8_t* operands, const uint8_t* const* act,
-                                            size_t act_stride) {
-  Dot::Int operand[kVectors];
+// Adds products of half of a sub-block, from step kFirst on.
+template <size_t kFirst, int kRows>
+[[gnu::always_inline]] inline void add_half(Dot::Int (&sums)[kRows][kVectors],
+                                            const uint8_t* operands,
+                                            const RowPointers<kRows>& act) {
+  unroll<kSteps / 2>([&]<size_t kIndex>() __attribute__((always_inline)) {
+    constexpr size_t kStep = kFirst + kIndex;
+    Dot::Int operand[kVectors];
 #pragma GCC unroll 2
-  for (int v = 0; v < kVectors; ++v) {
-    operand[v] = Dot::load_bytes(operands + kStep * kPlaneBytes + v * sizeof(Dot::Int));
-    pin(operand[v]);  // loaded once
-  }
+    for (int v = 0; v < kVectors; ++v) {
+      operand[v] = Dot::load_bytes(operands + kStep * kPlaneBytes + v * sizeof(Dot::Int));
+      pin(operand[v]);  // loaded once
+    }
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    const Dot::Int four = Dot::broadcast_row<4 * kStep>(act[r / 3], act_stride, r % 3);
+    for (int r = 0; r < kRows; ++r) {
+      const Dot::Int four = Dot::broadcast_row<kKr * kStep>(act.third[r / 3], act.stride, r % 3);
 #pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = Dot::dot(acc[r][v], operand[v], four);
-  }
-  if constexpr (kStep + 1 < kEnd) add_half<kStep + 1, kEnd>(acc, operands, act, act_stride);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
+    }
+  });
 }
 
-// The sum of a run stays in registers, dst is read and written at its end.
+// Calls visit(row, its ActGroup).
+template <int kRows, class Visit>
+[[gnu::always_inline]] inline void for_each_row(const char* act_groups, size_t act_stride,
+                                                Visit visit) {
+  act_groups = hidden(act_groups);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r, act_groups += act_stride) {
+    visit(r, *reinterpret_cast<const ActGroup*>(act_groups));
+  }
+}
+
+// Pairs of sums of a sub-block.
 template <int kRows>
-void multiply_word_tile(const WordArgs& args) {
+[[gnu::always_inline]] inline void sum_pairs(Dot::Int (&sums)[kRows][kVectors],
+                                             const uint8_t* operands, const RowPointers<kRows>& act,
+                                             const char* act_groups) {
+  using E = Epilogue<Scaling::k16Act64>;
+  const Dot::Int sign = Dot::set1_int(0x8000);
+  for_each_row<kRows>(act_groups, act.stride,
+                      [&](int r, const ActGroup& group) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+                        for (int v = 0; v < kVectors; ++v) {
+                          sums[r][v] = E::begin<kOffset>(group, 1);
+                          pin(sums[r][v]);
+                        }
+                      });
+  add_half<kSteps / 2, kRows>(sums, operands, act);
+  for_each_row<kRows>(act_groups, act.stride,
+                      [&](int r, const ActGroup& group) __attribute__((always_inline)) {
+                        const Dot::Int start = Dot::add(E::begin<kOffset>(group, 0), sign);
+#pragma GCC unroll 2
+                        for (int v = 0; v < kVectors; ++v) {
+                          pin(sums[r][v]);
+                          sums[r][v] = Dot::add(Dot::shift_left_int<16>(sums[r][v]), start);
+                          pin(sums[r][v]);
+                        }
+                      });
+  add_half<0, kRows>(sums, operands, act);
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+      pin(sums[r][v]);
+      sums[r][v] = _mm512_xor_si512(sums[r][v], sign);
+    }
+  }
+}
+
+// The sum of a super-block stays in registers, dst is read and written at its end.
+template <int kRows>
+void gemm_i16_tile(const I16Operands& from, float* dst, size_t dst_stride, bool is_first,
+                   Fetch& fetches) {
   using Int = Dot::Int;
   using Float = Dot::Float;
-  constexpr int kPointers = (kRows + 2) / 3;
-  const WordArgs t = args;  // a copy that stores to dst cannot change
-  const uint8_t* act[kPointers];
-#pragma GCC unroll 4
-  for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
-  const uint8_t* operands = t.operands;
-  const uint8_t* factors = t.factors;
-  const uint8_t* prefetch = t.prefetch;
-  const int32_t* words = t.words;
-  const Int sign = Dot::set1_int(0x8000);
-  for (size_t run = 0; run < t.runs; ++run) {
-    Float sum[kRows][kVectors];
+  RowPointers<kRows> act(from.act, from.act_stride);
+  const uint8_t* operands = from.operands;
+  const char* act_groups = from.act_groups;
+  const int32_t* scales = from.scales;
+  const size_t super_blocks = from.super_blocks, lines = from.lines_to_fetch;
+  Fetch fetch = fetches;
+  for (size_t i = 0; i < super_blocks; ++i) {
+    Float total[kRows][kVectors];
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = Dot::set1(0);
-        pin(sum[r][v]);
+        total[r][v] = Dot::set1(0);
+        pin(total[r][v]);
       }
     }
 #pragma GCC unroll 1
-    for (size_t pair = 0; pair < kSubBlocks / 2; ++pair) {
+    for (size_t span = 0; span < kSubBlocks / 2; ++span) {
       Int first[kRows][kVectors];
 #pragma GCC unroll 2
-      for (int of_pair = 0; of_pair < 2; ++of_pair) {
-        Int acc[kRows][kVectors];
-        const uint8_t* factor = hidden(factors);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
-          const ActGroup* f = reinterpret_cast<const ActGroup*>(factor);
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) {
-            acc[r][v] = Dot::set1_int(f->comp[1]);
-            pin(acc[r][v]);
-          }
-        }
-        for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
-        add_half<kSteps / 2, kSteps>(acc, operands, act, t.act_stride);
-        factor = hidden(factors);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
-          const ActGroup* f = reinterpret_cast<const ActGroup*>(factor);
-          const Int start = Dot::add(Dot::set1_int(f->comp[0]), sign);
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) {
-            pin(acc[r][v]);
-            acc[r][v] = Dot::add(_mm512_slli_epi32(acc[r][v], 16), start);
-            pin(acc[r][v]);
-          }
-        }
-        add_half<0, kSteps / 2>(acc, operands, act, t.act_stride);
+      for (int of_span = 0; of_span < 2; ++of_span) {
+        Int sums[kRows][kVectors];
+        for (size_t l = 0; l < lines; ++l) fetch.next();
+        sum_pairs<kRows>(sums, operands, act, act_groups);
+        act.advance(kSubBlock);
 #pragma GCC unroll 4
-        for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kSubBlock);
+        for (auto& row : act.third) row = hidden(row);
         operands += kOperandBytes;
         Int sub[kVectors];
 #pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) sub[v] = Dot::load_bytes(words + v * Dot::kLanes);
-        factor = hidden(factors);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r, factor += t.act_stride) {
-          const ActGroup* f = reinterpret_cast<const ActGroup*>(factor);
+        for (int v = 0; v < kVectors; ++v) sub[v] = Dot::load_bytes(scales + v * Dot::kLanes);
+        for_each_row<kRows>(act_groups, act.stride,
+                            [&](int r, const ActGroup& group) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) {
-            pin(acc[r][v]);
-            const Int word = _mm512_xor_si512(acc[r][v], sign);
-            if (of_pair == 0) {
-              first[r][v] = _mm512_madd_epi16(word, sub[v]);
-              pin(first[r][v]);
-              continue;
-            }
-            pin(first[r][v]);
-            pin(sum[r][v]);
-            const Int product = _mm512_dpwssd_epi32(first[r][v], word, sub[v]);
-            // The intrinsic is the same instruction, but gcc 12 moves sums to other registers.
-            asm("vfmadd231ps %2%{1to16%}, %1, %0"
-                : "+v"(sum[r][v])
-                : "v"(Dot::convert(product)), "m"(f->scale));
-          }
-        }
-        factors += sizeof(ActGroup);
-        words += kNr;
+                              for (int v = 0; v < kVectors; ++v) {
+                                if (of_span == 0) {
+                                  first[r][v] = _mm512_madd_epi16(sums[r][v], sub[v]);
+                                  pin(first[r][v]);
+                                  continue;
+                                }
+                                pin(first[r][v]);
+                                pin(total[r][v]);
+                                const Int t = _mm512_dpwssd_epi32(first[r][v], sums[r][v], sub[v]);
+                                Epilogue<Scaling::k16Act64>::finish(Dot::convert(t), group,
+                                                                    total[r][v]);
+                              }
+                            });
+        act_groups += sizeof(ActGroup);
+        scales += kNr;
       }
     }
-    end_run(sum, reinterpret_cast<const float*>(words), t.is_first && run == 0, t.dst,
-            t.dst_stride);
-    words += kNr;
+    add_deferred(total, reinterpret_cast<const float*>(scales), is_first && i == 0, dst,
+                 dst_stride);
+    scales += kNr;
   }
+  fetches = fetch;
 }
 
-using MultiplyWordTile = void (*)(const WordArgs&);
+template <int kBits>
+class GemmI16 : public KernelBase {
+ public:
+  static constexpr size_t kMr = Dot::kMaxHalfRowsInRegisters;
+  static constexpr size_t kLineProducts = line_products(kBits);
+  static constexpr size_t kRunSlabs = kI16Slabs;
 
-struct WordTiles {
-  static constexpr int kMaxRows = Dot::kMaxHeldHalfRows;
-  MultiplyWordTile of_rows[kMaxRows + 1];
-
-  template <int kRows = 1>
-  constexpr void fill() {
-    of_rows[kRows] = multiply_word_tile<kRows>;
-    if constexpr (kRows < kMaxRows) fill<kRows + 1>();
+  explicit GemmI16(const ktk_matmul* mm)
+      : KernelBase(mm),
+        table_(type()),
+        operands_(static_cast<uint8_t*>(mm->scratch)),
+        scales_(reinterpret_cast<int32_t*>(operands_ + kI16Operands)),
+        norms_(reinterpret_cast<Norms*>(operands_ + kI16Scratch)) {
+    // Of every super-block of a tile of rows the greatest norms: asked for by all columns.
+    const size_t tiles = ceil_div(mm->m, kMr);
+    const char* const norms = static_cast<const char*>(mm->act) + norm_offset(mm->matrix);
+    for (size_t i = 0; i < tiles; ++i) {
+      const size_t row = mm->m * i / tiles, row_end = mm->m * (i + 1) / tiles;
+      for (size_t slab = 0; slab < slabs(); ++slab) {
+        const char* const of_slab = norms + slab * sizeof(Norms);
+        __m128i largest = load_norms(of_slab + row * mm->act_stride);
+        for (size_t r = row + 1; r < row_end; ++r) {
+          largest = _mm_max_epu8(largest, load_norms(of_slab + r * mm->act_stride));
+        }
+        store_norms(norms_ + i * slabs() + slab, largest);
+      }
+    }
   }
-  constexpr WordTiles() : of_rows{} { fill(); }
+
+  static size_t scratch_size(const ktk_matrix* matrix, size_t m) {
+    return kI16Scratch + ceil_div(m, kMr) * (num_sub_blocks(matrix) / kSubBlocks) * sizeof(Norms);
+  }
+
+  static size_t passes(size_t) { return 1; }
+
+  // Super-blocks are whole: types with d per 256 values have no others.
+  void prepare_run(const Run& run) {
+    for_each_super_block(run, [&](const uint8_t* super_block, size_t count, size_t done) {
+      const size_t i = done / kSubBlocks;
+      limits_[i] = write_i16_operands<kBits>(table_, codes(super_block, count),
+                                             operands_ + done * kOperandBytes);
+      write_i16_scales(type(), layout_.whole, super_block, scales_ + i * kI16Scales);
+    });
+    tile_norms_ = norms_ + run.begin;
+  }
+
+  // Called for all tiles of rows in their order.
+  void tile(const Tile& t) {
+    // So many lines in every sub-block.
+    const size_t bytes = offset(t.end) - offset(t.begin);
+    const size_t lines =
+        ceil_div(t.fetch.step * (bytes / kLine), sub_blocks(t.begin, t.end) * kLine);
+    Fetch fetch = {t.fetch.line, kLine, t.fetch.into_l1};
+    for (size_t slab = t.begin, end; slab < t.end; slab = end) {
+      for (end = slab;
+           end < t.end && sums_fit_i16(tile_norms_[end - t.begin], limits_[end - t.begin]);) {
+        ++end;
+      }
+      if (end > slab) {
+        const size_t at = slab * kSubBlocks, i = slab - t.begin;
+        kTiles[t.rows](
+            {
+                .operands = operands_ + i * kSubBlocks * kOperandBytes,
+                .scales = scales_ + i * kI16Scales,
+                .super_blocks = end - slab,
+                .act = act(t, at),
+                .act_groups = act_groups(t, at),
+                .act_stride = t.act_stride,
+                .lines_to_fetch = lines,
+            },
+            t.dst, t.dst_stride, slab == 0, fetch);
+      } else {
+        multiply_apart(t, slab);
+        if (lines > 0) fetch.line += lines * kSubBlocks * kLine;
+        end = slab + 1;
+      }
+    }
+    tile_norms_ += slabs();
+  }
+
+ private:
+  // A super-block whose sums are too large, in a tile that keeps both sums of a sub-block apart.
+  void multiply_apart(const Tile& t, size_t slab) const {
+    static constexpr auto kApart = row_table<kMr>(
+        []<size_t kRows> { return &gemm_tile_in_registers<8, Scaling::k16Act64, kRows>; });
+    alignas(kLine) float scales[kSubBlocks * num_scales(Scaling::k16Act64)], d[kNr];
+    const uint8_t* const super_block = this->super_block(t, slab);
+    load_scales(type(), layout_.whole, super_block, kSubBlocks, scales);
+    load_deferred_ds(type(), super_block, d);
+    Fetch none = {reinterpret_cast<const char*>(super_block), 0, true};
+    kApart[t.rows](
+        {
+            .table = &table_,
+            .codes = operands_ + (slab - t.begin) * kSubBlocks * kOperandBytes,
+            .gap = 0,
+            .scales = scales,
+            .d = d,
+            .sub_blocks = kSubBlocks,
+            .act = act(t, slab * kSubBlocks),
+            .act_groups = act_groups(t, slab * kSubBlocks),
+            .act_stride = t.act_stride,
+        },
+        t.dst, t.dst_stride, slab == 0, none);
+  }
+
+  static_assert(kTileNr == llamafile::kNr);
+  static_assert(TileCodes<8, Scaling::k16Act64>::kOffset == kOffset);
+  static constexpr auto kTiles = row_table<kMr>([]<size_t kRows> { return &gemm_i16_tile<kRows>; });
+
+  const CodeTable table_;
+  uint8_t* const operands_;
+  int32_t* const scales_;
+  Norms* const norms_;
+  Norms limits_[kRunSlabs];
+  const Norms* tile_norms_ = nullptr;  // of the next tile, first super-block of the run
 };
-constexpr WordTiles kWordTiles;
-
-// A run of a tile that has longer sums: in tiles that keep both sums of a unit apart.
-inline void multiply_long_run(const BlockType& type, const Header& at, const CodeTable& table,
-                              const uint8_t* packed, const WordArgs& w, size_t rows) {
-  constexpr size_t kMaxRows = Dot::kMaxHeldHalfRows;
-  alignas(kLine) float params[kSubBlocks * PairsHalves::kParams], d[kNr];
-  load_params(type, at, packed, kSubBlocks, params);
-  load_run_ds(type, packed, d);
-  TileArgs t = {};
-  t.table = &table;
-  t.codes = w.operands;
-  t.params = params;
-  t.units = kSubBlocks;
-  t.act_stride = w.act_stride;
-  t.dst_stride = w.dst_stride;
-  t.prefetch = w.prefetch;
-  t.unit_lines = w.unit_lines;
-  t.is_first = w.is_first;
-  t.run_d = d;
-  const size_t tiles = (rows + kMaxRows - 1) / kMaxRows;
-  for (size_t i = 0, row = 0; i < tiles; ++i, t.unit_lines = 0) {
-    const size_t row_end = rows * (i + 1) / tiles;
-    t.act = w.act + row * w.act_stride;
-    t.factors = w.factors + row * w.act_stride;
-    t.dst = w.dst + row * w.dst_stride;
-    kTiles<8, PairsHalves, kMaxRows, true>.of_rows[row_end - row](t);
-    row = row_end;
-  }
-}
-
-inline size_t word_scratch_size(const ktk_matrix* matrix, size_t m) {
-  const size_t row_tiles = (m + WordTiles::kMaxRows - 1) / WordTiles::kMaxRows;
-  return kWordStretchBytes + row_tiles * (num_sub_blocks(matrix) / kSubBlocks) * sizeof(Norms);
-}
-
-// Of every run of a tile of rows the greatest norms: asked for by all columns.
-inline void longest_rows(const uint8_t* norms, size_t rows, size_t act_stride, size_t runs,
-                         Norms* longest) {
-  for (size_t run = 0; run < runs; ++run, norms += sizeof(Norms)) {
-    __m128i of_run = load_lengths(norms);
-    for (size_t r = 1; r < rows; ++r) {
-      of_run = _mm_max_epu8(of_run, load_lengths(norms + r * act_stride));
-    }
-    store_lengths(longest + run, of_run);
-  }
-}
-
-inline void multiply_words(const ktk_matmul* mm) {
-  static_assert(kTileNr == kNr);
-  const BlockLayout layout(mm->matrix);
-  const CodeTable table(layout.type);
-  const size_t row_tiles = (mm->m + WordTiles::kMaxRows - 1) / WordTiles::kMaxRows;
-  const size_t bytes = super_block_bytes(layout.type, kSubBlocks);
-  const WeightStream stream = weight_stream(mm);
-  const size_t num_runs =
-      layout.sub_blocks / kSubBlocks;  // whole ones, of types with d per 256 columns
-  const uint8_t* packed = block_at(mm, mm->n_begin);
-  WordStretch stretch(mm->scratch);
-  Norms* const longest =
-      reinterpret_cast<Norms*>(static_cast<char*>(mm->scratch) + kWordStretchBytes);
-  const auto first_row = [&](size_t tile) { return mm->m * tile / row_tiles; };
-  for (size_t i = 0; i < row_tiles; ++i) {
-    const uint8_t* act = static_cast<const uint8_t*>(mm->act) + first_row(i) * mm->act_stride;
-    longest_rows(act + norm_offset(mm->matrix), first_row(i + 1) - first_row(i), mm->act_stride,
-                 num_runs, longest + i * num_runs);
-  }
-  WordArgs t = {};
-  t.act_stride = mm->act_stride;
-  t.dst_stride = mm->dst_stride;
-  for (size_t n = mm->n_begin; n < mm->n_end; n += kNr) {
-    float* dst = mm->dst + (n - mm->n_begin);
-    for (size_t first = 0, count; first < num_runs; first += count) {
-      count = smaller(kStretchRuns, num_runs - first);
-      for (size_t i = 0; i < count; ++i) {
-        stretch.write(layout.type, layout.whole, table, packed + i * bytes, i);
-      }
-      // All tiles together fetch the stretch that comes next, so many lines in every unit.
-      const size_t lines = count * bytes / kLine;
-      t.unit_lines = (lines - 1) / (row_tiles * count * kSubBlocks) + 1;
-      const char* const end = reinterpret_cast<const char*>(packed + count * bytes);
-      size_t line = static_cast<size_t>(end - stream.begin) / kLine;
-      for (size_t i = 0; i < row_tiles; ++i) {
-        const size_t row = first_row(i), rows = first_row(i + 1) - row;
-        const uint8_t* act = static_cast<const uint8_t*>(mm->act) + row * mm->act_stride;
-        const Norms* of_tile = longest + i * num_runs + first;
-        t.dst = dst + row * mm->dst_stride;
-        for (size_t run = 0; run < count; run += t.runs) {
-          const size_t unit = (first + run) * kSubBlocks;
-          t.operands = stretch.operands + run * kSubBlocks * kOperandBytes;
-          t.words = stretch.words + run * kRunWords;
-          t.act = act + unit * kSubBlock;
-          t.factors = act + group_offset(mm->matrix) + unit * sizeof(ActGroup);
-          t.prefetch = reinterpret_cast<const uint8_t*>(stream.at(line));
-          size_t end_run = run;
-          while (end_run < count && fits(of_tile[end_run], stretch.limits[end_run])) ++end_run;
-          t.runs = end_run - run;
-          t.is_first = first + run == 0;
-          if (t.runs > 0) {
-            kWordTiles.of_rows[rows](t);
-          } else {
-            t.runs = 1;
-            multiply_long_run(layout.type, layout.whole, table, packed + run * bytes, t, rows);
-          }
-          line += t.runs * kSubBlocks * t.unit_lines;
-        }
-      }
-      packed += count * bytes;
-    }
-  }
-}
 
 }  // namespace
 }  // namespace ktk::llamafile

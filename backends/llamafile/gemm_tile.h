@@ -1,117 +1,52 @@
-// One tile of the product: kRows rows of act x kVectors registers of columns, unit by unit.
+// A tile: kRows rows of act x kVectors registers of n, sub-block by sub-block.
 //
-//                  weight v0   v1          int32 sums over a unit, or over half of one
-//   act row 0  k0..k3  x  |    |     ->    acc[0][0]  acc[0][1]
-//   act row 1  k0..k3  x  |    |     ->    acc[1][0]  acc[1][1]
+//                  weight v0   v1          int32 sums of one group
+//   act row 0  k0..k3  x  |    |     ->    sum[0][0]  sum[0][1]
+//   act row 1  k0..k3  x  |    |     ->    sum[1][0]  sum[1][1]
 //     :      (broadcast)                     :
 //
-// and at the end of each unit, in this order in every micro-kernel, with a = act scale:
-//
-//   one group      dst = fma(float(sum) * a, scale, dst)         then, with minima,
-//                  dst = fma(a * (sum of act codes), min, dst)
-//   two groups     t   = float(sum 0) * scale 0
-//                  t   = fma(float(sum 1), scale 1, t)           then, with minima,
-//                  t   = fma(sum of act codes 0, min 0, t), and the same for 1
-//                  dst = fma(t, a, dst)
-//
-// or, where two units meet the same a, at the end of the second:
-//
-//   one group      t   = fma(float(sum of the second), its scale, float(sum) * scale)
-//                  dst = fma(t, a, dst)                          then the minima of both
-//   two groups     t   goes on from the first unit to the second
-//                  dst = fma(t, a, dst)
-//
-// Sums are exact, so a row has the same bits whichever tile it is in. Every tile decodes codes as
-// it goes: that takes instructions for which other ports have time, and no memory but the run
-// itself, which stays in L1 for all rows. Many rows are different: see gemm_in_regs.h.
+// At the end of each sub-block sums meet scales (epilogue.h) and go to C, which is in memory, or in
+// registers from the first sub-block of a tile to the last. Sums are exact, so a row has the same
+// bits in any tile. Every tile decodes codes as it goes: that takes instructions for which other
+// ports have time.
 #pragma once
 
-#include "gemm/weight_stream.h"
-#include "llamafile/codes.h"
-#include "llamafile/scaling.h"
+#include "gemm/prefetch.h"
+#include "gemm/rows.h"
+#include "llamafile/epilogue.h"
+#include "llamafile/operands.h"
 
 namespace ktk::llamafile {
 namespace {
 
-struct TileArgs {
+// What a tile multiplies: sub-blocks that follow each other in k.
+struct TileOperands {
   const CodeTable* table;
-  const uint8_t* codes;  // of the tile's columns, from the first unit on
-  size_t gap;            // a tile that holds dst: bytes between the codes of runs
-  const float* params;   // scales and minima of the tile's columns, from the first unit on
-  size_t units;
-  const uint8_t* act;      // codes of the tile's first row, from the first unit on
-  const uint8_t* factors;  // scales of the tile's first row, from the first unit on
-  size_t act_stride;       // bytes between rows, of codes and of scales
-  float* dst;
-  size_t dst_stride;
-  // What the tile fetches: as many lines as it reads codes from, prefetch_step bytes apart.
-  const uint8_t* prefetch;
-  size_t prefetch_step;
-  // A tile that holds dst:
-  size_t unit_lines;   // instead of prefetch_step: so many adjacent lines in every unit
-  bool is_first;       // dst has nothing yet
-  const float* run_d;  // not NULL: sums of a run are kept apart, then dst += d * sum (run_sums.h)
+  const uint8_t* codes;  // first n of the tile, first sub-block
+  size_t gap;            // bytes between the codes of two super-blocks
+  const float* scales;   // first n of the tile, first sub-block (weight_scales.h)
+  const float* d;        // deferred ones: first n of the tile, first super-block
+  size_t sub_blocks;
+  const char* act;         // first row, first sub-block
+  const char* act_groups;  // ActGroup of the first row, first sub-block
+  size_t act_stride;       // bytes between rows, of both
 };
 
-// The same pointer, but gcc 12 does not know: it would compute the address of every row before the
-// loops, and spill them.
-template <class T>
-inline T* hidden(T* pointer) {
-  asm("" : "+r"(pointer));
-  return pointer;
-}
-
-// Keeps an accumulator apart from its neighbours, which gcc 12 would otherwise merge and split
-// again.
-template <class Register>
-inline void pin(Register& x) {
-  asm("" : "+x"(x));
-}
-
-// Adds the products of a unit, step by step: codes are read in the order of memory.
-template <size_t kStep, int kBits, bool kHeld, class AnyCodes, int kRows, int kGroups>
-[[gnu::always_inline]] inline void add_steps(Dot::Int (&acc)[kGroups][kRows][kVectors],
-                                             const AnyCodes& codes, const uint8_t* unit,
-                                             const uint8_t* const* act, size_t act_stride,
-                                             const uint8_t*& prefetch, size_t prefetch_step) {
-  constexpr size_t kLines = kBits * kTileNr * 4 / kLine;  // of a unit
-  constexpr size_t kToFetch = kLines * (kStep + 1) / kSteps - kLines * kStep / kSteps;
-#pragma GCC unroll 2
-  for (size_t i = 0; i < (kHeld ? 0 : kToFetch); ++i, prefetch += prefetch_step) {
-    prefetch_l2(prefetch);
-  }
-  Dot::Int operand[kVectors];
-#pragma GCC unroll 2
-  for (int v = 0; v < kVectors; ++v) {
-    operand[v] = codes.template operand<kStep>(unit + v * sizeof(Dot::Int));
-    if constexpr (kBits == 8 && kGroups == 2) pin(operand[v]);  // loaded once, not for every row
-  }
-  auto& sums = acc[kStep * kGroups / kSteps];
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    const Dot::Int four = Dot::broadcast_row<4 * kStep>(act[r / 3], act_stride, r % 3);
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
-  }
-  if constexpr (kStep + 1 < kSteps) {
-    add_steps<kStep + 1, kBits, kHeld>(acc, codes, unit, act, act_stride, prefetch, prefetch_step);
-  }
-}
-
-// What is an operand for a tile: the table of a code, moved by kWeightOffset, or the code itself.
-// That saves an instruction for each, where all types of a shape are linear and have the same
-// offset: none where there are minima.
-template <int kBits, class Shape>
+// Operands of a tile: table[code] + kWeightOffset, or the code itself, which saves an instruction
+// for each step. That can be where all types of a kind are linear with the same offset, none where
+// there are minima.
+template <int kBits, Scaling kScaling>
 struct TileCodes {
-  static constexpr bool kCentred = Dot::kWeightOffset != 0 && (kBits == 5 || kBits == 6);
-  static constexpr bool kPlain = Shape::kMins || kCentred;
+  static constexpr bool kMins = has_min(kScaling);
+  static constexpr bool kCentered = Dot::kWeightOffset != 0 && (kBits == 5 || kBits == 6);
+  static constexpr bool kAsTheyAre = kMins || kCentered;
   // Sums are too large by kOffset * (sum of the act codes).
-  static constexpr int kOffset = Shape::kMins ? 0 : kPlain ? 1 << (kBits - 1) : Dot::kWeightOffset;
-  using Type = Codes<kBits, Dot::kWeightOffset, kPlain>;
+  static constexpr int kOffset = kMins ? 0 : kAsTheyAre ? 1 << (kBits - 1) : Dot::kWeightOffset;
+  using Type = Codes<kBits, Dot::kWeightOffset, kAsTheyAre>;
 
   static constexpr bool fits(const BlockType& type) {
-    const bool is_meant = type.bits == kBits && type.has_dmin == Shape::kMins;
-    return !is_meant || !kPlain || (type.linear && type.offset == kOffset);
+    const bool is_of_kind = type.bits == kBits && type.has_dmin == kMins;
+    return !is_of_kind || !kAsTheyAre || (type.linear && type.offset == kOffset);
   }
   static constexpr bool fits_all() {
     for (const BlockType& type : kTypes) {
@@ -121,210 +56,242 @@ struct TileCodes {
   }
 };
 
-// Where the sums of a unit start: at -kOffsetOfCodes * (sum of the act codes).
-template <int kOffsetOfCodes, int kRows, int kGroups>
-[[gnu::always_inline]] inline void start_sums(Dot::Int (&acc)[kGroups][kRows][kVectors],
-                                              const uint8_t* factor, size_t act_stride) {
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r, factor += act_stride) {
-    const ActGroup* f = reinterpret_cast<const ActGroup*>(factor);
-#pragma GCC unroll 2
-    for (int g = 0; g < kGroups; ++g) {
-      Dot::Int start = Dot::set1_int(0);
-      if constexpr (kOffsetOfCodes) {
-        start = Dot::set1_int(f->comp[g]);
-        if constexpr (kGroups == 1) start = Dot::add(start, Dot::set1_int(f->comp[1]));
-        if constexpr (kOffsetOfCodes != kOffset) {
-          start = Dot::divide_int<__builtin_ctz(kOffset / kOffsetOfCodes)>(start);
-        }
-      }
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        acc[g][r][v] = start;
-        pin(acc[g][r][v]);
-      }
-    }
-  }
-}
-
-// dst = sums of a run * d, added to what is there unless there is nothing yet.
 template <int kRows>
-[[gnu::always_inline]] inline void end_run(const Dot::Float (&sums)[kRows][kVectors],
-                                           const float* d, bool is_first, float* dst,
-                                           size_t dst_stride) {
-  Dot::Float of_columns[kVectors];
-#pragma GCC unroll 2
-  for (int v = 0; v < kVectors; ++v) of_columns[v] = Dot::load(d + v * Dot::kLanes);
-  dst = hidden(dst);
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r, dst += dst_stride) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      float* to = dst + v * Dot::kLanes;
-      Dot::Float before = Dot::set1(0);
-      if (!is_first) before = Dot::load(to);
-      Dot::store(to, Dot::fma(sums[r][v], of_columns[v], before));
-    }
-  }
-}
+struct CInMemory {
+  static constexpr int kRegisters = 0;
+  float* dst;
+  size_t stride;
+  float* row = nullptr;
 
-// kHeld: dst, or the sum of a run, is in registers from the first unit to the last.
-template <int kBits, class Shape, int kRows, bool kHeld>
-void multiply_tile(const TileArgs& args) {
-  using Int = Dot::Int;
-  using Float = Dot::Float;
-  constexpr int kGroups = Shape::kHalves ? 2 : 1;
-  constexpr int kSpan = Shape::kPairs ? 2 : 1;  // units that meet one act scale
-  // Every third row has a pointer, the two behind it are reached through the index register.
-  constexpr int kPointers = (kRows + 2) / 3;
-  const TileArgs t = args;  // a copy that stores to dst cannot change
-  static_assert(TileCodes<kBits, Shape>::fits_all());
-  const typename TileCodes<kBits, Shape>::Type operands(*t.table);
-  const uint8_t* act[kPointers];
-#pragma GCC unroll 4
-  for (int i = 0; i < kPointers; ++i) act[i] = t.act + 3 * i * t.act_stride;
-  const uint8_t* codes = t.codes;
-  const uint8_t* prefetch = t.prefetch;
-  const uint8_t* factors = t.factors;
-  const float* params = t.params;
-  Float held[kRows][kVectors];
-  if constexpr (kHeld) {
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        held[r][v] = Dot::set1(0);
-        if (!t.is_first && !t.run_d) {
-          held[r][v] = Dot::load(t.dst + r * t.dst_stride + v * Dot::kLanes);
-        }
-      }
-    }
+  [[gnu::always_inline]] void begin_rows() { row = hidden(dst); }
+  [[gnu::always_inline]] void next_row() { row += stride; }
+  template <class Finish>
+  [[gnu::always_inline]] void update(int, int v, Finish finish) {
+    float* to = row + v * Dot::kLanes;
+    Dot::store(to, finish(Dot::load(to)));
   }
-  // What the first unit of a pair comes to: in registers if they suffice, which is for gcc to say.
-  Float first[kRows][kVectors];
-  for (size_t unit = 0; unit < t.units; unit += kSpan) {
-#pragma GCC unroll 2
-    for (int of_span = 0; of_span < kSpan; ++of_span) {
-      const bool is_last = of_span + 1 == kSpan;
-      Int acc[kGroups][kRows][kVectors];
-      start_sums<TileCodes<kBits, Shape>::kOffset>(acc, hidden(factors), t.act_stride);
-      if constexpr (kHeld) {
-        for (size_t i = 0; i < t.unit_lines; ++i, prefetch += kLine) prefetch_l2(prefetch);
-      }
-      add_steps<0, kBits, kHeld>(acc, operands, codes, act, t.act_stride, prefetch,
-                                 t.prefetch_step);
-#pragma GCC unroll 4
-      for (int i = 0; i < kPointers; ++i) act[i] = hidden(act[i] + kSubBlock);
-      codes += kBits * kPlaneBytes;
-      if (kHeld && is_last) codes += (unit + kSpan) % kSubBlocks == 0 ? t.gap : 0;
-      // Scales, then minima: in registers if there are enough of them.
-      constexpr int kKept = Shape::kHalves && Shape::kMins ? 0 : 2;
-      Float kept[2][kVectors];
-#pragma GCC unroll 2
-      for (int i = 0; i < kKept; ++i) {
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
-          if (i * kNr < Shape::kParams) kept[i][v] = Dot::load(params + i * kNr + v * Dot::kLanes);
-        }
-      }
-      const auto param = [&](int i, int v) __attribute__((always_inline)) {
-        return kKept ? kept[i][v] : Dot::load(params + i * kNr + v * Dot::kLanes);
-      };
-      const uint8_t* factor = hidden(factors);
-      float* dst = hidden(t.dst);
-#pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r, factor += t.act_stride, dst += t.dst_stride) {
-        const ActGroup* f = reinterpret_cast<const ActGroup*>(factor);
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
-          pin(acc[0][r][v]);
-          Float value = Dot::convert(acc[0][r][v]);
-          if constexpr (Shape::kPairs || Shape::kHalves) {
-            value = of_span == 0 ? Dot::mul(value, param(0, v))
-                                 : Dot::fma(value, param(0, v), first[r][v]);
-          } else {
-            value = Dot::mul(value, Dot::set1(f->scale));
-          }
-          if constexpr (Shape::kHalves) {
-            value = Dot::fma(Dot::convert(acc[1][r][v]), param(1, v), value);
-            if constexpr (Shape::kMins) {
-              value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[0])), param(2, v), value);
-              value = Dot::fma(Dot::convert(Dot::set1_int(f->comp[1])), param(3, v), value);
-            }
-          }
-          if (!is_last) {
-            first[r][v] = value;
-            continue;
-          }
-          float* to = dst + v * Dot::kLanes;
-          Float before;
-          if constexpr (kHeld) {
-            pin(held[r][v]);
-            before = held[r][v];
-          } else {
-            before = Dot::load(to);
-          }
-          if constexpr (Shape::kPairs || Shape::kHalves) {
-            value = Dot::fma(value, Dot::set1(f->scale), before);
-          } else {
-            value = Dot::fma(value, param(0, v), before);
-          }
-          if constexpr (Shape::kMins && !Shape::kHalves) {
-            if constexpr (Shape::kPairs) {
-              const Float min = Dot::load(params + kNr - Shape::kParams + v * Dot::kLanes);
-              value = Dot::fma(Dot::set1(f[-1].sum), min, value);
-            }
-            value = Dot::fma(Dot::set1(f->sum), param(1, v), value);
-          }
-          if constexpr (kHeld) {
-            held[r][v] = value;
-          } else {
-            Dot::store(to, value);
-          }
-        }
-      }
-      factors += sizeof(ActGroup);
-      params += Shape::kParams;
-    }
-    if constexpr (kHeld && Shape::kPairs && Shape::kHalves) {
-      if (!t.run_d || (unit + kSpan) % kSubBlocks != 0) continue;
-      end_run(held, t.run_d + unit / kSubBlocks * kNr, t.is_first && unit < kSubBlocks, t.dst,
-              t.dst_stride);
-#pragma GCC unroll 16
-      for (auto& row : held) {
-#pragma GCC unroll 2
-        for (Float& sum : row) sum = Dot::set1(0);
-      }
-    }
-  }
-  if constexpr (kHeld) {
-    if (t.run_d) return;
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
-        Dot::store(t.dst + r * t.dst_stride + v * Dot::kLanes, held[r][v]);
-      }
-    }
-  }
-}
-
-using MultiplyTile = void (*)(const TileArgs&);
-
-template <int kBits, class Shape, int kMaxRows, bool kHeld = false>
-struct Tiles {
-  MultiplyTile of_rows[kMaxRows + 1];
-
-  template <int kRows = 1>
-  constexpr void fill() {
-    of_rows[kRows] = multiply_tile<kBits, Shape, kRows, kHeld>;
-    if constexpr (kRows < kMaxRows) fill<kRows + 1>();
-  }
-  constexpr Tiles() : of_rows{} { fill(); }
 };
 
-template <int kBits, class Shape, int kMaxRows, bool kHeld = false>
-inline constexpr Tiles<kBits, Shape, kMaxRows, kHeld> kTiles;
+template <int kRows>
+struct CInRegisters {
+  static constexpr int kRegisters = kRows * kVectors;
+  Dot::Float c[kRows][kVectors];
+
+  [[gnu::always_inline]] void begin_rows() {}
+  [[gnu::always_inline]] void next_row() {}
+  template <class Finish>
+  [[gnu::always_inline]] void update(int r, int v, Finish finish) {
+    pin(c[r][v]);
+    c[r][v] = finish(c[r][v]);
+  }
+  [[gnu::always_inline]] void load(const float* dst, size_t stride) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) c[r][v] = Dot::load(dst + r * stride + v * Dot::kLanes);
+    }
+  }
+  [[gnu::always_inline]] void store(float* dst, size_t stride) const {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) Dot::store(dst + r * stride + v * Dot::kLanes, c[r][v]);
+    }
+  }
+  [[gnu::always_inline]] void clear() {
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) c[r][v] = Dot::set1(0);
+    }
+  }
+};
+
+template <int kBits, Scaling kScaling, int kRows>
+class TileLoop {
+  using Int = Dot::Int;
+  using Float = Dot::Float;
+  using E = Epilogue<kScaling>;
+  using Operands = TileCodes<kBits, kScaling>;
+  static_assert(Operands::fits_all());
+  static constexpr int kGroups = E::kGroups;
+
+ public:
+  [[gnu::always_inline]] TileLoop(const TileOperands& t, const Fetch& fetch)
+      : operands_(*t.table),
+        codes_(t.codes),
+        scales_(t.scales),
+        act_(t.act, t.act_stride),
+        act_groups_(t.act_groups),
+        fetch_(fetch) {}
+
+  const Fetch& fetch() const { return fetch_; }
+
+  // Adds the sub-blocks that share an act scale; then codes are `gap` bytes further on.
+  template <class C>
+  [[gnu::always_inline]] void add_span(C& c, size_t gap) {
+    Float first[kRows][kVectors];  // t of the first of two
+#pragma GCC unroll 2
+    for (int i = 0; i < E::kSpan; ++i) {
+      Int sums[kGroups][kRows][kVectors];
+      begin(sums);
+      add_products(sums);
+      act_.advance(kSubBlock);
+#pragma GCC unroll 4
+      for (auto& row : act_.third) row = hidden(row);
+      codes_ += kBits * kPlaneBytes;
+      const bool is_last = i + 1 == E::kSpan;
+      if (is_last) codes_ += gap;
+      add_groups(sums, c, first, i == 0, is_last);
+      act_groups_ += sizeof(ActGroup);
+      scales_ += num_scales(kScaling);
+    }
+  }
+
+ private:
+  [[gnu::always_inline]] void begin(Int (&sums)[kGroups][kRows][kVectors]) const {
+    const char* groups = hidden(act_groups_);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, groups += act_.stride) {
+      const ActGroup& group = *reinterpret_cast<const ActGroup*>(groups);
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroups; ++g) {
+        const Int start = E::template begin<Operands::kOffset>(group, g);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          sums[g][r][v] = start;
+          pin(sums[g][r][v]);
+        }
+      }
+    }
+  }
+
+  // Step by step: codes are read in the order of memory, and for each line of them one is fetched.
+  [[gnu::always_inline]] void add_products(Int (&sums)[kGroups][kRows][kVectors]) {
+    unroll<kSteps>([&]<size_t kStep>() __attribute__((always_inline)) {
+      constexpr size_t kLines = kBits * kTileNr * 4 / kLine;  // of a sub-block
+      constexpr size_t kToFetch = kLines * (kStep + 1) / kSteps - kLines * kStep / kSteps;
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kToFetch; ++i) fetch_.next_unseen();
+      // The plane of fifth bits is loaded for each step: kept, it would push sums out of registers.
+      if constexpr (kBits == 5 && sizeof(Int) == 32) codes_ = hidden(codes_);
+      Int operand[kVectors];
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        operand[v] = operands_.template operand<kStep>(codes_ + v * sizeof(Int));
+        if constexpr (kBits == 8 && kGroups == 2)
+          pin(operand[v]);  // loaded once, not for every row
+      }
+      auto& of_group = sums[kStep * kGroups / kSteps];
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const Int four = Dot::broadcast_row<kKr * kStep>(act_.third[r / 3], act_.stride, r % 3);
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; ++v) {
+          of_group[r][v] = Dot::dot(of_group[r][v], operand[v], four);
+        }
+      }
+    });
+  }
+
+  template <class C>
+  [[gnu::always_inline]] void add_groups(Int (&sums)[kGroups][kRows][kVectors], C& c,
+                                         Float (&first)[kRows][kVectors], bool is_first,
+                                         bool is_last) const {
+    // In registers if there are enough of them.
+    constexpr bool kKept = !(kGroups == 2 && E::kMins);
+    Float kept[2][kVectors];
+#pragma GCC unroll 2
+    for (size_t i = 0; i < 2; ++i) {
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        if (kKept && i * kNr < num_scales(kScaling)) kept[i][v] = load_scale(i, v);
+      }
+    }
+    const char* groups = hidden(act_groups_);
+    c.begin_rows();
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r, groups += act_.stride, c.next_row()) {
+      const ActGroup& act = *reinterpret_cast<const ActGroup*>(groups);
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) {
+        const auto sum = [&](int g)
+                             __attribute__((always_inline)) { return Dot::convert(sums[g][r][v]); };
+        const auto scale = [&](int g) __attribute__((always_inline)) {
+          return kKept ? kept[g][v] : load_scale(g, v);
+        };
+        const auto min = [&](int g) __attribute__((always_inline)) { return scale(kGroups + g); };
+        const auto first_min = [&]() __attribute__((always_inline)) {
+          return Dot::load(scales_ + kNr - num_scales(kScaling) + v * Dot::kLanes);
+        };
+        pin(sums[0][r][v]);
+        const Float t = E::add_group(is_first, first[r][v], act, sum, scale, min);
+        if (!is_last) {
+          first[r][v] = t;
+          // More than there are registers: these are needed last.
+          constexpr int kSums = kRows * kVectors * (kGroups + 1);
+          if constexpr (kSums + C::kRegisters > 32) asm("" : "+m"(first[r][v]));
+          continue;
+        }
+        c.update(r, v, [&](Float before) __attribute__((always_inline)) {
+          return E::finish(t, act, before, scale, min, first_min);
+        });
+      }
+    }
+  }
+
+  // Scales, then minima.
+  [[gnu::always_inline]] Float load_scale(size_t i, int v) const {
+    return Dot::load(scales_ + i * kNr + v * Dot::kLanes);
+  }
+
+  const typename Operands::Type operands_;
+  const uint8_t* codes_;
+  const float* scales_;
+  RowPointers<kRows> act_;
+  const char* act_groups_;
+  Fetch fetch_;
+};
+
+using GemmTile = void(const TileOperands&, float* dst, size_t dst_stride, bool is_first, Fetch&);
+
+// dst += act x weight, for sub-blocks of one super-block. Deferred d are left out.
+template <int kBits, Scaling kScaling, int kRows>
+void gemm_tile(const TileOperands& operands, float* dst, size_t dst_stride, bool, Fetch& fetch) {
+  TileLoop<kBits, kScaling, kRows> loop(operands, fetch);
+  CInMemory<kRows> c = {dst, dst_stride};
+  const size_t sub_blocks = operands.sub_blocks;
+  for (size_t i = 0; i < sub_blocks; i += act_span(kScaling)) loop.add_span(c, 0);
+  fetch = loop.fetch();
+}
+
+// dst += act x weight, or dst = act x weight for the first sub-blocks of k, with C in registers.
+template <int kBits, Scaling kScaling, int kRows>
+void gemm_tile_in_registers(const TileOperands& operands, float* dst, size_t dst_stride,
+                            bool is_first, Fetch& fetch) {
+  TileLoop<kBits, kScaling, kRows> loop(operands, fetch);
+  const size_t sub_blocks = operands.sub_blocks;
+  CInRegisters<kRows> c;
+  if constexpr (defers_d(kScaling)) {
+    const float* d = operands.d;
+    for (size_t i = 0; i < sub_blocks; i += kSubBlocks, d += kNr) {
+      c.clear();
+#pragma GCC unroll 1
+      for (size_t j = 0; j < kSubBlocks; j += act_span(kScaling)) loop.add_span(c, 0);
+      add_deferred(c.c, d, is_first && i == 0, dst, dst_stride);
+    }
+  } else {
+    const size_t gap = operands.gap;
+    c.clear();
+    if (!is_first) c.load(dst, dst_stride);
+    for (size_t i = 0; i < sub_blocks;) {
+      i += act_span(kScaling);
+      loop.add_span(c, i % kSubBlocks == 0 ? gap : 0);
+    }
+    c.store(dst, dst_stride);
+  }
+  fetch = loop.fetch();
+}
 
 }  // namespace
 }  // namespace ktk::llamafile

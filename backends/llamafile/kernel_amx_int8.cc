@@ -1,23 +1,35 @@
-// AMX-INT8: Sapphire Rapids and later servers.
+// AMX-INT8: Sapphire Rapids and later servers. Few rows wait for memory, or for operands: weights
+// are decoded as they are read.
 #include "llamafile/amx.h"
-#include "llamafile/variant.h"
+#include "llamafile/by_element.h"
+#include "llamafile/floats/kernel.h"
+#include "llamafile/gemm.h"
+#include "llamafile/gemv.h"
 
 namespace ktk::llamafile {
 namespace {
 
-// Few rows wait for memory, or for the operands: they are decoded as they are read.
-constexpr ktk_ukernel kAmxUkernels[] = {
-    ukernel("vnni_4x32", Dot::kMaxRows, either<multiply, floats::multiply<Dot>>),
-    ukernel("amx_32x32", either<multiply_amx, floats::multiply<Dot>>, amx_scratch_size),
+struct Blocks {
+  using Weight = BlockWeight;
+  using Act = BlockAct;
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemv_2x32_avx512_vnni", kGemvRows, multiply_few),
+      ukernel("gemm_4x32_avx512_vnni", Dot::kMaxRows, multiply),
+      ukernel("gemm_32x32_amx_int8", multiply_amx, amx_scratch_size),
+  };
 };
-constexpr ktk_variant kOthers = make_table(kAmxUkernels);
+constexpr ktk_variant kBlocks = make_variant<Blocks>();
+constexpr ktk_variant kFloats = make_variant<FloatVariant<floats::multiply<Dot>>>();
+
+struct Variant : ByElement<kBlocks, kFloats>, AmxVariant {
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
+      ukernel<1>("gemm_4x32_avx512_vnni", Dot::kMaxRows),
+      ukernel<2>("gemm_32x32_amx_int8"),
+  };
+};
 
 }  // namespace
 }  // namespace ktk::llamafile
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(llamafile);
-constexpr ktk_variant KTK_VARIANT(llamafile) =
-    ktk::llamafile::WithBf16<ktk::llamafile::kOthers>::make(ktk::llamafile::kTileRows,
-                                                            ktk::enter_amx, ktk::leave_amx);
-}
+KTK_EXPORT_VARIANT(llamafile, ktk::llamafile::Variant)

@@ -1,17 +1,26 @@
 // 256 bits: plain AVX2, and AVX-VNNI, which client CPUs without AVX-512 have.
+#include "llamafile/by_element.h"
+#include "llamafile/floats/kernel.h"
 #include "llamafile/gemm.h"
-#include "llamafile/variant.h"
 
 namespace ktk::llamafile {
 namespace {
 
-constexpr ktk_variant kOthers = make_table(kUkernels);
+constexpr char kName[] = "gemm_4x16_" KTK_STRING(KTK_TARGET);
+
+struct Blocks {
+  using Weight = BlockWeight;
+  using Act = BlockAct;
+  static constexpr ktk_ukernel kUkernels[] = {ukernel(kName, multiply)};
+};
+constexpr ktk_variant kBlocks = make_variant<Blocks>();
+constexpr ktk_variant kFloats = make_variant<FloatVariant<floats::multiply<Dot>>>();
+
+struct Variant : ByElement<kBlocks, kFloats> {
+  static constexpr ktk_ukernel kUkernels[] = {ukernel<0>(kName)};
+};
 
 }  // namespace
 }  // namespace ktk::llamafile
 
-extern "C" {
-extern const ktk_variant KTK_VARIANT(llamafile);
-constexpr ktk_variant KTK_VARIANT(llamafile) =
-    ktk::llamafile::WithBf16<ktk::llamafile::kOthers>::make();
-}
+KTK_EXPORT_VARIANT(llamafile, ktk::llamafile::Variant)

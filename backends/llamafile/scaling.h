@@ -1,120 +1,80 @@
-// Scales and minima of a run, from the header as f32.
+// Where the scales of a type are applied: per how many values, weights and activations.
 //
-//   one unit   | 32 scales | of groups of 16: 32 of the second half | minima, if the type has any |
+// "sum" is the integer sum of products of one group, "act scale" the scale of as many activations:
+//
+//             dst += ...                                                          types
+//   k32       sum * act scale * scale                                             Q4_0, Q8_0,
+//   IQ4_XS ... k32Min    the same, + (sum of activations) * min                              Q4_1,
+//   Q5_1 k16       (sum 0 * scale 0 + sum 1 * scale 1) * act scale                     NVFP4 k16Min
+//   the same, with both minima inside the brackets                      Q2_K
+//
+// In K-quants and IQ types one d spans 256 values, and applying scales is a large part of the
+// product. One act scale then spans 64 values, two sub-blocks:
+//
+//   k32MinAct64   (sum 0 * scale 0 + sum 1 * scale 1) * act scale + minima        Q4_K, Q5_K
+//   k16Act64      d * sum over 256 of (sum 0 * sub 0 + ... sum 3 * sub 3) * act scale
+//                                                                 Q3_K, Q6_K, IQ1_M, IQ2_XS, IQ2_S
+//
+// What is in the brackets of k16Act64 is an integer. Where the four sums fit 16 bits it is at most
+// 2^24, and any way to compute it is right: in floats, or in pairs of int16 (gemm_i16.h). With d in
+// it, it would have to be rounded.
 #pragma once
 
-#include "llamafile/dot.h"
+#include "llamafile/gguf/layout.h"
 
 namespace ktk::llamafile {
 namespace {
 
-// The shapes of arithmetic that types come in.
-template <bool kHalves_, bool kMins_, bool kPairs_ = false>
-struct Shape {
-  static constexpr bool kHalves = kHalves_;  // a unit has two groups of 16
-  static constexpr bool kMins = kMins_;
-  static constexpr bool kPairs = kPairs_;  // two units meet one act scale
-  static constexpr size_t kScales = kHalves ? 2 : 1;
-  static constexpr size_t kParams = kNr * kScales * (kMins ? 2 : 1);  // floats of a unit
+enum class Scaling : uint8_t { k32, k32Min, k16, k16Min, k32MinAct64, k16Act64 };
+
+constexpr Scaling scaling_of(const BlockType& type) {
+  if (type.group == 16) {
+    if (type.has_dmin) return Scaling::k16Min;
+    return type.has_sub ? Scaling::k16Act64 : Scaling::k16;
+  }
+  if (!type.has_dmin) return Scaling::k32;
+  return type.d_group == kSuperBlock ? Scaling::k32MinAct64 : Scaling::k32Min;
+}
+
+// Groups of a sub-block.
+constexpr int num_groups(Scaling s) {
+  return s == Scaling::k16 || s == Scaling::k16Min || s == Scaling::k16Act64 ? 2 : 1;
+}
+constexpr bool has_min(Scaling s) {
+  return s == Scaling::k32Min || s == Scaling::k16Min || s == Scaling::k32MinAct64;
+}
+// Sub-blocks that share an act scale.
+constexpr int act_span(Scaling s) {
+  return s == Scaling::k32MinAct64 || s == Scaling::k16Act64 ? 2 : 1;
+}
+// Whether products of a super-block are summed before they meet d.
+constexpr bool defers_d(Scaling s) { return s == Scaling::k16Act64; }
+
+// Scales and minima of a sub-block of 32 n, as f32 (weight_scales.h).
+constexpr size_t num_scales(Scaling s) { return kNr * num_groups(s) * (has_min(s) ? 2 : 1); }
+constexpr size_t kMostScales = num_scales(Scaling::k16Min);
+
+constexpr size_t kNumTypes = sizeof kTypes / sizeof *kTypes;
+
+// Something for each type: the only way from a type to code that is compiled for it.
+template <class T>
+struct TypeTable {
+  T of[kNumTypes];
+  constexpr const T& operator[](const BlockType& type) const { return of[&type - kTypes]; }
 };
-using Plain = Shape<false, false>;
-using Mins = Shape<false, true>;
-using Halves = Shape<true, false>;
-using HalvesMins = Shape<true, true>;
-using PairsMins = Shape<false, true, true>;
-using PairsHalves = Shape<true, false, true>;  // of the types that sum runs
 
-constexpr size_t kMaxParams = HalvesMins::kParams;
-
-// The functions of normal.h, for a register of columns.
-inline Dot::Float load_half_e8m0(const uint8_t* d) {
-  const Dot::Int e = Dot::load_u8_int(d);
-  // The second is larger for e < 2 only: the subnormal ones.
-  return Dot::as_float(Dot::max_int(Dot::shift_left_int<23>(Dot::add(e, Dot::set1_int(-1))),
-                                    Dot::shift_left_int<21>(Dot::add(e, Dot::set1_int(1)))));
+template <size_t kType, class Table, class Choose>
+constexpr void fill_types(Table& table, Choose choose) {
+  table.of[kType] = choose.template operator()<kType>();
+  if constexpr (kType > 0) fill_types<kType - 1>(table, choose);
 }
 
-inline Dot::Float load_half_ue4m3(const uint8_t* d) {
-  const Dot::Int x = Dot::load_u8_int(d);
-  const Dot::Int unsigned_x = Dot::bit_and(x, Dot::set1_int(0x7f));
-  const Dot::Float normal =
-      Dot::as_float(Dot::add(Dot::shift_left_int<20>(unsigned_x), Dot::set1_int(119 << 23)));
-  const Dot::Float subnormal = Dot::mul(Dot::convert(unsigned_x), Dot::set1(0x1p-10f));
-  const Dot::Float value = Dot::select_below(unsigned_x, 8, subnormal, normal);
-  // NaN is 127, and counts as 0.
-  const Dot::Float beyond = Dot::select_below(x, 128, Dot::set1(0), value);
-  return Dot::select_below(x, 127, value, beyond);
-}
-
-inline Dot::Float load_d(const BlockType& type, const uint8_t* d) {
-  switch (type.d_kind) {
-    case DKind::kF16:
-      return Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(d)),
-                      Dot::set1(type.constant));
-    case DKind::kE8M0:
-      return load_half_e8m0(d);
-    case DKind::kUe4m3:
-      return load_half_ue4m3(d);
-  }
-  __builtin_unreachable();
-}
-
-inline Dot::Float load_dmin(const uint8_t* dmin, Dot::Float factor) {
-  return Dot::mul(Dot::load_f16(reinterpret_cast<const uint16_t*>(dmin)), factor);
-}
-
-// Minima of halves come with this factor: they are multiplied with ActGroup::comp.
-constexpr float kMinOfHalf = -1.0f / kOffset;
-
-// A factor of the scales of types that sum runs, which meet d after the sum (run_sums.h). With
-// 2^-20 the sum of a run is no larger than the activations, so that only d can bring the product
-// out of the range of f32.
-constexpr float kRunFactor = 0x1p-20f;
-
-// All products here are exact, see normal.h.
-inline void load_params(const BlockType& type, const Header& at, const uint8_t* run, size_t units,
-                        float* params) {
-  const bool halves = type.group == 16;
-  const size_t groups = halves ? 2 : 1;                                      // of a unit
-  const size_t d_step = type.d_group > kSubBlock ? 0 : d_bytes(type) * kNr;  // of a group
-  const size_t unit_params = groups * kNr * (type.has_dmin ? 2 : 1);
-  const Dot::Float min_factor = Dot::set1(halves ? kMinOfHalf : 1.0f);
-  for (size_t c = 0; c < kNr; c += Dot::kLanes) {
-    const uint8_t *of_d = run + at.d + c * d_bytes(type), *of_dmin = run + at.dmin + 2 * c;
-    const uint8_t *sub = run + at.sub + c, *min = run + at.min + c;
-    Dot::Float d = load_d(type, of_d), dmin{};
-    if (type.has_dmin) dmin = load_dmin(of_dmin, min_factor);
-    if (sums_runs(type)) d = Dot::set1(kRunFactor);
-    for (size_t unit = 0; unit < units; ++unit) {
-      float* to = params + unit * unit_params + c;
-      for (size_t g = 0; g < groups; ++g, to += kNr) {
-        if (d_step && unit + g > 0) {
-          d = load_d(type, of_d += d_step);
-          if (type.has_dmin) dmin = load_dmin(of_dmin += d_step, min_factor);
-        }
-        Dot::store(to, type.has_sub ? Dot::mul(d, Dot::load_i8(sub)) : d);
-        if (type.has_dmin) {
-          Dot::store(to + groups * kNr, type.has_min ? Dot::mul(dmin, Dot::load_u8(min)) : dmin);
-        }
-        sub += kNr;
-        min += kNr;
-      }
-    }
-  }
-}
-
-// The same for so many units from `run` on: whole runs, and the last one of a block. Returns where
-// they end.
-inline const uint8_t* load_stretch_params(const BlockLayout& layout, size_t unit_params,
-                                          const uint8_t* run, size_t units, float* params) {
-  for (size_t count; units > 0; units -= count) {
-    count = smaller(kSubBlocks, units);
-    const Header& at = layout.header_of(count);
-    load_params(layout.type, at, run, count, params);
-    params += count * unit_params;
-    run += at.end + count * sub_block_bytes(layout.type);
-  }
-  return run;
+// type_table([]<size_t kType> { return &multiply<kTypes[kType].bits, scaling_of(kTypes[kType])>; })
+template <class Choose>
+constexpr auto type_table(Choose choose) {
+  TypeTable<decltype(choose.template operator()<0>())> table = {};
+  fill_types<kNumTypes - 1>(table, choose);
+  return table;
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Rows <-> blocks of 32 columns.
+// Rows <-> blocks of 32 n.
 #pragma once
 
 #include <string.h>
@@ -10,8 +10,6 @@ namespace ktk::llamafile::floats {
 namespace {
 
 constexpr size_t kDepth = 32;  // of a square that is transposed
-
-inline size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 // The square rests in L1 while it is transposed: rows of a matrix may be a power of two apart.
 template <class T>

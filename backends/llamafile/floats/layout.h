@@ -1,30 +1,27 @@
 // F32 and F16 as they are, only in another order:
 //
-//   block of 32 columns         depth k
-//   [k 0][k 1] ... [k K-1]      [c][c+1] ... [c+31]     64 bytes of halves, 128 of f32
+//   block of 32 n               depth k
+//   [k 0][k 1] ... [k K-1]      [n][n+1] ... [n+31]     64 bytes of halves, 128 of f32
 //
 // A product reads one block after the other, each from its first byte to its last, whatever the
 // number of rows. n is padded with zeros, k is not padded.
 #pragma once
 
+#include "gemm/math.h"
 #include "ktk/abi.h"
 
 namespace ktk::llamafile::floats {
 namespace {
 
 constexpr size_t kNr = 32;
-constexpr size_t kLine = 64;
 
-inline bool is_float(const ktk_format& format) {
-  return format.element == KTK_F32 || format.element == KTK_F16;
-}
 inline size_t element_bytes(const ktk_matrix* matrix) {
   return matrix->format.element == KTK_F32 ? 4 : 2;
 }
 inline size_t block_bytes(const ktk_matrix* matrix) {
   return matrix->k * kNr * element_bytes(matrix);
 }
-// Where column n, a multiple of 32, starts.
+// Where n, a multiple of 32, starts.
 inline size_t weight_offset(const ktk_matrix* matrix, size_t n) {
   return n / kNr * block_bytes(matrix);
 }

@@ -48,18 +48,6 @@ struct BlockType {
   int8_t table[16];  // zeros behind the last entry
 };
 
-// Whether products are summed over a super-block before they meet d (run_sums.h).
-constexpr bool sums_runs(const BlockType& type) {
-  return type.group == 16 && type.has_sub && !type.has_dmin;
-}
-
-// Whether an activation scale spans two sub-blocks, 64 values, because applying scales is a large
-// part of the product: with a d per 256 values, and besides subs either minima or groups of 16.
-constexpr bool pairs_units(const BlockType& type) {
-  const bool has_mins_of_32 = type.has_dmin && type.group == 32 && type.d_group == kSuperBlock;
-  return sums_runs(type) || has_mins_of_32;
-}
-
 // Up to 256 values of a weight row. Decoders write no more than the whole blocks that they are
 // given.
 struct SuperBlock {

@@ -1,4 +1,4 @@
-"""Sums of products that are multiplied as words, and those that are too large for that.
+"""Sums of products that are multiplied as pairs of int16, and those that are too large for that.
 
 Types with an integer per 16 columns and one d per 256 multiply two sums at once where both have 16
 bits (backends/llamafile/gemm_i16.h). Rows must not depend on what their neighbours allow.

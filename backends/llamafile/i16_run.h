@@ -1,0 +1,102 @@
+// Weights for products in pairs of int16 (gemm_i16.h), in scratch: operands, and the scales that
+// their sums meet; and the bound that says whether sums fit.
+//
+//   scratch   | operands of up to eight super-blocks | their scales |
+//
+//   scales    | sub 0, sub 1 of 32 n | the same of sub-blocks 1 to 7 | d of 32 n, f32 |
+#pragma once
+
+#include "llamafile/kernel.h"
+#include "llamafile/operands.h"
+#include "llamafile/weight_scales.h"
+
+namespace ktk::llamafile {
+namespace {
+
+// Tiles read operands from L2 as fast as from L1, and take time to begin and to end: 8 super-blocks
+// instead of 3 give 2 %.
+constexpr size_t kI16Slabs = 8;
+constexpr size_t kI16Scales = (kSubBlocks + 1) * kNr;  // of a super-block
+constexpr size_t kI16Operands = kI16Slabs * kSubBlocks * kOperandBytes;
+constexpr size_t kI16Scratch = kI16Operands + kI16Slabs * kI16Scales * sizeof(int32_t);
+
+// A SquaredNorm for each sub-block of a super-block.
+struct alignas(8) Norms {
+  SquaredNorm of_sub_block[kSubBlocks];
+};
+
+inline __m128i load_norms(const void* norms) {
+  return _mm_loadl_epi64(static_cast<const __m128i*>(norms));
+}
+inline void store_norms(Norms* to, __m128i norms) {
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(to), norms);
+}
+
+// The bound of Cauchy and Schwarz: |sum of w * a| <= |w| * |a|, so that the sum of a group fits
+// int16 where the squared norm of the weights times that of the activations is at most 32767^2.
+// Returns the largest norms of activations for which it does, beside weights of these squared
+// norms.
+inline Norms largest_norms_that_fit_i16(const int32_t (&weights)[kSubBlocks]) {
+  // Rounded down, with room for the error of the division.
+  const __m256 quotient = _mm256_div_ps(
+      _mm256_set1_ps(32767.0f * 32767.0f / kNormUnit * (1 - 0x1p-20f)),
+      _mm256_cvtepi32_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(weights))));
+  const __m256i limits =
+      _mm256_min_epi32(_mm256_cvttps_epi32(quotient), _mm256_set1_epi32(kNoNorm - 1));
+  Norms result;
+  store_norms(&result, _mm256_cvtepi32_epi8(limits));
+  return result;
+}
+
+inline bool sums_fit_i16(const Norms& act, const Norms& limits) {
+  const __m128i beyond = _mm_subs_epu8(load_norms(&act), load_norms(&limits));
+  return _mm_testz_si128(beyond, beyond);
+}
+
+// Writes operands of a super-block. Returns what norms of activations may be.
+template <int kBits>
+Norms write_i16_operands(const CodeTable& table, const uint8_t* sub_block, uint8_t* to) {
+  static_assert(Dot::kWeightOffset == kOffset);
+  const Codes<kBits> codes(table);
+  int32_t squares[kSubBlocks];
+  for (int32_t& of_sub_block : squares) {
+    Dot::Int largest = Dot::set1_int(1);
+#pragma GCC unroll 2
+    for (size_t at = 0; at < kPlaneBytes; at += sizeof(Dot::Int)) {
+      Dot::Int of_half[2] = {Dot::set1_int(0), Dot::set1_int(0)};
+      unroll<kSteps>([&]<size_t kStep>() __attribute__((always_inline)) {
+        const Dot::Int operand = codes.template operand<kStep>(sub_block + at);
+        Dot::store_bytes(to + at + kStep * kPlaneBytes, operand);
+        const Dot::Int size = _mm512_abs_epi8(_mm512_xor_si512(operand, Dot::set1_byte(kOffset)));
+        Dot::Int& sum = of_half[2 * kStep / kSteps];
+        sum = Dot::dot(sum, size, size);
+      });
+      largest = _mm512_max_epi32(largest, _mm512_max_epi32(of_half[0], of_half[1]));
+    }
+    of_sub_block = _mm512_reduce_max_epi32(largest);
+    sub_block += kBits * kPlaneBytes;
+    to += kOperandBytes;
+  }
+  return largest_norms_that_fit_i16(squares);
+}
+
+// Pairs of subs of the two halves of a sub-block, then d.
+inline void write_i16_scales(const BlockType& type, const Header& at, const uint8_t* super_block,
+                             int32_t* to) {
+  const uint8_t* sub = super_block + at.sub;
+  for (size_t i = 0; i < kSubBlocks; ++i, sub += 2 * kNr, to += kNr) {
+    for (size_t n = 0; n < kNr; n += Dot::kLanes) {
+      const Dot::Int low = _mm512_cvtepi8_epi32(load_bytes(sub + n));
+      const Dot::Int high = _mm512_cvtepi8_epi32(load_bytes(sub + kNr + n));
+      Dot::store_bytes(to + n,
+                       _mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_slli_epi32(high, 16)));
+    }
+  }
+  for (size_t n = 0; n < kNr; n += Dot::kLanes) {
+    Dot::store(reinterpret_cast<float*>(to) + n,
+               load_d(type, super_block + at.d + n * d_bytes(type)));
+  }
+}
+
+}  // namespace
+}  // namespace ktk::llamafile
