@@ -23,6 +23,7 @@
 //                            of the block each time
 //   slabs()                  the depth in units that runs may be cut at
 //   offset(slab)             where a slab is in a block; offset(slabs()) bytes are a block
+//   kRunSlabs, or kRunBytes  a run, if it shall be other than what stays in L1
 //   tile(tile)               adds the products of a run, in all passes
 //   begin_block(block, dst)  if there is anything to do ahead of the runs of a block,
 //   prepare_run(run)         ahead of the tiles of a run,
