@@ -27,6 +27,9 @@
 //   tile(tile)               adds the products of a run, in all passes
 //   begin_block(block, dst)  if there is anything to do ahead of the runs of a block,
 //   prepare_run(run)         ahead of the tiles of a run,
+//   kFetchesNextRun          prepare_run reads all of a run, more than L1 holds: tiles then fetch
+//   the
+//                            run after theirs, into L2, however short the distance for others is
 //   begin_run(run, fetch)    ahead of the tiles of a run, which then do not fetch: they multiply
 //                            what this decodes,
 //   end_block(n, dst)        and after the runs
@@ -93,10 +96,13 @@ inline void gemm(const ktk_matmul* mm) {
   const size_t run = run_slabs(kernel, is_alone);
   const ktk_fetch& policy =
       kDecodes ? mm->prefetch->decode : fetch_policy(mm, tiles, Kernel::kLineProducts);
-  const size_t ahead = policy.ahead;
+  constexpr bool kNextRun = requires { Kernel::kFetchesNextRun; };
+  size_t ahead = policy.ahead;
+  if (kNextRun && ahead > 0 && ahead < kernel.offset(run)) ahead = kernel.offset(run);
+  const bool into_l1 = !kNextRun && policy.cache == 1;
   // For tiles that fetch `step` bytes for every line that they use, from `offset` on.
   const auto fetch_from = [&](size_t offset, size_t step) {
-    return Fetch{stream.at(offset + ahead), ahead ? step : 0, policy.cache == 1};
+    return Fetch{stream.at(offset + ahead), ahead ? step : 0, into_l1};
   };
   Tile tile;
   tile.act_stride = mm->act_stride;

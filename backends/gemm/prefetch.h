@@ -78,7 +78,12 @@ struct Fetch {
     line += step;
   }
 
-  // The same in one piece, for straight code so long that gcc 12 spills registers where it
+  // So many adjacent lines, into L2.
+  void next_lines(size_t count) {
+    for (size_t i = 0; i < count; ++i, line += kLine) prefetch_l2(line);
+  }
+
+  // next() in one piece, for straight code so long that gcc 12 spills registers where it
   // branches.
   void next_unseen() {
 #if defined(__x86_64__)

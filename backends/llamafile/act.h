@@ -1,7 +1,7 @@
 // Activation codec: rows of f32 to int8 with a scale per 32 values, and back. Where a scale spans
 // 64 values (scaling.h), two groups have the same one, and all else is the same.
 //
-//   one row   [k codes][ActGroup per unit of 32][length per unit][zeros]
+//   one row   [k codes][ActGroup per 32 values][SquaredNorm per 32 values][zeros]
 //
 // scale = absmax / 127, code = x / scale to nearest even. Where there is a NaN or Inf, the scale is
 // NaN and codes are 0. Rows are an odd number of cache lines long: 16 rows at a power of two would

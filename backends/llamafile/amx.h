@@ -49,6 +49,7 @@ class GemmAmx : public KernelBase {
   static constexpr size_t kRowStep = kAmxRows;
   static constexpr size_t kLineProducts = 1;
   static constexpr size_t kRunSlabs = 2;
+  static constexpr bool kFetchesNextRun = true;
 
   explicit GemmAmx(const ktk_matmul* mm)
       : KernelBase(mm),

@@ -42,6 +42,7 @@ class Gemm : public KernelBase {
           .scales = scales_ + n,
           .d = nullptr,
           .sub_blocks = count,
+          .lines_to_fetch = 0,
           .act = act(t, at),
           .act_groups = act_groups(t, at),
           .act_stride = t.act_stride,

@@ -142,7 +142,7 @@ void gemm_i16_tile(const I16Operands& from, float* dst, size_t dst_stride, bool 
 #pragma GCC unroll 2
       for (int of_span = 0; of_span < 2; ++of_span) {
         Int sums[kRows][kVectors];
-        for (size_t l = 0; l < lines; ++l) fetch.next();
+        fetch.next_lines(lines);
         sum_pairs<kRows>(sums, operands, act, act_groups);
         act.advance(kSubBlock);
 #pragma GCC unroll 4
@@ -184,6 +184,7 @@ class GemmI16 : public KernelBase {
   static constexpr size_t kMr = Dot::kMaxHalfRowsInRegisters;
   static constexpr size_t kLineProducts = line_products(kBits);
   static constexpr size_t kRunSlabs = kI16Slabs;
+  static constexpr bool kFetchesNextRun = true;
 
   explicit GemmI16(const ktk_matmul* mm)
       : KernelBase(mm),
@@ -226,10 +227,7 @@ class GemmI16 : public KernelBase {
 
   // Called for all tiles of rows in their order.
   void tile(const Tile& t) {
-    // So many lines in every sub-block.
-    const size_t bytes = offset(t.end) - offset(t.begin);
-    const size_t lines =
-        ceil_div(t.fetch.step * (bytes / kLine), sub_blocks(t.begin, t.end) * kLine);
+    const size_t lines = lines_to_fetch(t);
     Fetch fetch = {t.fetch.line, kLine, t.fetch.into_l1};
     for (size_t slab = t.begin, end; slab < t.end; slab = end) {
       for (end = slab;
@@ -276,6 +274,7 @@ class GemmI16 : public KernelBase {
             .scales = scales,
             .d = d,
             .sub_blocks = kSubBlocks,
+            .lines_to_fetch = 0,
             .act = act(t, slab * kSubBlocks),
             .act_groups = act_groups(t, slab * kSubBlocks),
             .act_stride = t.act_stride,

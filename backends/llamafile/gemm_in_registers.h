@@ -27,6 +27,7 @@ class GemmInRegisters : public KernelBase {
   // Every tile takes time to begin and to end, so runs are long: tiles read codes from L2 as fast
   // as from L1.
   static constexpr size_t kRunSlabs = 8;
+  static constexpr bool kFetchesNextRun = true;
 
   explicit GemmInRegisters(const ktk_matmul* mm)
       : KernelBase(mm),
@@ -54,20 +55,18 @@ class GemmInRegisters : public KernelBase {
   }
 
   void tile(const Tile& t) const {
-    Fetch fetch = t.fetch;
-    // Lines that tiles use are not those of weights: there are headers, and operands are longer.
     const size_t count = sub_blocks(t.begin, t.end);
-    fetch.step =
-        ceil_div(fetch.step * (offset(t.end) - offset(t.begin)), count * kBits * kPlaneBytes);
+    const size_t lines = ceil_div(lines_to_fetch(t), passes(t.rows));
+    Fetch fetch = {t.fetch.line, kLine, t.fetch.into_l1};
     // The header of a shorter super-block is shorter, so that it is not read in one go with others.
     const size_t whole = count / kSubBlocks * kSubBlocks;
-    if (whole > 0) add(t, 0, whole, fetch);
-    if (whole < count) add(t, whole, count - whole, fetch);
+    if (whole > 0) add(t, 0, whole, lines, fetch);
+    if (whole < count) add(t, whole, count - whole, lines, fetch);
   }
 
  private:
   // Sub-blocks from number `first` of the run on.
-  void add(const Tile& t, size_t first, size_t count, Fetch& fetch) const {
+  void add(const Tile& t, size_t first, size_t count, size_t lines, Fetch& fetch) const {
     const size_t slab = t.begin + first / kSubBlocks, at = slab * kSubBlocks;
     const uint8_t* from = kExpands ? operands_ + first * kOperandBytes
                                    : codes(super_block(t, slab), smaller(count, kSubBlocks));
@@ -80,6 +79,7 @@ class GemmInRegisters : public KernelBase {
               .scales = scales_ + first * num_scales(kScaling) + n,
               .d = d_ + first / kSubBlocks * kNr + n,
               .sub_blocks = count,
+              .lines_to_fetch = lines,
               .act = act(t, at),
               .act_groups = act_groups(t, at),
               .act_stride = t.act_stride,

@@ -27,6 +27,7 @@ struct TileOperands {
   const float* scales;   // first n of the tile, first sub-block (weight_scales.h)
   const float* d;        // deferred ones: first n of the tile, first super-block
   size_t sub_blocks;
+  size_t lines_to_fetch;   // in every sub-block, by tiles with C in registers
   const char* act;         // first row, first sub-block
   const char* act_groups;  // ActGroup of the first row, first sub-block
   size_t act_stride;       // bytes between rows, of both
@@ -59,6 +60,7 @@ struct TileCodes {
 template <int kRows>
 struct CInMemory {
   static constexpr int kRegisters = 0;
+  static constexpr bool kFetchesAtOnce = false;
   float* dst;
   size_t stride;
   float* row = nullptr;
@@ -75,6 +77,7 @@ struct CInMemory {
 template <int kRows>
 struct CInRegisters {
   static constexpr int kRegisters = kRows * kVectors;
+  static constexpr bool kFetchesAtOnce = true;  // a part of the next run in every sub-block
   Dot::Float c[kRows][kVectors];
 
   [[gnu::always_inline]] void begin_rows() {}
@@ -85,17 +88,19 @@ struct CInRegisters {
     c[r][v] = finish(c[r][v]);
   }
   [[gnu::always_inline]] void load(const float* dst, size_t stride) {
+    dst = hidden(dst);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r, dst += stride) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) c[r][v] = Dot::load(dst + r * stride + v * Dot::kLanes);
+      for (int v = 0; v < kVectors; ++v) c[r][v] = Dot::load(dst + v * Dot::kLanes);
     }
   }
   [[gnu::always_inline]] void store(float* dst, size_t stride) const {
+    dst = hidden(dst);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kRows; ++r, dst += stride) {
 #pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) Dot::store(dst + r * stride + v * Dot::kLanes, c[r][v]);
+      for (int v = 0; v < kVectors; ++v) Dot::store(dst + v * Dot::kLanes, c[r][v]);
     }
   }
   [[gnu::always_inline]] void clear() {
@@ -123,7 +128,8 @@ class TileLoop {
         scales_(t.scales),
         act_(t.act, t.act_stride),
         act_groups_(t.act_groups),
-        fetch_(fetch) {}
+        fetch_(fetch),
+        lines_to_fetch_(t.lines_to_fetch) {}
 
   const Fetch& fetch() const { return fetch_; }
 
@@ -135,7 +141,8 @@ class TileLoop {
     for (int i = 0; i < E::kSpan; ++i) {
       Int sums[kGroups][kRows][kVectors];
       begin(sums);
-      add_products(sums);
+      if constexpr (C::kFetchesAtOnce) fetch_.next_lines(lines_to_fetch_);
+      add_products<!C::kFetchesAtOnce>(sums);
       act_.advance(kSubBlock);
 #pragma GCC unroll 4
       for (auto& row : act_.third) row = hidden(row);
@@ -167,12 +174,13 @@ class TileLoop {
   }
 
   // Step by step: codes are read in the order of memory, and for each line of them one is fetched.
+  template <bool kFetches>
   [[gnu::always_inline]] void add_products(Int (&sums)[kGroups][kRows][kVectors]) {
     unroll<kSteps>([&]<size_t kStep>() __attribute__((always_inline)) {
       constexpr size_t kLines = kBits * kTileNr * 4 / kLine;  // of a sub-block
       constexpr size_t kToFetch = kLines * (kStep + 1) / kSteps - kLines * kStep / kSteps;
 #pragma GCC unroll 2
-      for (size_t i = 0; i < kToFetch; ++i) fetch_.next_unseen();
+      for (size_t i = 0; i < (kFetches ? kToFetch : 0); ++i) fetch_.next_unseen();
       // The plane of fifth bits is loaded for each step: kept, it would push sums out of registers.
       if constexpr (kBits == 5 && sizeof(Int) == 32) codes_ = hidden(codes_);
       Int operand[kVectors];
@@ -251,6 +259,7 @@ class TileLoop {
   RowPointers<kRows> act_;
   const char* act_groups_;
   Fetch fetch_;
+  const size_t lines_to_fetch_;
 };
 
 using GemmTile = void(const TileOperands&, float* dst, size_t dst_stride, bool is_first, Fetch&);

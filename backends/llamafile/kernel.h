@@ -39,6 +39,11 @@ class KernelBase {
       visit(super_block(run, slab), sub_blocks(slab, slab + 1), done);
     }
   }
+  // What a tile fetches in every sub-block, for its share of the run.
+  size_t lines_to_fetch(const Tile& t) const {
+    const size_t bytes = (offset(t.end) - offset(t.begin)) / kLine * t.fetch.step;
+    return ceil_div(bytes, sub_blocks(t.begin, t.end) * kLine);
+  }
   // Act values, and ActGroups, of a tile's first row at sub-block number `at` of k.
   static const char* act(const Tile& t, size_t at) { return t.act + at * kSubBlock; }
   const char* act_groups(const Tile& t, size_t at) const {
