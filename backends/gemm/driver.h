@@ -22,7 +22,8 @@
 //   passes(rows)             how often a tile of so many rows goes over a run, for some columns
 //                            of the block each time
 //   slabs()                  the depth in units that runs may be cut at
-//   offset(slab)             where a slab is in a block; offset(slabs()) bytes are a block
+//   offset(slab)             where a slab is in a block, perhaps behind a header; offset(slabs())
+//                            bytes are a block
 //   kRunSlabs, or kRunBytes  a run, if it shall be other than what stays in L1
 //   tile(tile)               adds the products of a run, in all passes
 //   begin_block(block, dst)  if there is anything to do ahead of the runs of a block,
@@ -111,6 +112,8 @@ inline void gemm(const ktk_matmul* mm) {
   for (size_t n = mm->n_begin; n < mm->n_end; n += Kernel::kNr, block_offset += block_bytes) {
     tile.block = stream.begin + block_offset;
     float* const dst = mm->dst + (n - mm->n_begin);
+    Fetch header = fetch_from(block_offset, kLine);
+    for (size_t at = 0; at < kernel.offset(0); at += kLine) header.next();
     if constexpr (requires { kernel.begin_block(tile.block, dst); }) {
       kernel.begin_block(tile.block, dst);
     }

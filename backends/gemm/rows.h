@@ -7,22 +7,27 @@
 namespace ktk {
 namespace {
 
-// Pointers three rows apart; the stride times 0, 1, 2 is left to addressing modes, so that 12 rows
-// take five registers.
-template <size_t kRows>
+// Pointers kApart rows apart. Three: the stride times 0, 1, 2 is left to addressing modes, so that
+// 12 rows take five registers.
+template <size_t kRows, size_t kApart = 3>
 struct RowPointers {
-  static constexpr size_t kCount = (kRows + 2) / 3;
-  const char* third[kCount];
+  static constexpr size_t kCount = ceil_div(kRows, kApart);
+  const char* pointers[kCount];
   size_t stride;
 
   RowPointers(const char* act, size_t act_stride) : stride(act_stride) {
-#pragma GCC unroll 4
-    for (size_t i = 0; i < kCount; ++i) third[i] = act + 3 * i * stride;
+#pragma GCC unroll 6
+    for (size_t i = 0; i < kCount; ++i) pointers[i] = act + kApart * i * stride;
   }
-  const char* row(size_t i) const { return third[i / 3] + i % 3 * stride; }
+  const char* row(size_t i) const { return pointers[i / kApart] + i % kApart * stride; }
   void advance(ptrdiff_t bytes) {
-#pragma GCC unroll 4
-    for (size_t i = 0; i < kCount; ++i) third[i] = third[i] + bytes;
+#pragma GCC unroll 6
+    for (size_t i = 0; i < kCount; ++i) pointers[i] = pointers[i] + bytes;
+  }
+  // Between two uses of all rows: the compiler does not keep the address of every row for the next.
+  void forget_rows() {
+#pragma GCC unroll 6
+    for (size_t i = 0; i < kCount; ++i) pointers[i] = hidden(pointers[i]);
   }
 };
 

@@ -59,7 +59,7 @@ template <size_t kFirst, int kRows>
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
-      const Dot::Int four = Dot::broadcast_row<kKr * kStep>(act.third[r / 3], act.stride, r % 3);
+      const Dot::Int four = Dot::broadcast_row<kKr * kStep>(act.pointers[r / 3], act.stride, r % 3);
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
     }
@@ -145,8 +145,7 @@ void gemm_i16_tile(const I16Operands& from, float* dst, size_t dst_stride, bool 
         fetch.next_lines(lines);
         sum_pairs<kRows>(sums, operands, act, act_groups);
         act.advance(kSubBlock);
-#pragma GCC unroll 4
-        for (auto& row : act.third) row = hidden(row);
+        act.forget_rows();
         operands += kOperandBytes;
         Int sub[kVectors];
 #pragma GCC unroll 2

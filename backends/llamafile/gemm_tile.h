@@ -144,8 +144,7 @@ class TileLoop {
       if constexpr (C::kFetchesAtOnce) fetch_.next_lines(lines_to_fetch_);
       add_products<!C::kFetchesAtOnce>(sums);
       act_.advance(kSubBlock);
-#pragma GCC unroll 4
-      for (auto& row : act_.third) row = hidden(row);
+      act_.forget_rows();
       codes_ += kBits * kPlaneBytes;
       const bool is_last = i + 1 == E::kSpan;
       if (is_last) codes_ += gap;
@@ -193,7 +192,7 @@ class TileLoop {
       auto& of_group = sums[kStep * kGroups / kSteps];
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        const Int four = Dot::broadcast_row<kKr * kStep>(act_.third[r / 3], act_.stride, r % 3);
+        const Int four = Dot::broadcast_row<kKr * kStep>(act_.pointers[r / 3], act_.stride, r % 3);
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
           of_group[r][v] = Dot::dot(of_group[r][v], operand[v], four);

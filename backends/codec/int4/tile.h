@@ -88,8 +88,7 @@ inline void multiply_columns(const Operands& operands, const Tile& tile, size_t 
       for (size_t i = 0; i < kStepLines; ++i) fetch.next();
       add_step<Dot>(acc, codes, act);
       act.advance(kStepDepth);
-#pragma GCC unroll 4
-      for (auto& third : act.third) third = hidden(third);
+      act.forget_rows();
       codes += kStepBytes;
     } while (codes != end);
 #pragma GCC unroll 16
