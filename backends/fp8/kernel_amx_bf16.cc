@@ -6,16 +6,15 @@
 namespace ktk::fp8 {
 namespace {
 
-void multiply(const ktk_matmul* mm) {
-  dispatch(mm->matrix,
-           [&](auto codec) { multiply_amx<DecodeBf16, typename decltype(codec)::Layout>(mm); });
-}
+template <class Layout>
+using Kernel = AmxKernel<DecodeBf16, Layout>;
 
 struct Variant : AmxVariant {
   using Weight = WeightCodec;
   using Act = ActBf16;
   static constexpr ktk_isa kMoreIsa = KTK_ISA_AVX512_VBMI;
-  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_32x32", multiply, amx_scratch_size)};
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_32x32_amx_bf16", gemm_by_layout<Kernel>, amx_scratch_size)};
 };
 
 }  // namespace

@@ -30,15 +30,14 @@ struct Decoder {
   static __m256 value(__m256 sum) { return _mm256_mul_ps(sum, _mm256_set1_ps(256)); }
 };
 
-void multiply(const ktk_matmul* mm) {
-  dispatch(mm->matrix,
-           [&](auto codec) { multiply_ymm<Decoder, typename decltype(codec)::Layout>(mm); });
-}
+template <class Layout>
+using Kernel = YmmKernel<Decoder, Layout>;
 
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
-  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_6x16", multiply, ymm_scratch_size)};
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_6x16_avx2", gemm_by_layout<Kernel>, ymm_scratch_size)};
 };
 
 }  // namespace

@@ -5,10 +5,13 @@
 namespace ktk::fp8 {
 namespace {
 
+template <class Layout>
+using Kernel = ZmmKernel<DecodeF32, Layout>;
+
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
-  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_12x32", multiply<DecodeF32>)};
+  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_12x32_avx512", gemm_by_layout<Kernel>)};
 };
 
 }  // namespace

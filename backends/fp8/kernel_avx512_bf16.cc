@@ -7,11 +7,15 @@
 namespace ktk::fp8 {
 namespace {
 
+template <class Layout>
+using Kernel = ZmmKernel<DecodeBf16, Layout>;
+
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActBf16;
   static constexpr ktk_isa kMoreIsa = KTK_ISA_AVX512_VBMI;
-  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_12x32", multiply<DecodeBf16>)};
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_12x32_avx512_bf16", gemm_by_layout<Kernel>)};
 };
 
 }  // namespace

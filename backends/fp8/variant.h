@@ -3,6 +3,7 @@
 
 #include "codec/act_rows.h"
 #include "fp8/layout.h"
+#include "gemm/driver.h"
 #include "ktk/backend.h"
 
 namespace ktk::fp8 {
@@ -45,6 +46,12 @@ struct WeightCodec {
   static constexpr auto offset = weight_offset;
   static constexpr auto write = export_weight;
 };
+
+// The product, by a kernel for the layout that a matrix is stored in.
+template <template <class Layout> class Kernel>
+void gemm_by_layout(const ktk_matmul* mm) {
+  dispatch(mm->matrix, [&](auto codec) { gemm<Kernel<typename decltype(codec)::Layout>>(mm); });
+}
 
 }  // namespace
 }  // namespace ktk::fp8

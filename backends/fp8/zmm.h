@@ -70,11 +70,5 @@ struct DecodeF32 {
   __m512 value(__m512 sum) const { return _mm512_mul_ps(sum, _mm512_set1_ps(256)); }
 };
 
-template <class Decoder>
-void multiply(const ktk_matmul* mm) {
-  dispatch(mm->matrix,
-           [&](auto codec) { multiply_zmm<Decoder, typename decltype(codec)::Layout>(mm); });
-}
-
 }  // namespace
 }  // namespace ktk::fp8

@@ -10,7 +10,7 @@ struct Variant : AmxVariant {
   using Weight = WeightCodec;
   using Act = ActBf16;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_32x32", multiply_amx<DecodeBf16, Layout>, amx_scratch_size)};
+      ukernel("gemm_32x32_amx_bf16", gemm<AmxKernel<DecodeBf16, Layout>>, amx_scratch_size)};
 };
 
 }  // namespace

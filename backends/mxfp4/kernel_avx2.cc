@@ -31,7 +31,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_6x16", multiply_ymm<Decoder, Layout>, ymm_scratch_size)};
+      ukernel("gemm_6x16_avx2", gemm<YmmKernel<Decoder, Layout>>, ymm_scratch_size)};
 };
 
 }  // namespace

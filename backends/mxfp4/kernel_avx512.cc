@@ -9,7 +9,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32", multiply_zmm<DecodeF32, Layout>)};
+      ukernel("gemm_12x32_avx512", gemm<ZmmKernel<DecodeF32, Layout>>)};
 };
 
 }  // namespace

@@ -9,7 +9,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActBf16;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32", multiply_zmm<DecodeBf16, Layout>)};
+      ukernel("gemm_12x32_avx512_bf16", gemm<ZmmKernel<DecodeBf16, Layout>>)};
 };
 
 }  // namespace

@@ -1,18 +1,10 @@
-// The product of the layouts of layout.h with AMX: bf16 rows, tdpbf16ps for any number of
-// rows.
+// The product of the layouts of layout.h with AMX: bf16 rows, tdpbf16ps for any number of rows, in
+// the 2 x 2 scheme of gemm/amx.h.
 //
-//   for each block of 32 columns
-//     for each run of 256 k         decode it into scratch as B tiles, 16 KiB: stays in L1 ...
-//       for each 32 rows of act       ... while all rows, from L2, pass it
-//
-//                          B: 32 k of the run, 32 columns
-//                          tmm6            tmm7
-//   A: rows 0..15   tmm4   tmm0            tmm1
-//      rows 16..31  tmm5   tmm2            tmm3
-//
-// Scales that are powers of two are exact factors of bf16: decoding applies them, and sums stay in
-// tiles for the whole run. Any other scale waits for the sum of its group: tiles can only leave
-// through memory, so sums are stored to scratch and added to dst from there.
+// A run of 256 k is decoded into scratch as B tiles, 16 KiB that stay in L1 while all rows pass
+// them. Scales that are powers of two are exact factors of bf16: decoding applies them, and sums
+// stay in tiles for the whole run. Any other scale waits for the sum of its group: tiles can only
+// leave through memory, so sums are stored to scratch and added to dst from there.
 #pragma once
 
 #include <immintrin.h>
@@ -23,16 +15,13 @@
 namespace ktk {
 namespace {
 
-constexpr size_t kTileRows = 16;
 constexpr size_t kTileDepth = 32;
-constexpr size_t kTileBytes = 1024;
 constexpr size_t kAmxRunDepth = 256;
-constexpr size_t kAmxRunSteps = kAmxRunDepth / kStepDepth;
 
 struct AmxScratch {
   // [32 k][half] B tiles, then the sums of 32 rows x 32 columns.
-  uint8_t weights[kAmxRunDepth / kTileDepth][2][kTileBytes];
-  float sums[2 * kTileRows][kBlockCols];
+  char weights[kAmxRunDepth / kTileDepth][2][kAmxTileBytes];
+  float sums[2 * kAmxRows][kBlockCols];
 };
 
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) { return sizeof(AmxScratch); }
@@ -48,21 +37,21 @@ inline __m512i scale_pairs(__m512i pairs, __m512 scale) {
   return _mm512_ternarylogic_epi32(odd_mask, high, low, 0xca);  // mask ? high : low
 }
 
-// Decodes whole steps; `ahead` says what to fetch when a step is read.
-template <class Decoder, class Layout, class Ahead>
-inline void decode_tiles(const char* step, size_t steps, const Ahead& ahead, AmxScratch* scratch) {
+// Decodes the steps [begin, end) to B tiles.
+template <class Decoder, class Layout>
+inline void decode_tiles(const char* begin, const char* end, Fetch fetch, char* tiles) {
   using Scales = typename Layout::Scales;
   constexpr size_t kTileLines = kTileDepth / Layout::kLineDepth;
   const Decoder decoder;
-  uint8_t* out = scratch->weights[0][0];
-  for (const char* end = step + steps * Layout::kStepBytes; step != end;) {
-    const char* prefetch = ahead(step);
+  for (const char* line = begin; line != end;) {
+    const char* step_end = line + Layout::kStepBytes;
     ZmmScales<Scales> scales(nullptr);
-    scales.begin(step);
-    const char* line = step + Scales::kLineBytes;
-    step += Layout::kStepBytes;
-    if (Scales::kLineBytes) prefetch_l2(prefetch + Layout::kCodeBytes);
-    while (line != step) {
+    scales.begin(line);
+    if constexpr (Scales::kLineBytes) {
+      fetch.next();
+      line += Scales::kLineBytes;
+    }
+    for (; line != step_end; tiles += 2 * kAmxTileBytes) {
       __m512 scale[2] = {};
       if constexpr (Scales::kLineBytes) {
         scale[0] = scales.load(0);
@@ -71,144 +60,96 @@ inline void decode_tiles(const char* step, size_t steps, const Ahead& ahead, Amx
       }
       for (size_t i = 0; i < kTileLines; ++i) {
 #pragma GCC unroll 2
-        for (size_t half = 0; half < 2; ++half, line += kLine, prefetch += kLine) {
-          prefetch_l2(prefetch);
+        for (size_t half = 0; half < 2; ++half, line += kLine) {
+          fetch.next();
           const typename Decoder::Line codes = decoder.load(line);
+          char* out = tiles + half * kAmxTileBytes + i * Decoder::kVectors * kLine;
 #pragma GCC unroll 4
           for (size_t v = 0; v < Decoder::kVectors; ++v) {
             __m512i pairs = decoder.vector(codes, v);
             if constexpr (Scales::kLineBytes) pairs = scale_pairs(pairs, scale[half]);
-            _mm512_store_si512(out + half * kTileBytes + (i * Decoder::kVectors + v) * kLine,
-                               pairs);
+            _mm512_store_si512(out + v * kLine, pairs);
           }
         }
       }
-      out += 2 * kTileBytes;
     }
   }
   tile_memory_barrier();
 }
 
-// C += A x B for 32 (or 16) rows and `count` times 32 k.
+// Adds the products of 32 (or 16) rows and `count` tiles of depth.
 template <bool kBothHalves>
-inline void multiply_tiles(const char* act, size_t act_stride, const uint8_t* weights,
-                           size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    _tile_loadd(6, weights, kLine);
-    _tile_loadd(4, act, act_stride);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, weights + kTileBytes, kLine);
-    _tile_dpbf16ps(1, 4, 7);
-    if constexpr (kBothHalves) {
-      _tile_loadd(5, act + kTileRows * act_stride, act_stride);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    weights += 2 * kTileBytes;
-    act += kTileDepth * sizeof(uint16_t);
-  }
-}
-
-template <bool kBothHalves>
-inline void store_tiles(float* to, size_t stride) {
-  tile_memory_barrier();
-  _tile_stored(0, to, stride * sizeof(float));
-  _tile_stored(1, to + kHalfCols, stride * sizeof(float));
-  if constexpr (kBothHalves) {
-    _tile_stored(2, to + kTileRows * stride, stride * sizeof(float));
-    _tile_stored(3, to + kTileRows * stride + kHalfCols, stride * sizeof(float));
-  }
-  tile_memory_barrier();
-}
-
-struct AmxTile {
-  const char* act;  // first row, first k of the run
-  size_t act_stride, rows;
-  AmxScratch* scratch;
-  size_t tiles;        // of 32 k in the run
-  const char* scales;  // of the run's first group
-  float* dst;
-  size_t dst_stride;
-};
-
-template <class Layout, bool kBothHalves>
-inline void multiply_run(const AmxTile& tile) {
-  using Scales = typename Layout::Scales;
-  if constexpr (Scales::kLineBytes) {
-    const size_t stride = tile.dst_stride * sizeof(float);
-    float* lower = tile.dst + kTileRows * tile.dst_stride;
-    _tile_loadd(0, tile.dst, stride);
-    _tile_loadd(1, tile.dst + kHalfCols, stride);
-    if constexpr (kBothHalves) {
-      _tile_loadd(2, lower, stride);
-      _tile_loadd(3, lower + kHalfCols, stride);
-    }
-    multiply_tiles<kBothHalves>(tile.act, tile.act_stride, tile.scratch->weights[0][0], tile.tiles);
-    store_tiles<kBothHalves>(tile.dst, tile.dst_stride);
-  } else {
-    constexpr size_t kGroupTiles = Scales::kGroupDepth / kTileDepth;
-    ZmmScales<Scales> scales(tile.scales);
-    for (size_t at = 0; at < tile.tiles; at += kGroupTiles) {
-      _tile_zero(0);
-      _tile_zero(1);
-      if constexpr (kBothHalves) {
-        _tile_zero(2);
-        _tile_zero(3);
-      }
-      multiply_tiles<kBothHalves>(tile.act + at * kTileDepth * sizeof(uint16_t), tile.act_stride,
-                                  tile.scratch->weights[at][0],
-                                  smaller(kGroupTiles, tile.tiles - at));
-      store_tiles<kBothHalves>(tile.scratch->sums[0], kBlockCols);
-      const __m512 scale[2] = {scales.load(0), scales.load(1)};
-      scales.advance();
-      float* dst = tile.dst;
-      for (size_t i = 0; i < tile.rows; ++i, dst += tile.dst_stride) {
-        const float* sum = tile.scratch->sums[i];
-        _mm512_storeu_ps(dst, _mm512_fmadd_ps(_mm512_load_ps(sum), scale[0], _mm512_loadu_ps(dst)));
-        _mm512_storeu_ps(dst + kHalfCols, _mm512_fmadd_ps(_mm512_load_ps(sum + kHalfCols), scale[1],
-                                                          _mm512_loadu_ps(dst + kHalfCols)));
-      }
-    }
+inline void add_run(const char* act, size_t act_stride, const char* weights, size_t count) {
+  for (size_t i = 0; i < count; ++i, act += kLine, weights += 2 * kAmxTileBytes) {
+    add_tiles<TilesBf16, kBothHalves>(act, act_stride, weights, kAmxTileBytes);
   }
 }
 
 template <class Decoder, class Layout>
-void multiply_amx(const ktk_matmul* mm) {
-  const ktk_matrix* matrix = mm->matrix;
-  const size_t steps = Layout::num_steps(matrix);
-  const WeightRange<Layout> weights(mm, kLoneDistance);
-  AmxScratch* scratch = static_cast<AmxScratch*>(mm->scratch);
-  const TileRows config(mm->m);
-  float* dst = mm->dst;
-  for (const char* block = weights.begin; block != weights.end; block += weights.block_bytes) {
-    weights.start_block(block, dst);
-    for (size_t step = 0; step < steps; step += kAmxRunSteps) {
-      const size_t count = smaller(steps - step, kAmxRunSteps);
-      decode_tiles<Decoder, Layout>(
-          block + weights.header + step * Layout::kStepBytes, count,
-          [&](const char* weight) { return weights.ahead(weight); }, scratch);
-      for (size_t row = 0; row < mm->m; row += 2 * kTileRows) {
-        const AmxTile tile = {
-            .act = static_cast<const char*>(mm->act) + row * mm->act_stride +
-                   step * kStepDepth * sizeof(uint16_t),
-            .act_stride = mm->act_stride,
-            .rows = smaller(mm->m - row, 2 * kTileRows),
-            .scratch = scratch,
-            .tiles = count * kStepDepth / kTileDepth,
-            .scales = weights.scales(block, step),
-            .dst = dst + row * mm->dst_stride,
-            .dst_stride = mm->dst_stride,
-        };
-        if (tile.rows > kTileRows) {
-          multiply_run<Layout, true>(tile);
-        } else {
-          multiply_run<Layout, false>(tile);
-        }
+class AmxKernel : public ScaledKernel<Layout> {
+  using Base = ScaledKernel<Layout>;
+  using Scales = typename Layout::Scales;
+
+ public:
+  static constexpr size_t kMr = 2 * kAmxRows;
+  static constexpr size_t kRowStep = kAmxRows;
+  static constexpr size_t kLineProducts = 1;
+  static constexpr size_t kRunSlabs = kAmxRunDepth / Base::kSlabDepth;
+
+  explicit AmxKernel(const ktk_matmul* mm)
+      : Base(mm), scratch_(static_cast<AmxScratch*>(mm->scratch)) {}
+
+  void begin_run(const Run& run, Fetch fetch) const {
+    decode_tiles<Decoder, Layout>(this->begin(run), this->end(run), fetch, scratch_->weights[0][0]);
+  }
+
+  void tile(const Tile& t) const {
+    if (t.rows <= kAmxRows) {
+      multiply_tile<false>(t);
+    } else {
+      multiply_tile<true>(t);
+    }
+  }
+
+ private:
+  template <bool kBothHalves>
+  void multiply_tile(const Tile& t) const {
+    const char* act = this->template act<sizeof(uint16_t)>(t);
+    const size_t count =
+        (this->end(t) - this->begin(t)) / Layout::kStepBytes * (kStepDepth / kTileDepth);
+    if constexpr (Scales::kLineBytes) {
+      load_sums<kBothHalves>(t.dst, t.dst_stride);
+      add_run<kBothHalves>(act, t.act_stride, scratch_->weights[0][0], count);
+      store_sums<kBothHalves>(t.dst, t.dst_stride);
+    } else {
+      constexpr size_t kGroupTiles = Scales::kGroupDepth / kTileDepth;
+      ZmmScales<Scales> scales(this->scales(t));
+      for (size_t at = 0; at < count; at += kGroupTiles, act += kGroupTiles * kLine) {
+        zero_sums<kBothHalves>();
+        add_run<kBothHalves>(act, t.act_stride, scratch_->weights[at][0],
+                             smaller(kGroupTiles, count - at));
+        store_sums<kBothHalves>(scratch_->sums, kBlockCols);
+        add_scaled(t, scales);
+        scales.advance();
       }
     }
-    dst += kBlockCols;
   }
-}
+
+  // dst += scale * sum, of a group.
+  void add_scaled(const Tile& t, const ZmmScales<Scales>& scales) const {
+    const __m512 scale[2] = {scales.load(0), scales.load(1)};
+    float* dst = t.dst;
+    for (size_t i = 0; i < t.rows; ++i, dst += t.dst_stride) {
+      for (size_t half = 0; half < 2; ++half) {
+        float* to = dst + half * kHalfCols;
+        const __m512 sum = _mm512_load_ps(scratch_->sums[i] + half * kHalfCols);
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, scale[half], _mm512_loadu_ps(to)));
+      }
+    }
+  }
+
+  AmxScratch* scratch_;
+};
 
 }  // namespace
 }  // namespace ktk

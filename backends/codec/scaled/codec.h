@@ -63,7 +63,7 @@ struct MxScaleCodec : MxScales {
   }
   static void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n, size_t columns,
                    char* block, size_t step_bytes) {
-    const size_t groups = (matrix->k + kGroupDepth - 1) / kGroupDepth;
+    const size_t groups = ceil_div(matrix->k, kGroupDepth);
     for (size_t col = 0; col < kBlockCols; ++col) {
       for (size_t group = 0; group < round_up(groups, 2); ++group) {
         const bool given = col < columns && group < groups;

@@ -17,6 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "gemm/math.h"
 #include "ktk/abi.h"
 
 namespace ktk {
@@ -25,11 +26,7 @@ namespace {
 constexpr size_t kBlockCols = 32;
 constexpr size_t kHalfCols = 16;
 constexpr size_t kStepDepth = 64;
-constexpr size_t kLine = 64;
 constexpr size_t kStartBytes = kBlockCols * sizeof(float);
-
-constexpr size_t round_up(size_t x, size_t step) { return (x + step - 1) / step * step; }
-constexpr size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 // The three ways to scale. kGroupDepth: how much k is summed up before it is scaled; kLineBytes:
 // of the scale line of a step; bytes(): of the scales ahead of all steps, one f32 per group if
@@ -50,7 +47,7 @@ struct BlockScales {
   static constexpr size_t kLineBytes = 0;
   static constexpr bool kPerGroup = true;
   static size_t bytes(const ktk_matrix* matrix) {
-    return round_up((matrix->k + kGroupDepth - 1) / kGroupDepth * sizeof(float), kLine);
+    return round_up(ceil_div(matrix->k, kGroupDepth) * sizeof(float), kLine);
   }
 };
 
@@ -71,12 +68,8 @@ struct ScaledLayout {
   static constexpr size_t kStepBytes = Scales::kLineBytes + kCodeBytes;
   static constexpr size_t kGroupBytes = Scales::kGroupDepth / kLineDepth * 2 * kLine;
 
-  static size_t num_blocks(const ktk_matrix* matrix) {
-    return (matrix->n + kBlockCols - 1) / kBlockCols;
-  }
-  static size_t num_steps(const ktk_matrix* matrix) {
-    return (matrix->k + kStepDepth - 1) / kStepDepth;
-  }
+  static size_t num_blocks(const ktk_matrix* matrix) { return ceil_div(matrix->n, kBlockCols); }
+  static size_t num_steps(const ktk_matrix* matrix) { return ceil_div(matrix->k, kStepDepth); }
   static size_t header_bytes(const ktk_matrix* matrix) {
     return kStartBytes + Scales::bytes(matrix);
   }
