@@ -41,15 +41,15 @@ def test_a_matrix_larger_than_any_is_refused() -> None:
 
 
 def test_a_micro_kernel_is_not_run_with_more_rows_than_it_takes() -> None:
-    backend = ktk.load_backend("AMXINT8")
+    backend = ktk.load_backend("AMXINT4")
     rng = np.random.default_rng(0)
-    weight = rng.standard_normal((32, 64), np.float32)
-    matrix = _core.PackedMatrix(backend.core, backend.core.default_variant(), weight)
+    weight = rng.standard_normal((32, 128), np.float32)
+    matrix = _core.PackedMatrix(backend.core, "avx2", weight)
     variant = next(v for v in backend.variants if v.name == matrix.variant)
     index, (name, m_max) = next(
         (i, kernel) for i, kernel in enumerate(variant.ukernels) if kernel[1] < 1000
     )
-    x = rng.standard_normal((m_max + 1, 64), np.float32)
+    x = rng.standard_normal((m_max + 1, 128), np.float32)
     assert matrix.matmul(x[:m_max], ukernel=index).shape == (m_max, 32)
     with pytest.raises(ValueError, match=f"{name} takes at most {m_max} rows, got {m_max + 1}"):
         matrix.matmul(x, ukernel=index)
