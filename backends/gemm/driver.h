@@ -120,8 +120,9 @@ inline void gemm(const ktk_matmul* mm) {
     for (tile.begin = 0; tile.begin < slabs; tile.begin = tile.end) {
       tile.end = smaller(tile.begin + run, slabs);
       const size_t offset = block_offset + kernel.offset(tile.begin);
-      // What follows the last block is elsewhere: a run ends where fetching comes to it.
-      while (is_alone && tile.end > tile.begin + 1 && offset + ahead < stream.bytes &&
+      // What follows the last block is elsewhere: a run ends where fetching comes to it. Not where
+      // runs are decoded, which are short, and as long as tiles want them.
+      while (is_alone && !kDecodes && tile.end > tile.begin + 1 && offset + ahead < stream.bytes &&
              block_offset + kernel.offset(tile.end - 1) + ahead >= stream.bytes) {
         --tile.end;
       }
