@@ -42,7 +42,7 @@ class MoEConfig:
     num_experts : int
         Experts of the layer.
     num_experts_per_tok : int
-        Experts that each token names (top-k).
+        Experts that each token names (top-k), as a rule: a call may name more of them, or fewer.
     hidden_size : int
         Width of the layer's input and output.
     intermediate_size : int

@@ -330,10 +330,10 @@ class MoE(PackedLayer):
         ----------
         hidden : array [tokens, hidden_size]
             bf16, f16 or f32, in CPU memory. Rows may be strided.
-        topk_ids : array [tokens, num_experts_per_tok]
-            int32 or int64. Ids < 0 or >= num_experts contribute nothing; an id that a token names
-            twice counts twice.
-        topk_weights : array [tokens, num_experts_per_tok]
+        topk_ids : array [tokens, k]
+            int32 or int64; k is mostly, but need not be, the layer's num_experts_per_tok. Ids < 0
+            or >= num_experts contribute nothing; an id that a token names twice counts twice.
+        topk_weights : array [tokens, k]
             f32, bf16 or f16.
         mask : array [num_experts], bool, optional
             True: the expert contributes nothing (someone else computes it).

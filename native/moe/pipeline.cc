@@ -40,7 +40,7 @@ class ChunkRun {
         next_gate_up_(slices_.size()),
         next_down_(shards_.size()) {}
 
-  size_t max_tokens() const { return plan_.max_tokens(); }
+  size_t max_tokens(size_t top_k) const { return plan_.max_tokens(top_k); }
 
   void run(size_t begin, size_t end) {
     begin_ = begin;
@@ -308,7 +308,7 @@ class ChunkRun {
 void forward(Engine& engine, const Config& config, const Variant& variant, const Weights& weights,
              const Request& request) {
   ChunkRun chunk(engine, config, variant, weights, request);
-  const size_t step = chunk.max_tokens();
+  const size_t step = chunk.max_tokens(request.choice.top_k);
   for (size_t begin = 0; begin < request.choice.tokens; begin += step) {
     chunk.run(begin, std::min(begin + step, request.choice.tokens));
   }

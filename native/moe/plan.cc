@@ -59,12 +59,12 @@ Plan::Plan(const Config& config, const Variant& variant, const Weights& weights)
 
 size_t Plan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step); }
 
-size_t Plan::max_tokens() const {
+size_t Plan::max_tokens(size_t top_k) const {
   size_t bytes = std::accumulate(x_strides, x_strides + num_acts, size_t{0});
-  for (const size_t stride : h_strides) bytes = sum(bytes, product(config_.top_k, stride));
+  for (const size_t stride : h_strides) bytes = sum(bytes, product(top_k, stride));
   if (num_shards_ > 1) bytes = sum(bytes, product(num_shards_, config_.hidden, sizeof(float)));
   const size_t tokens_that_fit = std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
-  return std::min(tokens_that_fit, std::max<size_t>(kMostRows / config_.top_k, 1));
+  return std::min(tokens_that_fit, std::max<size_t>(kMostRows / top_k, 1));
 }
 
 void Plan::make(const Route& route, size_t count, int workers) {

@@ -51,8 +51,9 @@ struct Plan {
 
   Plan(const Config& config, const Variant& variant, const Weights& weights);
 
-  // The most tokens that a chunk takes, so that memory stays bounded for any number of them.
-  size_t max_tokens() const;
+  // The most tokens of `top_k` experts each that a chunk takes, so that memory stays bounded for
+  // any number of them.
+  size_t max_tokens(size_t top_k) const;
 
   // Plans for `count` tokens that go as `route` says.
   void make(const Route& route, size_t count, int workers);

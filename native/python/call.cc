@@ -13,10 +13,12 @@ Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle w
       mask(optional_input_from("mask", mask_)),
       out(output_from("out", out_)) {
   const Config& config = layer.config();
-  const auto h = static_cast<int64_t>(config.hidden), k = static_cast<int64_t>(config.top_k);
+  const auto h = static_cast<int64_t>(config.hidden);
   check_array("hidden", hidden, {-1, h});
   const auto tokens = static_cast<int64_t>(hidden.shape(0));
-  check_array("topk_ids", ids, {tokens, k});
+  check_array("topk_ids", ids, {tokens, -1});
+  const auto k = static_cast<int64_t>(ids.shape(1));  // the caller's: the configured one is usual
+  if (k < 1) throw nb::value_error("topk_ids must name at least one expert for each token");
   check_array("topk_weights", weights, {tokens, k});
   check_array("out", out, {tokens, h});
   Request& r = request;
@@ -35,7 +37,7 @@ Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle w
   c.ids_64 = ids.dtype().bits == 64;
   c.ids_stride = row_stride(ids);
   c.tokens = static_cast<size_t>(tokens);
-  c.top_k = config.top_k;
+  c.top_k = static_cast<size_t>(k);
   const ktk_element type = float_of("topk_weights", weights.dtype());
   if (type == KTK_F32) {
     c.weights = static_cast<const float*>(weights.data());
