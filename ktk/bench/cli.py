@@ -40,7 +40,8 @@ def bench(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Time the layers of this model instead: a folder or a GGUF file.",
+            help="Time the layers of this model instead: a folder, a GGUF file, or a name of "
+            "ktk model list.",
         ),
     ] = None,
     layer: Annotated[
@@ -138,8 +139,9 @@ def bench(
     model = None
     if checkpoint:
         from ktk.bench.model import open_model
+        from ktk.hub import find_model
 
-        model = open_model(checkpoint, layer)
+        model = open_model(find_model(checkpoint), layer)
         backend = backend or [model.default_backend]
         shapes = [model.shape]
     subjects = _subjects(backend, variant, format)

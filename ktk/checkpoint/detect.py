@@ -68,9 +68,9 @@ def _missing(path: Path, shown: str) -> str:
 
 
 def _check_folder(path: Path) -> None:
-    if _is_model(path):
+    if is_model(path):
         return
-    models = [str(found) for found in _models_below(path)]
+    models = [str(found) for found in models_below(path)]
     if not models:
         raise CheckpointError(
             f"{path} is no checkpoint: it has neither config.json nor *.safetensors nor *.gguf"
@@ -82,7 +82,8 @@ def _check_folder(path: Path) -> None:
     )
 
 
-def _is_model(folder: Path) -> bool:
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds what is read as a checkpoint, or a part of it."""
     return (
         is_packed(folder)
         or os.path.lexists(folder / "config.json")
@@ -90,7 +91,7 @@ def _is_model(folder: Path) -> bool:
     )
 
 
-def _models_below(folder: Path) -> Iterator[Path]:
+def models_below(folder: Path) -> Iterator[Path]:
     """Yield folders that hold models, near ones first, as far as that does not take long."""
     level, seen = [folder], 0
     for _ in range(_DEPTH):
@@ -98,10 +99,10 @@ def _models_below(folder: Path) -> Iterator[Path]:
         for parent in level:
             below += sorted(_folders(parent))
         for found in below[: _MOST_FOLDERS - seen]:
-            if _is_model(found):
+            if is_model(found):
                 yield found
         seen += len(below)
-        level = [found for found in below[:_MOST_FOLDERS] if not _is_model(found)]
+        level = [found for found in below[:_MOST_FOLDERS] if not is_model(found)]
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 from ktk.bench.cli import bench
+from ktk.cli import models
+
+MODEL = "Folder of safetensors or packed files, GGUF file, or a name of ktk model list."
 
 app = typer.Typer(
     name="ktk",
@@ -75,9 +78,7 @@ def doctor(
 
 @app.command(short_help="Show what a checkpoint holds.")
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(help="Folder of safetensors or packed files, or a GGUF file.")
-    ],
+    path: Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL)],
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.
@@ -86,16 +87,15 @@ def inspect(
     or its headers are damaged.
     """
     from ktk.cli.contents import show
+    from ktk.hub import find_model
 
-    if not show(path, as_json=json):
+    if not show(find_model(path), as_json=json):
         raise typer.Exit(1)
 
 
 @app.command(short_help="Read all weights of a checkpoint and name what is wrong.")
 def verify(
-    path: Annotated[
-        Path, typer.Argument(help="Folder of safetensors or packed files, or a GGUF file.")
-    ],
+    path: Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL)],
     layers: Annotated[
         str | None, typer.Option(help="Layers such as 0-3,5; default: all that have experts.")
     ] = None,
@@ -109,8 +109,9 @@ def verify(
     expert. The exit status is 1 if something is wrong.
     """
     from ktk.cli.verify import show
+    from ktk.hub import find_model
 
-    if not show(path, layers=_layers(layers), as_json=json):
+    if not show(find_model(path), layers=_layers(layers), as_json=json):
         raise typer.Exit(1)
 
 
@@ -133,7 +134,7 @@ def demo(
         Path | None,
         typer.Option(
             metavar="PATH",
-            help="Folder or GGUF file of a model of your own; a small one is made without it.",
+            help="A model of your own, as of ktk inspect; a small one is made without it.",
         ),
     ] = None,
     layer: Annotated[
@@ -153,15 +154,19 @@ def demo(
     Of a checkpoint, or of a small one that is made for it: how accurate, how fast.
     """
     from ktk.demo import run_demo
+    from ktk.hub import find_model
 
-    run_demo(checkpoint=checkpoint, layer=layer, names=backend or None, as_json=json)
+    run_demo(
+        checkpoint=checkpoint and find_model(checkpoint),
+        layer=layer,
+        names=backend or None,
+        as_json=json,
+    )
 
 
 @app.command(short_help="Write a model as a backend stores it.")
 def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="INPUT", help="Folder or GGUF file of a model.")
-    ],
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help=MODEL)],
     output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
     backend: Annotated[str, typer.Option(help="What the weights are for; see ktk backends.")],
     group_size: Annotated[
@@ -201,10 +206,11 @@ def convert(
     on a terminal, a line per layer elsewhere.
     """
     from ktk.cli.convert import run_convert
+    from ktk.hub import find_model
 
     wanted = _layers(layers)
     run_convert(
-        source,
+        find_model(source),
         output,
         backend=backend,
         group_size=group_size,
@@ -224,4 +230,26 @@ def _layers(text: str | None) -> list[int] | None:
         raise typer.BadParameter(str(error), param_hint="--layers") from None
 
 
+@app.command()
+def config(
+    key: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="backend, threads or models.")
+    ] = None,
+    value: Annotated[
+        list[str] | None, typer.Argument(help="What to set it to; of models several folders.")
+    ] = None,
+    unset: Annotated[bool, typer.Option("--unset", help="Take NAME out of the file.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show or set what commands do where no option says so.
+
+    What counts is an option, else a variable (KTK_BACKEND, KTK_THREADS, KTK_MODELS), else the file
+    that this command writes.
+    """
+    from ktk.cli.config import run_config
+
+    run_config(key, value or [], unset=unset, as_json=json)
+
+
+app.add_typer(models.app, name="model")
 app.command()(bench)

@@ -79,21 +79,25 @@ def show(path: Path, *, as_json: bool) -> bool:
     """Print what a checkpoint holds; returns whether all of it is in order."""
     layers = inspect(path)
     if as_json:
-        document = {
-            "path": str(path),
-            "checked": "headers",
-            "nbytes": sum(layer.nbytes for layer in layers),
-            "available_memory": available_memory(),
-            "backends": {name: asdict(use) for name, use in totals(layers).items()},
-            "layers": [asdict(layer) for layer in layers],
-        }
-        typer.echo(json.dumps(document, indent=2))
+        typer.echo(json.dumps(document(path, layers), indent=2))
     else:
         console = Console()
         console.print(_layer_table(path, layers, narrow=console.width < _WIDTH))
         console.print(_backend_table(layers))
         console.print("Headers only; ktk verify reads the weights.", highlight=False)
     return not any(layer.error for layer in layers)
+
+
+def document(path: Path, layers: list[LayerReport]) -> dict[str, Any]:
+    """Return what `--json` prints."""
+    return {
+        "path": str(path),
+        "checked": "headers",
+        "nbytes": sum(layer.nbytes for layer in layers),
+        "available_memory": available_memory(),
+        "backends": {name: asdict(use) for name, use in totals(layers).items()},
+        "layers": [asdict(layer) for layer in layers],
+    }
 
 
 def totals(layers: Iterable[LayerReport]) -> dict[str, Use]:

@@ -25,18 +25,20 @@ def show(path: Path, *, layers: Sequence[int] | None, as_json: bool) -> bool:
 
         result = verify(path, layers=layers, on_expert=on_expert)
     if as_json:
-        typer.echo(json.dumps(_document(result), indent=2))
+        typer.echo(json.dumps(document_of(result), indent=2))
     else:
-        for line in _lines(result):
+        for line in lines_of(result):
             typer.echo(line)
     return result.sound
 
 
-def _document(result: Verification) -> dict[str, object]:
+def document_of(result: Verification) -> dict[str, object]:
+    """Return what `--json` prints."""
     return {**asdict(result), "path": str(result.path), "sound": result.sound}
 
 
-def _lines(result: Verification) -> list[str]:
+def lines_of(result: Verification) -> list[str]:
+    """Return a line for each fault, and one about all."""
     lines = [
         fault.message if fault.layer is None else f"layer {fault.layer}: {fault.message}"
         for fault in result.faults

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktk.backend import Backend
-from ktk.checkpoint.packed.durable import locked, remove_temporaries, write_file
 from ktk.checkpoint.packed.folder import Index, file_of, write_index
 from ktk.checkpoint.packed.header import Header
 from ktk.checkpoint.packed.write import LayerWriter, file_size
@@ -28,6 +27,7 @@ from ktk.conversion.encode import Encoder, plan_layer
 from ktk.conversion.resume import is_current, joined, merged, read_of, whole
 from ktk.conversion.source import Source
 from ktk.conversion.stamps import SourceChange
+from ktk.durable import locked, remove_temporaries, write_file
 from ktk.errors import CheckpointError
 from ktk.loading.route import format_named_by
 from ktk.registry import load_backend

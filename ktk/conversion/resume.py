@@ -10,13 +10,13 @@ from pathlib import Path
 import xxhash
 
 from ktk.checkpoint.detect import is_packed
-from ktk.checkpoint.packed.durable import LOCK, TEMPORARY
 from ktk.checkpoint.packed.folder import Index, read_index
 from ktk.checkpoint.packed.header import Header
 from ktk.checkpoint.packed.layer import DamagedLayer, PackedLayer, open_layer
 from ktk.checkpoint.pieces import digest
 from ktk.checkpoint.reader import CheckpointReader, LayerReader
 from ktk.conversion.stamps import changed
+from ktk.durable import LOCK, TEMPORARY
 from ktk.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import Any
 import checkpoints as made
 import pytest
 
-from ktk.checkpoint.packed.durable import locked, write_file
 from ktk.conversion import Conversion, convert
+from ktk.durable import locked, write_file
 from ktk.errors import CheckpointError
 
 HERE = Path(__file__).parent

@@ -48,14 +48,27 @@ def test_version() -> None:
         assert facts[fact] in text
 
 
-COMMANDS = ("backends", "bench", "convert", "demo", "doctor", "inspect", "verify", "version")
+COMMANDS = (
+    "backends",
+    "bench",
+    "config",
+    "convert",
+    "demo",
+    "doctor",
+    "inspect",
+    "model",
+    "verify",
+    "version",
+)
+OF_MODEL = ("list", "info", "verify")
+ALL = [*(name for name in COMMANDS if name != "model"), *(f"model {name}" for name in OF_MODEL)]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ALL)
 @pytest.mark.parametrize("columns", ["40", "80"])
 def test_help_of_every_command(command: str, columns: str) -> None:
     short, long = (
-        runner.invoke(app, [command, option], env={"COLUMNS": columns}).output
+        runner.invoke(app, [*command.split(), option], env={"COLUMNS": columns}).output
         for option in ("-h", "--help")
     )
     assert short == long
@@ -66,7 +79,9 @@ def test_help_of_every_command(command: str, columns: str) -> None:
 def test_each_command_is_explained_in_one_line_that_fits() -> None:
     listed = invoke("-h").partition("Commands:")[2].splitlines()[1:]
     assert sorted(line.split()[0] for line in listed) == sorted(COMMANDS)
-    assert not [line for line in listed if "..." in line]
+    inside = invoke("model", "-h").partition("Commands:")[2].splitlines()[1:]
+    assert [line.split()[0] for line in inside] == list(OF_MODEL)
+    assert not [line for line in (*listed, *inside) if "..." in line]
 
 
 def test_nothing_to_do_is_a_wrong_command_line() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 from ktk.checkpoint.detect import PACKED_INDEX
 from ktk.checkpoint.entries import EntryError, integer, integers, items, table, text
 from ktk.checkpoint.files import read_json
-from ktk.checkpoint.packed.durable import write_file
 from ktk.checkpoint.packed.header import LAST_LAYER, VERSION
+from ktk.durable import write_file
 from ktk.errors import CheckpointError
 
 # No model has a tenth of that; a number keeps damage from taking minutes.

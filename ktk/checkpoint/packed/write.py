@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ktk.checkpoint.packed.durable import PendingFile
 from ktk.checkpoint.packed.header import Header, checksum, to_bytes
+from ktk.durable import PendingFile
 from ktk.expert import Expert
 
 

@@ -1,0 +1,225 @@
+"""What the user has set once for all commands, and where: by a flag, a variable, or `ktk config`.
+
+The first of these that says something counts. The file is JSON, in the folder that the platform
+has for it: ~/.config/ktk/config.json.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ktk.durable import locked, write_file
+from ktk.errors import SettingError
+
+# No configuration is a tenth of that; another file under its name should not fill memory.
+_MOST = 1 << 20
+#: The source of what `ktk config` wrote.
+FILE = "file"
+
+
+@dataclass(frozen=True)
+class Key:
+    """Something that can be set.
+
+    Attributes
+    ----------
+    name
+        In the file, and of the flag.
+    variable
+        Of the environment.
+    help
+        What it decides.
+    default
+        What holds where nobody has set it, for people.
+    parse
+        Makes the value of the words of a command line, or of the parts of a variable.
+    check
+        Returns a value as it is to be kept; ValueError says what is expected instead.
+    """
+
+    name: str
+    variable: str
+    help: str
+    default: str
+    parse: Callable[[list[str]], Any]
+    check: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The value of a key, None where nobody has set it, and where that comes from, for people."""
+
+    key: Key
+    value: Any = None
+    source: str = "default"
+
+
+def _one(words: list[str]) -> str:
+    if len(words) != 1:
+        raise ValueError(f"must be one word, got {' '.join(words)!r}")
+    return words[0]
+
+
+def _number(words: list[str]) -> Any:
+    text = _one(words)
+    return int(text) if text.isdecimal() else text
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be the name of a backend, got {value!r}; ktk backends lists them")
+    return value
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"must be a number from 1 on, got {value!r}")
+    return value
+
+
+def _folders(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        raise ValueError(f"must be a list of folders, got {value!r}")
+    # A shell expands no ~ behind a colon, and later commands run in other folders.
+    return [os.path.abspath(os.path.expanduser(one)) for one in value]
+
+
+KEYS: Mapping[str, Key] = {
+    key.name: key
+    for key in (
+        Key(
+            "backend",
+            "KTK_BACKEND",
+            "computes the experts",
+            "as the format decides",
+            _one,
+            _name,
+        ),
+        Key(
+            "threads",
+            "KTK_THREADS",
+            "compute",
+            "one per physical core",
+            _number,
+            _count,
+        ),
+        Key(
+            "models",
+            "KTK_MODELS",
+            "hold models, besides the hub's cache",
+            "none",
+            list,
+            _folders,
+        ),
+    )
+}
+
+
+def config_file() -> Path:
+    """Return where `ktk config` writes; the file need not be there."""
+    from platformdirs import user_config_path
+
+    return user_config_path("ktk", appauthor=False) / "config.json"
+
+
+def setting(name: str, flag: Any = None) -> Setting:
+    """Return the value of a key.
+
+    Parameters
+    ----------
+    name
+        One of `KEYS`.
+    flag
+        What the command line says; None where it says nothing.
+
+    Raises
+    ------
+    SettingError
+        A value is none for this key; the message says where it stands. The file has another key,
+        or cannot be read.
+    """
+    key = KEYS[name]
+    if flag is not None:
+        return Setting(key, _checked(key, flag, f"--{name}"), f"flag --{name}")
+    if text := os.environ.get(key.variable):
+        value = _parsed(key, text.split(os.pathsep), key.variable)
+        return Setting(key, value, key.variable)
+    stored = _read()
+    if name in stored:
+        return Setting(key, stored[name], FILE)
+    return Setting(key)
+
+
+def save(name: str, words: list[str] | None) -> None:
+    """Set a key in the file, or take it out of there.
+
+    Parameters
+    ----------
+    name
+        One of `KEYS`.
+    words
+        Of the command line; None takes the key out.
+
+    Raises
+    ------
+    SettingError
+        There is no such key, or the words make no value of it.
+    CheckpointError
+        Another process is writing the file.
+    """
+    key = find_key(name)
+    value = None if words is None else _parsed(key, words, name)
+    path = config_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.parent):
+        stored = {**_read(), name: value}
+        kept = {one: stored[one] for one in KEYS if stored.get(one) is not None}
+        write_file(path, (json.dumps(kept, indent=2) + "\n").encode())
+
+
+def find_key(name: str, where: str = "") -> Key:
+    """Return a key by its name; SettingError with what may be meant where there is none."""
+    if name in KEYS:
+        return KEYS[name]
+    close = difflib.get_close_matches(name, KEYS, n=1)
+    hint = f". Did you mean {close[0]!r}?" if close else ""
+    raise SettingError(f"{where}there is no setting {name!r}; there are {', '.join(KEYS)}{hint}")
+
+
+def _read() -> dict[str, Any]:
+    path = config_file()
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST + 1)
+        document = json.loads(text)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingError(f"{path} cannot be read: {error}. Mend it, or remove it") from None
+    if not isinstance(document, dict):
+        raise SettingError(f"{path} holds no table of settings: mend it, or remove it")
+    return {
+        name: _checked(find_key(name, f"{path}: "), value, f"{path}: {name}")
+        for name, value in document.items()
+    }
+
+
+def _parsed(key: Key, words: list[str], where: str) -> Any:
+    try:
+        value = key.parse(words)
+    except ValueError as error:
+        raise SettingError(f"{where} {error}") from None
+    return _checked(key, value, where)
+
+
+def _checked(key: Key, value: Any, where: str) -> Any:
+    try:
+        return key.check(value)
+    except ValueError as error:
+        raise SettingError(f"{where} {error}") from None
