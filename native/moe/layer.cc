@@ -1,7 +1,6 @@
 #include "moe/layer.h"
 
-#include <algorithm>
-
+#include "moe/nodes.h"
 #include "moe/pipeline.h"
 #include "ops/select.h"
 
@@ -13,25 +12,6 @@ void check_positive(const char* name, size_t value, size_t most) {
     throw std::invalid_argument(std::string(name) + " must be between 1 and " +
                                 std::to_string(most) + ", got " + std::to_string(value));
   }
-}
-
-// The node of each shard: as many shards as asked, spread over the nodes that have workers.
-std::vector<int> shard_nodes(const WorkerPool& pool, size_t shards) {
-  std::vector<int> used;
-  for (int w = 0; w < pool.size(); ++w) {
-    const int at = pool.node_of(w);
-    if (std::find(used.begin(), used.end(), at) == used.end()) used.push_back(at);
-  }
-  const size_t count = shards > 0 ? shards : used.size();
-  std::vector<int> nodes;
-  for (size_t s = 0; s < count; ++s) {
-    const size_t at = static_cast<size_t>(used[s * used.size() / count]);
-    // One node needs no binding, and then its memory needs no system call. Nodes of a pool that was
-    // made for another machine do not exist.
-    const std::vector<Node>& here = topology().nodes;
-    nodes.push_back(here.size() > 1 && at < here.size() ? here[at].id : -1);
-  }
-  return nodes;
 }
 
 }  // namespace
@@ -49,11 +29,7 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
   check_positive("num_experts_per_tok", config.top_k, config.num_experts);
   check_positive("hidden_size", config.hidden, kMostExtent);
   check_positive("intermediate_size", config.intermediate, kMostExtent);
-  constexpr int kMostShards = 1024;  // the largest number of NUMA nodes that Linux knows
-  if (shards < 0 || shards > kMostShards) {
-    throw std::invalid_argument("shards must be between 1 and " + std::to_string(kMostShards) +
-                                ", or 0 for one per node, got " + std::to_string(shards));
-  }
+  check_shards(shards);
   if (static_cast<size_t>(shards) > config.intermediate) {
     throw std::invalid_argument("intermediate_size " + std::to_string(config.intermediate) +
                                 " cannot be split into " + std::to_string(shards) + " shards");
@@ -61,17 +37,6 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
   nodes_ = shard_nodes(engine_->pool, static_cast<size_t>(shards));
   left_out_.resize(config.num_experts);
   ops();  // fails here rather than in the first call
-}
-
-Layer::Loaded::Loaded(const Layer& layer) {
-  if (layer.process_.here()) {
-    lock_ = std::unique_lock(layer.changing_);
-  } else {
-    // The memory was inherited, and may be read unless a thread of the parent was writing it.
-    lock_ = std::unique_lock(layer.changing_, std::try_to_lock);
-    if (!lock_) layer.process_.check();
-  }
-  weights_ = layer.weights_.get();
 }
 
 // What the matrices of an expert are stored as: what the first one is, or what was wanted, or else
@@ -116,7 +81,7 @@ void Layer::leave_out(size_t expert) {
 }
 
 size_t Layer::shards() const {
-  const Loaded lock(*this);  // the first load may change them
+  const Loaded lock = weights();  // the first load may change them
   return nodes_.size();
 }
 

@@ -9,6 +9,7 @@
 
 #include "moe/config.h"
 #include "moe/engine.h"
+#include "moe/loaded.h"
 #include "moe/request.h"
 #include "moe/table.h"
 #include "moe/weights.h"
@@ -38,21 +39,8 @@ class Layer : public std::enable_shared_from_this<Layer> {
   // Waits for a load, as weights() does.
   size_t shards() const;
 
-  // What is loaded, for as long as this lives: loading and leaving out wait for it, calls do not.
-  // False until an expert has been loaded. A thread must not ask for two at a time. Throws
-  // std::logic_error in a forked child if the parent was changing the layer.
-  class Loaded {
-   public:
-    explicit Loaded(const Layer& layer);
-    explicit operator bool() const { return weights_ != nullptr; }
-    const Weights* operator->() const { return weights_; }
-    const Weights& operator*() const { return *weights_; }
-
-   private:
-    std::unique_lock<std::mutex> lock_;
-    const Weights* weights_;
-  };
-  Loaded weights() const { return Loaded(*this); }
+  using Loaded = ktk::Loaded<Weights>;
+  Loaded weights() const { return {process_, changing_, weights_}; }
 
  private:
   Parts<ktk_format> stored_formats(const ExpertSource& source) const;

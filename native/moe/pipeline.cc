@@ -17,6 +17,7 @@
 #include <cstring>
 
 #include "core/prefetch.h"
+#include "moe/nodes.h"
 #include "moe/plan.h"
 #include "ops/select.h"
 
@@ -66,8 +67,7 @@ class ChunkRun {
   }
 
   void body(int worker) {
-    const int node = engine_.pool.node_of(worker);
-    char* own = engine_.scratch.own(worker, plan_.own.bytes, topology_node(node));
+    char* own = engine_.scratch.own(worker, plan_.own.bytes, node_id(engine_.pool.node_of(worker)));
     if (variant_.enter) variant_.enter();
     if (plan_.private_x) {
       encode(own, 0, plan_.tokens);
@@ -93,13 +93,6 @@ class ChunkRun {
       engine_.pool.barrier();
       sum_shards(own);
     }
-  }
-
-  static int topology_node(int index) {
-    const auto& nodes = topology().nodes;
-    return index >= 0 && static_cast<size_t>(index) < nodes.size()
-               ? nodes[static_cast<size_t>(index)].id
-               : -1;
   }
 
   template <typename Task>

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "core/size.h"
+#include "moe/carver.h"
 
 namespace ktk {
 namespace {
@@ -22,26 +23,6 @@ constexpr size_t kChunkBytes = size_t{192} << 20;
 constexpr size_t kLeastTokens = 256;
 // Rows of a chunk, one per token and expert that it names: Route counts them in 32 bits.
 constexpr size_t kMostRows = size_t{1} << 31;
-
-// Floats between the rows of a panel: whole cache lines, and an odd number of them, because rows a
-// power of two apart would share a few sets of the L1 cache.
-size_t odd_stride(size_t columns) { return (round_up(columns, 16) / 16 | 1) * 16; }
-
-// Cuts one allocation into aligned pieces.
-class Carver {
- public:
-  size_t add(size_t bytes) {
-    const size_t at = size_;
-    size_ = sum(size_, round_up(bytes, KTK_ALIGNMENT));
-    return at;
-  }
-  // `rows` of `stride` bytes.
-  size_t add(size_t rows, size_t stride) { return add(product(rows, stride)); }
-  size_t size() const { return size_; }
-
- private:
-  size_t size_ = 0;
-};
 
 }  // namespace
 

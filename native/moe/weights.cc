@@ -1,38 +1,18 @@
 #include "moe/weights.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstring>
 
 #include "core/size.h"
 #include "core/worker_pool.h"
 #include "format/elements.h"
 #include "format/format.h"
+#include "moe/packing.h"
 #include "ops/select.h"
 
 namespace ktk {
 namespace {
 
 constexpr size_t kPage = 4096;
-
-// Rows [row, ...) and columns [col, ...) of a source; both are multiples of its block, and either
-// of its group, or what is looked at does not leave the group that they lie in.
-ktk_source view(const ktk_source& source, size_t row, size_t col) {
-  ktk_source part = source;
-  const auto move = [](const void*& data, size_t stride, size_t rows, ktk_element element,
-                       size_t columns) {
-    if (!data) return;
-    const size_t offset = rows * stride + block_of(element).bytes_of(columns);
-    data = static_cast<const char*>(data) + offset;
-  };
-  const ktk_format& f = source.format;
-  const size_t group_row = f.group_n ? row / f.group_n : 0;
-  const size_t group_col = f.group_k ? col / f.group_k : 0;
-  move(part.data, source.data_stride, row, f.element, col);
-  move(part.scale, source.scale_stride, group_row, f.scale, group_col);
-  move(part.zero, source.zero_stride, group_row, f.zero, group_col);
-  return part;
-}
 
 // Columns of a whole block; the group of ggml's types is their block.
 size_t depth_block(const ktk_format& format) {
@@ -139,34 +119,13 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     check_cut("up", up, up.group_n, slice);
     check_cut("down", down, down.group_k, slice);
   }
-  struct Job {
-    const ktk_matrix* matrix;
-    ktk_source source;
-    void* packed;
-    size_t begin, end;
-  };
-  std::vector<Job> jobs;
-  const size_t n_step = variant_.tile.n_step;
-  const auto add = [&](const ktk_matrix& matrix, const ktk_source& part, void* packed) {
-    // A few jobs per worker and matrix: enough to balance, large enough to stream.
-    const size_t pieces = static_cast<size_t>(pool.size()) * 4;
-    const size_t rows = std::max(round_up(matrix.n / pieces + 1, n_step), n_step);
-    for (size_t n = 0; n < matrix.n; n += rows) {
-      jobs.push_back({&matrix, part, packed, n, std::min(n + rows, matrix.n)});
-    }
-  };
+  Packing packing(variant_, pool);
   for (const Slice& slice : slices_) {
-    add(slice.matrix.gate, view(source.gate, slice.begin, 0), slice.gate_at(expert));
-    add(slice.matrix.up, view(source.up, slice.begin, 0), slice.up_at(expert));
-    add(slice.matrix.down, view(source.down, 0, slice.begin), slice.down_at(expert));
+    packing.add(slice.matrix.gate, view(source.gate, slice.begin, 0), slice.gate_at(expert));
+    packing.add(slice.matrix.up, view(source.up, slice.begin, 0), slice.up_at(expert));
+    packing.add(slice.matrix.down, view(source.down, 0, slice.begin), slice.down_at(expert));
   }
-  std::atomic<size_t> next{0};
-  pool.run([&](int) {
-    for (size_t i = next.fetch_add(1); i < jobs.size(); i = next.fetch_add(1)) {
-      const Job& job = jobs[i];
-      variant_.pack_weight(job.matrix, &job.source, job.begin, job.end, job.packed);
-    }
-  });
+  packing.run();
   set_bias(gate_bias_, source.gate_bias, expert, config_.intermediate);
   set_bias(up_bias_, source.up_bias, expert, config_.intermediate);
   set_bias(down_bias_, source.down_bias, expert, config_.hidden);

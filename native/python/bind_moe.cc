@@ -36,32 +36,6 @@ size_t check_expert(const Layer& layer, int64_t expert) {
   return static_cast<size_t>(expert);
 }
 
-const float* bias_from(const char* name, nb::handle given, size_t n, std::vector<float>& copy) {
-  const OptArray bias = optional_input_from(name, given);
-  if (!bias) return nullptr;
-  check_array(name, *bias, {static_cast<int64_t>(n)});
-  const ktk_element type = float_of(name, bias->dtype());
-  copy.resize(n);
-  ops().to_f32(bias->data(), type, n, copy.data());
-  return copy.data();
-}
-
-// ggml's blocks have their scales within: one beside them is a factor of the whole matrix, which
-// the core applies to products. Takes it out of `scale`; 1 where there is none.
-float take_factor(const char* name, const OptFormat& given, OptArray& scale) {
-  if (!scale || !given || !is_ggml(given->element)) return 1;
-  check_device(name, *scale);
-  if (scale->size() != 1 || element_of(name, scale->dtype()) != KTK_F32) {
-    throw nb::value_error((std::string(name) + " must be one float32 for a whole matrix of " +
-                           element_name(given->element) + ", got " + describe_array(*scale))
-                              .c_str());
-  }
-  check_aligned(name, *scale);
-  const float factor = *static_cast<const float*>(scale->data());
-  scale.reset();
-  return factor;
-}
-
 void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, nb::handle down,
                  nb::handle gate_scale, nb::handle up_scale, nb::handle down_scale,
                  nb::handle gate_zero, nb::handle up_zero, nb::handle down_zero,

@@ -14,8 +14,8 @@
 #include "python/bind.h"
 #include "python/call.h"
 #include "python/gil.h"
+#include "python/job_handle.h"
 #include "stream/call.h"
-#include "stream/job.h"
 #include "stream/write_expert.h"
 
 namespace ktk {
@@ -126,19 +126,6 @@ nb::tuple split(nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device
   return nb::make_tuple(ids_array(std::move(halves.now), tokens, k),
                         ids_array(std::move(halves.later), tokens, k));
 }
-
-// Python's hold on a job, which waits for the job when it goes: that may take as long as all that
-// is queued before.
-struct JobHandle : Job {
-  using Job::Job;
-  ~JobHandle() {
-    const Unlocked unlocked;
-    try {
-      wait();
-    } catch (...) {  // nobody asked how it ended
-    }
-  }
-};
 
 JobHandle* submit_write(std::shared_ptr<Layer> layer, size_t expert,
                         const std::vector<std::array<uintptr_t, 4>>& ranks, bool wide_scales) {

@@ -5,6 +5,7 @@
 #include "core/size.h"
 #include "format/elements.h"
 #include "format/format.h"
+#include "ops/select.h"
 
 namespace ktk {
 namespace {
@@ -139,6 +140,30 @@ ktk_source source_from(const char* name, const AnyArray& data, const std::option
     format.group_k = g.group_k;
   }
   return source;
+}
+
+const float* bias_from(const char* name, nb::handle given, size_t n, std::vector<float>& copy) {
+  const std::optional<AnyArray> bias = optional_input_from(name, given);
+  if (!bias) return nullptr;
+  check_array(name, *bias, {static_cast<int64_t>(n)});
+  const ktk_element type = float_of(name, bias->dtype());
+  copy.resize(n);
+  ops().to_f32(bias->data(), type, n, copy.data());
+  return copy.data();
+}
+
+float take_factor(const char* name, const OptFormat& given, std::optional<AnyArray>& scale) {
+  if (!scale || !given || !is_ggml(given->element)) return 1;
+  check_device(name, *scale);
+  if (scale->size() != 1 || element_of(name, scale->dtype()) != KTK_F32) {
+    throw nb::value_error((std::string(name) + " must be one float32 for a whole matrix of " +
+                           element_name(given->element) + ", got " + describe_array(*scale))
+                              .c_str());
+  }
+  check_aligned(name, *scale);
+  const float factor = *static_cast<const float*>(scale->data());
+  scale.reset();
+  return factor;
 }
 
 Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats) {

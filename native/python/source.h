@@ -4,6 +4,7 @@
 #include <optional>
 #include <tuple>
 #include <variant>
+#include <vector>
 
 #include "moe/weights.h"
 #include "python/array.h"
@@ -16,6 +17,14 @@ namespace ktk {
 ktk_source source_from(const char* name, const AnyArray& data, const std::optional<AnyArray>& scale,
                        const std::optional<AnyArray>& zero, const std::optional<ktk_format>& given,
                        int64_t n, int64_t k);
+
+// A bias of n floats as f32, in `copy`; NULL for None.
+const float* bias_from(const char* name, nb::handle given, size_t n, std::vector<float>& copy);
+
+// ggml's blocks have their scales within: one beside them is a factor of the whole matrix, which
+// the core applies to products. Takes it out of `scale`; 1 where there is none.
+float take_factor(const char* name, const std::optional<ktk_format>& given,
+                  std::optional<AnyArray>& scale);
 
 // A format for gate, up and down, or one for each; None where dtypes tell.
 using OptFormat = std::optional<ktk_format>;

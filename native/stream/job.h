@@ -1,6 +1,7 @@
 // Work that is queued behind the calls of an engine, and waited for later.
 #pragma once
 
+#include <chrono>
 #include <exception>
 #include <functional>
 #include <future>
@@ -31,7 +32,13 @@ class Job {
     if (process_.here()) ended_.wait();
   }
 
-  // Rethrows what the work threw. Throws std::logic_error in a forked child.
+  // In a forked child: as wait().
+  bool done() const {
+    process_.check();
+    return ended_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  }
+
+  // Rethrows what the work threw, at every wait. Throws std::logic_error in a forked child.
   void wait() const {
     process_.check();
     ended_.get();
