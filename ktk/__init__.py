@@ -32,6 +32,7 @@ from ktk.errors import (
     CheckpointTooLarge,
     SettingError,
 )
+from ktk.linear import Linear
 from ktk.model import Model
 from ktk.moe import MoE
 from ktk.pool import default_pool
@@ -57,6 +58,7 @@ __all__ = [
     "CheckpointTooLarge",
     "Format",
     "KTMoEWrapper",
+    "Linear",
     "MoE",
     "MoEConfig",
     "Model",

@@ -1,5 +1,5 @@
 """
-The core of ktk: CPU detection, worker pool, memory and the MoE pipeline.
+The core of ktk: CPU detection, worker pool, memory, the MoE pipeline and dense layers.
 """
 
 from collections.abc import Sequence
@@ -347,6 +347,56 @@ class MoE:
 
     @property
     def down_format(self) -> Format | None: ...
+
+class Linear:
+    """A dense layer; ktk.Linear is its public face."""
+
+    def __init__(self, backend: object, pool: WorkerPool, in_features: int, out_features: int, variant: str, force: bool, shards: int, stored: Format | None) -> None: ...
+
+    def load(self, names: Sequence[str], data: Sequence[object], scales: Sequence[object], zeros: Sequence[object], biases: Sequence[object], given: Sequence[Format | None]) -> None:
+        """
+        Packs parts of a weight, whose rows lie one behind the other: an entry of each list
+        for each part.
+        """
+
+    def forward(self, x: object | None, out: object | None) -> None: ...
+
+    def look_up(self, ids: object | None, out: object | None) -> None: ...
+
+    def unpack(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
+
+    @property
+    def variant(self) -> str: ...
+
+    @property
+    def pool(self) -> WorkerPool: ...
+
+    @property
+    def shards(self) -> int: ...
+
+    @property
+    def slices(self) -> list[list[tuple[int, int]]]:
+        """
+        First row and end of the slices of each shard; none until a weight is loaded.
+        """
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def formats(self) -> list[Format]: ...
+
+class LinearCall:
+    """A call of a dense layer that runs later."""
+
+    def __init__(self, linear: Linear, x: object | None, out: object | None) -> None: ...
+
+    def wait(self) -> None:
+        """Waits until the output is written; raises what went wrong."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
 
 class Latch:
     """Keeps the first error of calls that nobody waits for."""

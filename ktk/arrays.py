@@ -52,17 +52,24 @@ def readable(name: str, array: Array) -> Array:
         return array
 
 
-def empty_like(hidden: Array) -> Array:
-    """Return a new array of the library, shape and dtype of `hidden`; of others, a tensor."""
+def empty_like(array: Array, name: str = "hidden", columns: int | None = None) -> Array:
+    """Return a new array of the library, shape and dtype of `array`; of others, a tensor.
+
+    `columns` is its last dimension, where that differs; `name` is for messages.
+    """
     import numpy as np
 
-    if isinstance(hidden, np.ndarray):
-        return np.empty(hidden.shape, dtype=hidden.dtype)
-    if not hasattr(hidden, "__dlpack__"):
-        raise TypeError(f"hidden must be an array, of any library, got {type(hidden).__name__}")
+    if isinstance(array, np.ndarray):
+        return np.empty(_shape(array, columns), dtype=array.dtype)
+    if not hasattr(array, "__dlpack__"):
+        raise TypeError(f"{name} must be an array, of any library, got {type(array).__name__}")
     import torch  # numpy has no bfloat16
 
-    if isinstance(hidden, torch.Tensor):
-        return torch.empty_like(hidden)
-    tensor = torch.utils.dlpack.from_dlpack(hidden)
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    if isinstance(array, torch.Tensor):
+        return array.new_empty(_shape(array, columns))
+    tensor = torch.utils.dlpack.from_dlpack(array)
+    return torch.empty(_shape(tensor, columns), dtype=tensor.dtype)
+
+
+def _shape(array: Array, columns: int | None) -> tuple[int, ...]:
+    return tuple(array.shape) if columns is None else (*array.shape[:-1], columns)

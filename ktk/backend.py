@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from ktk import _core
 from ktk.config import MoEConfig
+from ktk.linear import Linear
 from ktk.moe import Formats, MoE
 
 
@@ -137,6 +138,49 @@ class Backend:
         return MoE(
             self,
             config,
+            variant=variant,
+            force=force,
+            pool=pool,
+            shards=shards,
+            weight_format=weight_format,
+        )
+
+    def linear(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        variant: str | None = None,
+        force: bool = False,
+        pool: _core.WorkerPool | None = None,
+        shards: int | None = None,
+        weight_format: _core.Format | str | None = None,
+    ) -> Linear:
+        """Make a dense layer, without a weight yet.
+
+        Parameters
+        ----------
+        in_features, out_features, bias, variant, force, pool, shards, weight_format
+            As of :class:`ktk.Linear`.
+
+        Returns
+        -------
+        Linear
+            To be filled by :meth:`ktk.Linear.load`.
+
+        Raises
+        ------
+        BackendUnsupported
+            The variant cannot run on this CPU.
+        TypeError, ValueError
+            A size or an option makes no sense.
+        """
+        return Linear(
+            self,
+            in_features,
+            out_features,
+            bias,
             variant=variant,
             force=force,
             pool=pool,

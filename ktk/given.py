@@ -106,10 +106,10 @@ def expert_of(
         if data is None:
             raise TypeError(f"{name} is missing: give gate, up and down, or an Expert")
     formats = zip(arguments.items(), formats_of(given), strict=True)
-    return Expert(**{name: _matrix_of(name, *arrays, fmt) for (name, arrays), fmt in formats})
+    return Expert(**{name: matrix_of(name, *arrays, fmt) for (name, arrays), fmt in formats})
 
 
-def _matrix_of(
+def matrix_of(
     name: str,
     data: Array | Matrix,
     scale: Array | None,

@@ -9,9 +9,12 @@ from ktk.arrays import Array
 
 
 class Ticket:
-    """A call that was submitted; see :meth:`MoE.submit`. Dropping it waits for the call."""
+    """A call that was submitted; see :meth:`MoE.submit` and :meth:`Linear.submit`.
 
-    def __init__(self, core: _core.AsyncCall, out: Array) -> None:
+    Dropping it waits for the call.
+    """
+
+    def __init__(self, core: _core.AsyncCall | _core.LinearCall, out: Array) -> None:
         self._core = core
         self._out = out
 

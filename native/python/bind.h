@@ -9,6 +9,7 @@ void bind_system(nanobind::module_& m);   // instruction sets, topology, WorkerP
 void bind_backend(nanobind::module_& m);  // Format, VariantInfo, Backend
 void bind_packed(nanobind::module_& m);   // PackedMatrix
 void bind_moe(nanobind::module_& m);      // MoE
+void bind_linear(nanobind::module_& m);   // Linear, LinearCall
 void bind_stream(nanobind::module_& m);   // AsyncCall, Carry, Latch, Job
 
 }  // namespace ktk

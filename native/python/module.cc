@@ -32,12 +32,14 @@ NB_MODULE(_core, m) {
   // Test frameworks keep references past the end of the interpreter.
   nb::set_leak_warnings(false);
 #endif
-  m.doc() = "The core of ktk: CPU detection, worker pool, memory and the MoE pipeline.";
+  m.doc() =
+      "The core of ktk: CPU detection, worker pool, memory, the MoE pipeline and dense layers.";
   m.attr("ABI") = nb::make_tuple(KTK_ABI_MAJOR, KTK_ABI_MINOR);
   nb::register_exception_translator(translate_unknown);
   ktk::bind_system(m);
   ktk::bind_backend(m);
   ktk::bind_packed(m);
   ktk::bind_moe(m);
+  ktk::bind_linear(m);
   ktk::bind_stream(m);
 }

@@ -16,6 +16,7 @@ import pytest
 ROOT = next(folder / "ktk" for folder in Path(__file__).parents if (folder / "ktk").is_dir())
 # An alternative constructor belongs to its class, and calls what is made of it.
 LAZY = {
+    ("ktk.linear", "ktk.registry"): "Linear takes a backend by its name",
     ("ktk.moe", "ktk.loading"): "MoE.from_checkpoint loads a layer, which is above layers",
 }
 Graph = Mapping[str, set[str]]

@@ -1,0 +1,179 @@
+// One chunk of tokens, as a region of the worker pool:
+//
+//   tokens --encode--> x --product, bias--> out
+//          each token once   tasks: columns of the output
+//   ----------------------|----------------------------
+//                      barrier
+//
+// The barrier is left out when there are so few tokens that every worker encodes them all. A task
+// owns columns of the output, so nothing is merged, and any number of workers gives the same bits.
+#include "dense/pipeline.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "core/prefetch.h"
+#include "moe/nodes.h"
+#include "ops/select.h"
+
+namespace ktk {
+namespace {
+
+class DenseRun {
+ public:
+  DenseRun(Engine& engine, const Variant& variant, const DenseWeights& weights, DensePlan& plan,
+           const Rows& x, const Rows& out)
+      : engine_(engine),
+        variant_(variant),
+        weights_(weights),
+        plan_(plan),
+        x_(x),
+        out_(out),
+        ops_(ops()),
+        prefetch_(prefetch()),
+        next_task_(weights.shards().size()) {}
+
+  void run(size_t begin, size_t end) {
+    begin_ = begin;
+    plan_.make(end - begin);
+    shared_ = engine_.scratch.shared(plan_.shared_bytes);
+    for (std::atomic<size_t>& next : next_task_) next = 0;
+    next_token_ = 0;
+    engine_.pool.run([this](int worker) { body(worker); });
+  }
+
+ private:
+  void body(int worker) {
+    char* own = engine_.scratch.own(worker, plan_.own.bytes, node_id(engine_.pool.node_of(worker)));
+    if (variant_.enter) variant_.enter();
+    if (plan_.private_x) {
+      encode(own, 0, plan_.tokens);
+    } else {
+      encode_shared(own);
+      engine_.pool.barrier();
+    }
+    // Those of the worker's own node first, then the others'.
+    const size_t shards = next_task_.size();
+    const size_t home =
+        static_cast<size_t>(worker) * shards / static_cast<size_t>(engine_.pool.size());
+    for (size_t i = 0; i < shards; ++i) {
+      const size_t s = (home + i) % shards;
+      // The task after this one, too, so that its weights can be fetched at the end of this one.
+      const DenseTask* task = take(s);
+      while (task) {
+        const DenseTask* following = take(s);
+        multiply(*task, following, own);
+        task = following;
+      }
+    }
+    if (variant_.leave) variant_.leave();
+  }
+
+  const DenseTask* take(size_t shard) {
+    const size_t i = next_task_[shard].fetch_add(1, std::memory_order_relaxed);
+    return i < plan_.tasks[shard].size() ? &plan_.tasks[shard][i] : nullptr;
+  }
+
+  // Encoded tokens for products of one kind.
+  char* encoded(size_t act, char* own) const {
+    return (plan_.private_x ? own : shared_) + plan_.x[act];
+  }
+
+  void encode_shared(char* own) {
+    constexpr size_t kBlock = 16;
+    for (;;) {
+      const size_t first = next_token_.fetch_add(kBlock, std::memory_order_relaxed);
+      if (first >= plan_.tokens) return;
+      encode(own, first, std::min(first + kBlock, plan_.tokens));
+    }
+  }
+
+  void encode(char* own, size_t first, size_t last) {
+    const size_t k = weights_.k();
+    float* row = reinterpret_cast<float*>(own + plan_.own.row);
+    for (size_t token = first; token < last; ++token) {
+      ops_.to_f32(x_.at(begin_ + token), x_.type, k, row);
+      for (size_t act = 0; act < weights_.acts().size(); ++act) {
+        const size_t stride = plan_.x_strides[act];
+        variant_.pack_act(&weights_.acts()[act], 1, 0, k, row, k,
+                          encoded(act, own) + token * stride, stride);
+      }
+    }
+  }
+
+  const char* weights_from(const DenseSlice& slice, size_t n) const {
+    return variant_.weight_offset ? slice.packed + variant_.weight_offset(&slice.matrix, n)
+                                  : nullptr;
+  }
+
+  void multiply(const DenseTask& task, const DenseTask* following, char* own) {
+    const DenseSlice& slice = *task.slice;
+    float* const panel = reinterpret_cast<float*>(own + plan_.own.panel);
+    const float* const bias = weights_.bias();
+    ktk_matmul mm{};
+    mm.struct_size = sizeof mm;
+    mm.matrix = &slice.matrix;
+    mm.weight = slice.packed;
+    mm.act_stride = plan_.x_strides[slice.act];
+    mm.dst = panel;
+    mm.dst_stride = plan_.panel_stride;
+    mm.scratch = own + plan_.own.scratch;
+    mm.prefetch = &prefetch_;
+    for (size_t done = 0; done < task.rows; done += DensePlan::kMaxRows) {
+      const size_t first = task.first + done;
+      mm.m = std::min(task.rows - done, DensePlan::kMaxRows);
+      mm.act = encoded(slice.act, own) + first * mm.act_stride;
+      for (size_t n = task.begin; n < task.end; n += plan_.panel_columns) {
+        mm.n_begin = n;
+        mm.n_end = std::min(n + plan_.panel_columns, task.end);
+        if (mm.n_end < task.end) {
+          mm.next = weights_from(slice, mm.n_end);
+        } else if (done + mm.m < task.rows) {
+          mm.next = weights_from(slice, task.begin);
+        } else {
+          mm.next = following ? weights_from(*following->slice, following->begin) : nullptr;
+        }
+        variant_.kernel_for(mm.m).run(&mm);
+        write(mm, slice, bias, begin_ + first);
+      }
+    }
+  }
+
+  // The panel of a product to rows of the output from `row` on.
+  void write(const ktk_matmul& mm, const DenseSlice& slice, const float* bias, size_t row) const {
+    const size_t columns = mm.n_end - mm.n_begin, column = slice.begin + mm.n_begin;
+    if (slice.factor != 1) ops_.scale(slice.factor, mm.m, columns, mm.dst, mm.dst_stride);
+    for (size_t r = 0; r < mm.m; ++r) {
+      float* const sums = mm.dst + r * mm.dst_stride;
+      if (bias) ops_.add(bias + column, columns, sums);
+      ops_.from_f32(sums, out_.type, columns, out_.at(row + r, column));
+    }
+  }
+
+  Engine& engine_;
+  const Variant& variant_;
+  const DenseWeights& weights_;
+  DensePlan& plan_;
+  const Rows& x_;
+  const Rows& out_;
+  const ktk_ops& ops_;
+  const ktk_prefetch& prefetch_;
+
+  size_t begin_ = 0;  // first token of the chunk
+  char* shared_ = nullptr;
+  std::vector<std::atomic<size_t>> next_task_;  // per shard
+  std::atomic<size_t> next_token_{0};
+};
+
+}  // namespace
+
+void forward(Engine& engine, const Variant& variant, const DenseWeights& weights, DensePlan& plan,
+             const Rows& x, const Rows& out, size_t tokens) {
+  DenseRun chunk(engine, variant, weights, plan, x, out);
+  const size_t step = plan.max_tokens();
+  for (size_t begin = 0; begin < tokens; begin += step) {
+    chunk.run(begin, std::min(begin + step, tokens));
+  }
+}
+
+}  // namespace ktk

@@ -1,0 +1,124 @@
+#include "dense/weights.h"
+
+#include <algorithm>
+
+#include "core/size.h"
+#include "core/worker_pool.h"
+#include "format/format.h"
+#include "moe/cuts.h"
+#include "moe/packing.h"
+#include "ops/select.h"
+
+namespace ktk {
+namespace {
+
+// Where the rows of a part may be cut.
+CutRules cut_rules(const Variant& variant, const DensePart& part) {
+  CutRules rules;
+  rules.step = variant.tile.n_step;
+  for (const ktk_format& format : {part.stored, part.source.format}) {
+    if (format.group_n && has_groups(format)) rules.groups.push_back(format.group_n);
+  }
+  return rules;
+}
+
+}  // namespace
+
+size_t DenseWeights::most_shards(const Variant& variant, std::span<const DensePart> parts) {
+  size_t most = 1;
+  for (const DensePart& part : parts) {
+    most = std::max(most, ktk::most_shards(part.n, cut_rules(variant, part)));
+  }
+  return most;
+}
+
+DenseWeights::DenseWeights(const Variant& variant, std::span<const DensePart> parts, size_t k,
+                           const std::vector<int>& nodes, WorkerPool& pool)
+    : variant_(variant), k_(k) {
+  place(variant, parts, nodes);
+  Packing packing(variant, pool);
+  std::vector<size_t> first_row(parts.size());
+  for (size_t p = 1; p < parts.size(); ++p) first_row[p] = first_row[p - 1] + parts[p - 1].n;
+  for (DenseShard& shard : shards_) {
+    char* at = shard.memory.data();
+    for (DenseSlice& slice : shard.slices) {
+      slice.packed = at;
+      const size_t row = slice.begin - first_row[slice.part];
+      packing.add(slice.matrix, view(parts[slice.part].source, row, 0), at);
+      at += slice.bytes;
+      by_column_.push_back(&slice);
+    }
+  }
+  packing.run();
+  std::sort(by_column_.begin(), by_column_.end(),
+            [](const DenseSlice* a, const DenseSlice* b) { return a->begin < b->begin; });
+  const auto has_bias = [](const DensePart& part) { return part.bias != nullptr; };
+  if (std::any_of(parts.begin(), parts.end(), has_bias)) bias_.resize(n_);
+  for (size_t p = 0; p < parts.size(); ++p) {
+    if (parts[p].bias) std::copy_n(parts[p].bias, parts[p].n, bias_.data() + first_row[p]);
+  }
+}
+
+// Cuts parts into shards and slices, and gets their memory.
+void DenseWeights::place(const Variant& variant, std::span<const DensePart> parts,
+                         const std::vector<int>& nodes) {
+  shards_.resize(nodes.size());
+  for (size_t p = 0; p < parts.size(); ++p) {
+    const DensePart& part = parts[p];
+    const CutRules rules = cut_rules(variant, part);
+    const size_t pieces = std::min(nodes.size(), ktk::most_shards(part.n, rules));
+    const std::vector<size_t> cuts = cut_shards(part.n, pieces, rules);
+    for (size_t i = 0; i < pieces; ++i) {
+      const std::vector<size_t> at = cut_slices(cuts[i], cuts[i + 1], rules.groups);
+      for (size_t s = 0; s + 1 < at.size(); ++s) {
+        DenseSlice slice{.part = p, .begin = n_ + at[s], .end = n_ + at[s + 1]};
+        slice.matrix = {at[s + 1] - at[s], k_, part.stored};
+        slice.bytes = variant.weight_bytes(slice.matrix);
+        slice.act = act_of(variant, slice.matrix);
+        slice.factor = part.factor;
+        // Parts that are too small for all nodes take the places of those that are not in turn.
+        shards_[i * nodes.size() / pieces].slices.push_back(slice);
+      }
+    }
+    n_ += part.n;
+    formats_.push_back(part.stored);
+  }
+  for (size_t s = 0; s < nodes.size(); ++s) {
+    size_t bytes = 0;
+    for (const DenseSlice& slice : shards_[s].slices) bytes = sum(bytes, slice.bytes);
+    shards_[s].memory = Memory(bytes, nodes[s]);
+  }
+}
+
+// Which of acts_ a matrix is multiplied with; a new one where none will do.
+size_t DenseWeights::act_of(const Variant& variant, const ktk_matrix& matrix) {
+  for (size_t i = 0; i < acts_.size(); ++i) {
+    if (variant.share_acts(acts_[i], matrix)) return i;
+  }
+  acts_.push_back(matrix);
+  return acts_.size() - 1;
+}
+
+void DenseWeights::unpack(float* out) const {
+  for (const DenseSlice* slice : by_column_) {
+    float* const rows = out + slice->begin * k_;
+    const ktk_matrix& matrix = slice->matrix;
+    variant_.unpack_weight(&matrix, slice->packed, 0, matrix.n, rows, k_);
+    if (slice->factor != 1) ops().scale(slice->factor, matrix.n, k_, rows, k_);
+  }
+}
+
+const DenseSlice& DenseWeights::slice_of(size_t column) const {
+  const auto behind =
+      std::upper_bound(by_column_.begin(), by_column_.end(), column,
+                       [](size_t value, const DenseSlice* slice) { return value < slice->begin; });
+  return **(behind - 1);
+}
+
+size_t DenseWeights::bytes() const {
+  size_t bytes = 0;
+  for (const DenseSlice* slice : by_column_) bytes += slice->bytes;
+  return bytes;
+}
+
+}  // namespace ktk
