@@ -1,0 +1,104 @@
+"""Finds out which function of gate and up a module of experts computes: by asking the module."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ktk.transformers.layout import Layout
+
+Glu = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+# Formulas that are equal on paper are evaluated in another order of operations: some ten roundings,
+# each of at most half an epsilon of what is added up.
+_EPSILONS = 16 * torch.finfo(torch.float32).eps
+# Beyond all limits of clamps, and exact in f32.
+_FAR = 2.0**13
+
+
+def activation_of(module: Any, layout: Layout) -> dict[str, Any] | None:
+    """Return the fields of `ktk.MoEConfig` that say what a module does with gate and up.
+
+    Parameters
+    ----------
+    module
+        Its method `_apply_gate` takes both in one tensor.
+    layout
+        Says where in that tensor they are.
+
+    Returns
+    -------
+    dict or None
+        None: ktk has no such function, or the module cannot be asked.
+    """
+
+    def asked(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        joined = layout.join_last(gate, up)
+        result: torch.Tensor = module._apply_gate(joined[None])[0]
+        return result
+
+    gate = torch.linspace(-40, 40, 641, dtype=torch.float32, device="cpu")
+    up = torch.cat([gate[::5].flip(0) / 3, gate[::2] / 2 + 0.125, gate])[: len(gate)].roll(217)
+    try:
+        with torch.no_grad():
+            answer = asked(gate, up)
+            if answer.shape != gate.shape:
+                return None
+            for fields in _guesses(asked):
+                expected = _formula(gate, up, **fields)
+                bound = _EPSILONS * gate.abs() * (up.abs() + 1)
+                if bool(((answer - expected).abs() <= bound).all()):
+                    return fields
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        pass  # weights of its own, say, which are not there yet
+    return None
+
+
+def _guesses(asked: Glu) -> Iterator[dict[str, Any]]:
+    """Yield what the module might compute, with the constants that some of its answers mean."""
+    # Models are made with other defaults of dtype and device than torch's own.
+    zero, one, far = (
+        torch.tensor([x], dtype=torch.float32, device="cpu") for x in (0.0, 1.0, _FAR)
+    )
+    for name in ("silu", "gelu_tanh", "swigluoai"):
+        fields: dict[str, Any] = {"activation": name}
+        if name == "swigluoai":
+            slope = float(asked(one, zero))  # sigmoid(alpha)
+            if not 0 < slope < 1:
+                continue
+            fields["activation_alpha"] = _number(math.log(slope / (1 - slope)))
+        yield fields
+        unit = float(_formula(one, zero + 1, **fields)) - float(_formula(one, zero, **fields))
+        offset = float(_formula(one, zero, **fields))
+        limit = _number((float(asked(one, far)) - offset) / unit)  # what is left of a large up
+        if 0 < limit < _FAR:
+            yield {**fields, "activation_limit": limit}
+            yield {**fields, "activation_limit": limit, "clamp_gate_below": True}
+
+
+def _number(value: float) -> float:
+    """Return a constant without what f32 made of its last digits."""
+    return float(f"{value:.5g}")
+
+
+def _formula(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    *,
+    activation: str,
+    activation_alpha: float = 1.702,
+    activation_limit: float | None = None,
+    clamp_gate_below: bool = False,
+) -> torch.Tensor:
+    """Compute what `ktk.MoEConfig` says that ktk computes."""
+    if activation_limit is not None:
+        gate = gate.clamp(min=-activation_limit if clamp_gate_below else None, max=activation_limit)
+        up = up.clamp(-activation_limit, activation_limit)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return gate * torch.sigmoid(activation_alpha * gate) * (up + 1)

@@ -1,0 +1,96 @@
+"""Lets `experts_implementation="ktk"` alone load experts from files.
+
+Transformers asks one function for the quantizer of a model, and gives no way to add to its answer.
+That function is replaced by one that calls it. Where it has moved, experts are packed at the first
+call, with right results and more memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import modeling_utils
+from transformers.utils.hub import cached_file
+
+from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.errors import CheckpointError
+from ktk.transformers.config import METHOD, KtkConfig
+from ktk.transformers.modules import say_once
+from ktk.transformers.quantizer import with_experts
+
+HOOKED = "get_hf_quantizer"
+PARAMETERS = (
+    *("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file"),
+)
+# Elements of codes, as safetensors spells them.
+_CODES = ("F8_", "F4", "U8", "I8", "I32")
+
+
+def install() -> bool:
+    """Replace the function of transformers, once; False if it is not the one that is known."""
+    stock = getattr(modeling_utils, HOOKED, None)
+    if getattr(stock, "ktk", False):
+        return True
+    if stock is None or tuple(inspect.signature(stock).parameters) != PARAMETERS:
+        say_once(
+            "this version of transformers loads models in a way that ktk does not know: give "
+            "quantization_config=KtkConfig() beside experts_implementation, or experts are packed "
+            "at the first call, which takes more memory"
+        )
+        return False
+    setattr(modeling_utils, HOOKED, _with_experts(stock))
+    return True
+
+
+def _with_experts(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get_hf_quantizer(
+        config: Any, quantization_config: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any, Any]:
+        mine = quantization_config if isinstance(quantization_config, KtkConfig) else None
+        if mine is None and not _asked_for(config):
+            answer: tuple[Any, Any, Any] = stock(config, quantization_config, *args, **kwargs)
+            return answer
+        if mine is not None:
+            quantization_config = None
+        if kwargs.get("gguf_file") is None and _only_experts_are_quantized(config):
+            for one in (config, config.get_text_config(decoder=True)):
+                if hasattr(one, "quantization_config"):
+                    del one.quantization_config
+        quantizer, config, device_map = stock(config, quantization_config, *args, **kwargs)
+        return with_experts(quantizer, mine or KtkConfig()), config, device_map
+
+    get_hf_quantizer.ktk = True  # type: ignore[attr-defined]
+    return get_hf_quantizer
+
+
+def _asked_for(config: Any) -> bool:
+    text = config.get_text_config(decoder=True)
+    return METHOD in (config._experts_implementation, text._experts_implementation)
+
+
+def _only_experts_are_quantized(config: Any) -> bool:
+    """Whether a checkpoint says that it is quantised, and no tensor but of experts is.
+
+    Its quantizer, and what that needs installed, is not needed then.
+    """
+    path = cached_file(
+        config.name_or_path,
+        "config.json",
+        local_files_only=True,
+        revision=getattr(config, "_commit_hash", None),
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if path is None:
+        return False
+    try:
+        with TensorIndex(Path(path).parent) as index:
+            others = [name for name in index.names() if ".experts." not in name]
+            return not any(index.dtype(name).startswith(_CODES) for name in others)
+    except CheckpointError:
+        return False

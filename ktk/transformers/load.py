@@ -1,0 +1,127 @@
+"""Loads a whole model: experts by ktk, all else by transformers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from ktk.checkpoint.detect import is_gguf, is_packed
+from ktk.checkpoint.open import open_checkpoint
+from ktk.checkpoint.packed.folder import read_index
+from ktk.conversion.fingerprint import fingerprint
+from ktk.errors import CheckpointError
+from ktk.transformers.config import METHOD, KtkConfig
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    backend: str | None = None,
+    dtype: Any = None,
+    experts: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Any:
+    """Load a causal language model whose experts ktk computes.
+
+    Parameters
+    ----------
+    path : path
+        A folder with config.json and safetensors files; a GGUF file; a folder that `ktk convert`
+        wrote, beside or inside the folder of its source; or the name of a model of the Hugging Face
+        hub.
+    backend : str, optional
+        What computes the experts. By default the format of their weights decides.
+    dtype : torch.dtype or str, optional
+        Of all other weights. By default as the files have it; of GGUF files, bf16.
+    experts : path, optional
+        Where the experts are, if not in `path`: a folder that `ktk convert` wrote.
+    **options
+        Of `AutoModelForCausalLM.from_pretrained`, such as device_map or attn_implementation.
+
+    Returns
+    -------
+    PreTrainedModel
+
+    Raises
+    ------
+    CheckpointError
+        Files are missing or damaged, or memory cannot hold the experts.
+    BackendError
+        The backend cannot be used here.
+    OSError, ValueError
+        What transformers says of files and options.
+    """
+    found = locate(path)
+    config = KtkConfig(backend, experts=experts or found.experts)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        found.name,
+        dtype="auto" if dtype is None else dtype,
+        experts_implementation=METHOD,
+        quantization_config=config,
+        **found.options,
+        **options,
+    )
+
+
+def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:
+    """Load the tokenizer of a model, given what `load` is given."""
+    found = locate(path)
+    return transformers.AutoTokenizer.from_pretrained(found.name, **found.options, **options)
+
+
+@dataclass(frozen=True)
+class Located:
+    """Where the parts of a model are.
+
+    Attributes
+    ----------
+    name
+        What transformers loads the model from: a folder, or a name of the hub.
+    experts
+        A folder with the experts; None if they are where the rest is.
+    options
+        Further keywords of `from_pretrained`.
+    """
+
+    name: str
+    experts: str | None
+    options: dict[str, Any]
+
+
+def locate(path: str | os.PathLike[str]) -> Located:
+    """Find the parts of a model, given what `load` is given.
+
+    Raises
+    ------
+    CheckpointError
+        The source of packed files is not there.
+    """
+    name = os.fspath(path)
+    experts = name if is_packed(name) else None
+    source = _source(Path(name)) if experts else Path(name)
+    if not is_gguf(source):
+        return Located(os.fspath(source) if experts else name, experts, {})
+    with open_checkpoint(source) as checkpoint:
+        first = checkpoint.files()[0]
+    return Located(os.fspath(first.parent), experts, {"gguf_file": first.name})
+
+
+def _source(packed: Path) -> Path:
+    """Find the checkpoint that packed files were made of: attention is only there."""
+    index = read_index(packed)
+    folder = packed.resolve()
+    for candidate in (folder.parent / index.source_name, folder.parent):
+        try:
+            with open_checkpoint(candidate) as checkpoint:
+                if fingerprint(checkpoint.files()) == index.source:
+                    return candidate
+        except CheckpointError:
+            continue
+    raise CheckpointError(
+        f"{packed} holds experts only, and the checkpoint {index.source_name} that they were made "
+        f"of is not beside it: load the checkpoint's folder with experts={str(packed)!r}"
+    )

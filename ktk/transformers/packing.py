@@ -1,0 +1,32 @@
+"""Packs the experts of one module that is in memory."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ktk.backend import Backend
+from ktk.registry import load_backend
+from ktk.transformers.modules import Experts
+from ktk.transformers.packed import Packed, put
+
+#: Keeps each bit of bf16 weights.
+DEFAULT_BACKEND = "BF16"
+
+
+def pack_module(one: Experts, backend: str | Backend | None = None) -> Packed:
+    """Pack the experts of a module, one after the other, and free its tensors."""
+    chosen = (
+        load_backend(backend or DEFAULT_BACKEND) if not isinstance(backend, Backend) else backend
+    )
+    moe = chosen.moe(**asdict(one.config))
+    with torch.no_grad(), torch.device("cpu"):
+        for number in range(one.config.num_experts):
+            tensors = one.layout.expert(one.module, number)
+            arguments: dict[str, Any] = {name: tensor.cpu() for name, tensor in tensors.items()}
+            moe.load_expert(number, **arguments)
+    packed = Packed(moe, one.layout, one.name)
+    put(one.module, packed)
+    return packed

@@ -1,0 +1,148 @@
+"""Takes experts out of what transformers loads, and loads them; saves what can be saved.
+
+Transformers calls a quantizer before and after it reads weights, and when a model is saved. One of
+its own, for checkpoints whose other weights are quantised, goes on doing what it does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from ktk.transformers.config import METHOD, KtkConfig
+from ktk.transformers.files import FromFiles, plan_files
+from ktk.transformers.modules import Experts, experts_of
+from ktk.transformers.packed import drop_weights, packed_modules
+from ktk.transformers.packing import pack_module
+
+
+class ExpertsQuantizer:
+    """What is added to a quantizer of transformers, so that ktk loads and saves experts."""
+
+    ktk: KtkConfig
+    _experts: Sequence[Experts] = ()
+    _from_files: FromFiles | None = None
+
+    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
+        """Take the experts out of a model that has no weights yet."""
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise ValueError(
+                "ktk does not divide experts over processes: load the model without "
+                "distributed_config, tp_plan and tp_size"
+            )
+        with torch.device("cpu"):  # the model is being made on the device meta
+            self._experts = experts_of(model)
+            files = kwargs.get("checkpoint_files")
+            self._from_files = plan_files(self._experts, files, self.ktk)
+        if self._from_files is not None:
+            taken = list(self._from_files.layers.values())
+            for one in taken:
+                drop_weights(one.module, one.name)
+                one.module._is_hf_initialized = True  # there is nothing to initialise
+            self._leave_out(model, [one.name for one in taken])
+        super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> None:
+        """Load and pack the experts, when the other weights are there."""
+        super().postprocess_model(model, **kwargs)  # type: ignore[misc]
+        experts, from_files = self._experts, self._from_files
+        self._experts, self._from_files = (), None
+        taken = {} if from_files is None else from_files.layers
+        if from_files is not None:
+            from_files.load()
+        for one in experts:
+            if one not in taken.values():
+                pack_module(one, self.ktk.backend)
+        attach(model)
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
+        """Return a model's tensors with those of its experts, where they can be told exactly."""
+        state, metadata = super().get_state_dict_and_metadata(model)  # type: ignore[misc]
+        packed = packed_modules(model)
+        if getattr(model, "_hf_peft_config_loaded", False) or not packed:
+            return state, metadata  # of adapters, or of a model that ktk does not compute
+        for one in packed.values():
+            if one.dtype is None:
+                name = one.moe.backend.name
+                raise ValueError(
+                    f"the experts of this model are packed for {name}, and cannot be saved as "
+                    f"tensors without loss: `ktk convert SOURCE OUTPUT --backend {name}` writes "
+                    "packed files of the checkpoint that they came from"
+                )
+        state = dict(model.state_dict() if state is None else state)
+        for name, one in packed.items():
+            state |= {f"{name}.{tensor}": value for tensor, value in one.unpacked().items()}
+        return state, metadata
+
+    def _leave_out(self, model: Any, names: Sequence[str]) -> None:
+        """Say nothing of tensors that are in the files and not in the model."""
+        patterns = {rf"^{re.escape(name)}\.|\.experts\.\d+\." for name in names}
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*known, *patterns}
+        config = self.quantization_config  # type: ignore[attr-defined]
+        if hasattr(config, "modules_to_not_convert"):
+            config.modules_to_not_convert = [*(config.modules_to_not_convert or ()), *names]
+
+
+@register_quantizer(METHOD)
+class KtkQuantizer(ExpertsQuantizer, HfQuantizer):
+    """For models of which only the experts are ktk's."""
+
+    def __init__(self, quantization_config: KtkConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **{**kwargs, "pre_quantized": True})
+        self.ktk = quantization_config
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> None:
+        """Load and pack the experts; what is left is a model as any other."""
+        super().postprocess_model(model, **kwargs)
+        _unmark(model)
+
+    def is_serializable(self) -> bool:
+        """Whether to ask for the tensors, which is where a model that has none says so."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether graphs can have "ktk::moe"."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether gradients pass: not yet."""
+        return False
+
+
+def with_experts(quantizer: Any, config: KtkConfig) -> Any:
+    """Return a quantizer of transformers, or a new one for None, that leaves experts to ktk."""
+    if quantizer is None:
+        return KtkQuantizer(config)
+    if not isinstance(quantizer, ExpertsQuantizer):
+        kind = type(quantizer)
+        quantizer.__class__ = type(f"Ktk{kind.__name__}", (ExpertsQuantizer, kind), {})
+    quantizer.ktk = config
+    return quantizer
+
+
+def attach(model: Any) -> None:
+    """Let a model with packed experts call them, and be saved."""
+    if packed_modules(model):
+        model.set_experts_implementation(METHOD)
+    before = getattr(model, "hf_quantizer", None)
+    model.hf_quantizer = with_experts(before, getattr(before, "ktk", KtkConfig()))
+
+
+def _unmark(model: Any) -> None:
+    """Let what transformers forbids to quantised models be done, such as `float()`."""
+    model.is_quantized = False
+    for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):
+        if hasattr(owner, name):
+            delattr(owner, name)
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_is_quantized"):
+            del config._is_quantized

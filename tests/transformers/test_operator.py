@@ -1,0 +1,77 @@
+"""The operator "ktk::moe": the bits of a call, in graphs too, and what it costs beside one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import ktk
+from ktk.hosts import OpLayer
+
+EXPERTS, H, INTER, K = 6, 64, 96, 3
+
+
+@pytest.fixture(scope="module")
+def layer() -> OpLayer:
+    generator = torch.Generator().manual_seed(0)
+    moe = ktk.load_backend("BF16").moe(
+        num_experts=EXPERTS, num_experts_per_tok=K, hidden_size=H, intermediate_size=INTER
+    )
+    gate, up = torch.randn(2, EXPERTS, INTER, H, generator=generator) / H**0.5
+    return OpLayer(moe.load(gate, up, torch.randn(EXPERTS, H, INTER) / INTER**0.5), "experts")
+
+
+def call(tokens: int = 5, k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return (
+        torch.randn(tokens, H, generator=generator).bfloat16(),
+        torch.randint(0, EXPERTS, (tokens, k), generator=generator),
+        torch.rand(tokens, k, generator=generator),
+    )
+
+
+@pytest.mark.parametrize("k", [1, K, EXPERTS])
+def test_it_computes_what_the_layer_does(layer: OpLayer, k: int) -> None:
+    assert torch.equal(layer(*call(k=k)), layer.moe(*call(k=k)))
+
+
+def test_other_dtypes_and_strides_are_taken(layer: OpLayer) -> None:
+    x, ids, weights = call()
+    wide = torch.empty(H, len(x), dtype=x.dtype).t().copy_(x)
+    assert torch.equal(layer(wide, ids.to(torch.uint8), weights.double()), layer(x, ids, weights))
+
+
+def test_compiled_graphs_have_it_as_one_node(layer: OpLayer) -> None:
+    def model(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return layer(x * 2, ids, weights) + x
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (1, 5, 9):
+        assert torch.equal(compiled(*call(tokens)), model(*call(tokens)))
+
+
+def test_torch_finds_nothing_wrong_with_it(layer: OpLayer) -> None:
+    torch.library.opcheck(
+        torch.ops.ktk.moe.default,
+        (*call(), layer.number),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+def test_a_gradient_is_an_error_when_it_is_asked_for(layer: OpLayer) -> None:
+    x, ids, weights = call()
+    out = layer(x.requires_grad_(), ids, weights)
+    assert out.requires_grad
+    with pytest.raises(RuntimeError, match="no backward"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not layer(x, ids, weights).requires_grad
+
+
+def test_copies_share_the_packed_weights_and_pickles_are_refused(layer: OpLayer) -> None:
+    assert copy.deepcopy(layer) is layer
+    with pytest.raises(TypeError, match=r"experts cannot be pickled.*ktk convert"):
+        pickle.dumps(layer)
