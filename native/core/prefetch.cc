@@ -26,6 +26,17 @@ struct Row {
   ktk_prefetch prefetch;
 };
 
+constexpr ktk_prefetch policy(uint32_t few_products, ktk_fetch few, ktk_fetch one, ktk_fetch pair,
+                              ktk_fetch many, ktk_fetch decode) {
+  return {.struct_size = sizeof(ktk_prefetch),
+          .few_products = few_products,
+          .few = few,
+          .one = one,
+          .pair = pair,
+          .many = many,
+          .decode = decode};
+}
+
 constexpr unsigned kAnyModel = ~0u;
 constexpr ktk_isa kAmx = KTK_ISA_AMX_INT8 | KTK_ISA_AMX_BF16;
 
@@ -39,94 +50,35 @@ constexpr Row kRows[] = {
     // 512 B ahead a single tile reaches 0.97-1.00 of plain loads up to 4 rows; 8 rows keep the core
     // busy for longer than the prefetcher looks ahead: 0.83 at 8 KiB, 0.69 at 512 B, 0.46 at 2 KiB.
     // From four tiles on there is time to fetch into L1: 429 GFLOP/s instead of 416 at 64 rows.
-    {"zen4",
-     "AuthenticAMD",
-     0x19,
-     0x10,
-     0xff,
-     KTK_ISA_AVX512,
-     {.struct_size = sizeof(ktk_prefetch),
-      .few_products = 4,
-      .few = {512, 2, kInOrder},
-      .one = {8192, 2, kInOrder},
-      .pair = {16384, 2, kInOrder},
-      .many = {16384, 1, kInOrder},
-      .decode = {8192, 2, kInOrder}}},
+    {"zen4", "AuthenticAMD", 0x19, 0x10, 0xff, KTK_ISA_AVX512,
+     policy(4, {512, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, {16384, 1, kInOrder},
+            {8192, 2, kInOrder})},
     // Against the row of Zen 4, a layer in bf16: 1.25 -> 0.99 ms with 1 token, 8.6 -> 6.7 with 8,
     // 17.3 -> 14.9 with 32.
-    {"zen5",
-     "AuthenticAMD",
-     0x1a,
-     0,
-     kAnyModel,
-     KTK_ISA_AVX512,
-     {.struct_size = sizeof(ktk_prefetch),
-      .few_products = 4,
-      .few = {4096, 1, kInOrder},
-      .one = {16384, 1, kInOrder},
-      .pair = {16384, 1, kInOrder},
-      .many = {16384, 1, kInOrder},
-      .decode = {8192, 2, kInOrder}}},
+    {"zen5", "AuthenticAMD", 0x1a, 0, kAnyModel, KTK_ISA_AVX512,
+     policy(4, {4096, 1, kInOrder}, {16384, 1, kInOrder}, {16384, 1, kInOrder},
+            {16384, 1, kInOrder}, {8192, 2, kInOrder})},
     // Two threads: 17.9 GB/s each at 1 KiB, in order, 14.4 at 4 KiB (plain loads 15.5). Where tiles
     // of rows share fetching, the order of memory reaches 60 % of what one line of each page does.
-    {"intel_amx",
-     "GenuineIntel",
-     6,
-     0,
-     kAnyModel,
-     kAmx,
-     {.struct_size = sizeof(ktk_prefetch),
-      .few_products = 4,
-      .few = {512, 2, kInOrder},
-      .one = {1024, 2, kInOrder},
-      .pair = {32768, 2, kByPages},
-      .many = {32768, 2, kByPages},
-      .decode = {8192, 2, kInOrder}}},
+    {"intel_amx", "GenuineIntel", 6, 0, kAnyModel, kAmx,
+     policy(4, {512, 2, kInOrder}, {1024, 2, kInOrder}, {32768, 2, kByPages}, {32768, 2, kByPages},
+            {8192, 2, kInOrder})},
     // Emerald Rapids whose AMX a hypervisor hides, 2 threads, plain loads at 33 GB/s, bf16: one and
     // two rows reach 31 and 29 GB/s at 8 KiB, 23 and 21 at 512 B (times 0.78 and 0.72, +-0.02);
-    // 4, 16 and 32 KiB gain nothing over 8, nor does anything gain for more rows, within 1 to 3 %.
-    {"intel",
-     "GenuineIntel",
-     6,
-     0,
-     kAnyModel,
-     KTK_ISA_AVX512,
-     {.struct_size = sizeof(ktk_prefetch),
-      .few_products = 4,
-      .few = {8192, 2, kInOrder},
-      .one = {8192, 2, kInOrder},
-      .pair = {16384, 2, kInOrder},
-      .many = {16384, 1, kInOrder},
-      .decode = {8192, 2, kInOrder}}},
+    // 4, 16 and 32 KiB gain nothing over 8, nor does anything gain for more rows, within 1 to 3 %;
+    // int8 likewise, where fetching one or two tiles' weights into L1 loses 3 to 5 %.
+    {"intel", "GenuineIntel", 6, 0, kAnyModel, KTK_ISA_AVX512,
+     policy(4, {8192, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, {16384, 1, kInOrder},
+            {8192, 2, kInOrder})},
 #if defined(__aarch64__)
     // Not measured: no Arm server has been met.
-    {"arm",
-     "",
-     0,
-     0,
-     kAnyModel,
-     KTK_ISA_NEON,
-     {.struct_size = sizeof(ktk_prefetch),
-      .few_products = 4,
-      .few = {8192, 2, kInOrder},
-      .one = {8192, 2, kInOrder},
-      .pair = {16384, 2, kInOrder},
-      .many = {16384, 1, kInOrder},
-      .decode = {8192, 2, kInOrder}}},
+    {"arm", "", 0, 0, kAnyModel, KTK_ISA_NEON,
+     policy(4, {8192, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, {16384, 1, kInOrder},
+            {8192, 2, kInOrder})},
 #endif
-    {"default",
-     "",
-     0,
-     0,
-     kAnyModel,
-     KTK_ISA_NONE,
-     {.struct_size = sizeof(ktk_prefetch),
-      .few_products = 4,
-      .few = {512, 2, kInOrder},
-      .one = {8192, 2, kInOrder},
-      .pair = {16384, 2, kInOrder},
-      .many = {16384, 1, kInOrder},
-      .decode = {8192, 2, kInOrder}}},
+    {"default", "", 0, 0, kAnyModel, KTK_ISA_NONE,
+     policy(4, {512, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, {16384, 1, kInOrder},
+            {8192, 2, kInOrder})},
 };
 
 bool fits(const Row& row, const CpuId& cpu, ktk_isa isa) {

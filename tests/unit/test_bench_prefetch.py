@@ -141,21 +141,11 @@ def test_a_row_is_the_initializer_of_the_table() -> None:
     text = row(PRESENT, ("GenuineIntel", 6, 207), "KTK_ISA_AVX512", ["few 0.9"])
     assert text == (
         "    // few 0.9\n"
-        '    {"NAME",\n'
-        '     "GenuineIntel",\n'
-        "     0x6,\n"
-        "     0xcf,\n"
-        "     0xcf,\n"
-        "     KTK_ISA_AVX512,\n"
-        "     {.struct_size = sizeof(ktk_prefetch),\n"
-        "      .few_products = 4,\n"
-        "      .few = {512, 2, kInOrder},\n"
-        "      .one = {8192, 2, kInOrder},\n"
-        "      .pair = {16384, 2, kInOrder},\n"
-        "      .many = {32768, 2, kByPages},\n"
-        "      .decode = {8192, 1, kInOrder}}},"
+        '    {"NAME", "GenuineIntel", 0x6, 0xcf, 0xcf, KTK_ISA_AVX512,\n'
+        "     policy(4, {512, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, "
+        "{32768, 2, kByPages}, {8192, 1, kInOrder})},"
     )
-    assert "     kAnyModel,\n     KTK_ISA_NEON," in row(PRESENT, ("", 0, 0), "KTK_ISA_NEON", [])
+    assert "kAnyModel, KTK_ISA_NEON," in row(PRESENT, ("", 0, 0), "KTK_ISA_NEON", [])
 
 
 @pytest.mark.parametrize(

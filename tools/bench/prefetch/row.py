@@ -16,7 +16,7 @@ def instruction_sets(allowed: Collection[str]) -> str:
 
 
 def row(policy: Policy, cpu: tuple[str, int, int], isa: str, comment: list[str]) -> str:
-    """Return the initializer, as clang-format would have it.
+    """Return the initializer, for clang-format to break into lines.
 
     Parameters
     ----------
@@ -29,19 +29,13 @@ def row(policy: Policy, cpu: tuple[str, int, int], isa: str, comment: list[str])
         Lines that say what was measured.
     """
     vendor, family, model = cpu
+    last_model = f"{model:#x}" if vendor else "kAnyModel"
+    fetches = [_initializer(getattr(policy, name)) for name in CLASSES]
     lines = [f"    // {line}" for line in comment]
     lines += [
-        '    {"NAME",',
-        f'     "{vendor}",',
-        f"     {family:#x},",
-        f"     {model:#x},",
-        f"     {model:#x}," if vendor else "     kAnyModel,",
-        f"     {isa},",
-        "     {.struct_size = sizeof(ktk_prefetch),",
-        f"      .few_products = {policy.few_products},",
+        f'    {{"NAME", "{vendor}", {family:#x}, {model:#x}, {last_model}, {isa},',
+        f"     policy({policy.few_products}, {', '.join(fetches)})}},",
     ]
-    lines += [f"      .{name} = {_initializer(getattr(policy, name))}," for name in CLASSES]
-    lines[-1] = lines[-1].removesuffix(",") + "}},"
     return "\n".join(lines)
 
 
