@@ -1,4 +1,5 @@
 // FP8 with AVX-512 FMA: f32 rows, up to 12 rows x 32 columns.
+#include "codec/scaled/zmm_decoded.h"
 #include "fp8/variant.h"
 #include "fp8/zmm.h"
 
@@ -8,10 +9,15 @@ namespace {
 template <class Layout>
 using Kernel = ZmmKernel<DecodeF32, Layout>;
 
+template <class Layout>
+using DecodedKernel = ZmmDecodedKernel<DecodeF32, Layout>;
+
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
-  static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_12x32_avx512", gemm_by_layout<Kernel>)};
+  static constexpr ktk_ukernel kUkernels[] = {
+      ukernel("gemm_12x32_avx512", 12, gemm_by_layout<Kernel>),
+      ukernel("gemm_decoded_12x32_avx512", gemm_by_layout<DecodedKernel>, decoded_scratch_size)};
 };
 
 }  // namespace

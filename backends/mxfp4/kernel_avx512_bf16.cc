@@ -1,4 +1,5 @@
 // MXFP4 with vdpbf16ps: bf16 rows, up to 12 rows x 32 columns.
+#include "codec/scaled/zmm_decoded.h"
 #include "mxfp4/variant.h"
 #include "mxfp4/zmm.h"
 
@@ -9,7 +10,9 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActBf16;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32_avx512_bf16", gemm<ZmmKernel<DecodeBf16, Layout>>)};
+      ukernel("gemm_12x32_avx512_bf16", 12, gemm<ZmmKernel<DecodeBf16, Layout>>),
+      ukernel("gemm_decoded_12x32_avx512_bf16", gemm<ZmmDecodedKernel<DecodeBf16, Layout>>,
+              decoded_scratch_size)};
 };
 
 }  // namespace

@@ -26,6 +26,9 @@ struct DotBf16 {
         : "+v"(sum)
         : "v"(weights), "m"(*reinterpret_cast<const int*>(act)));
   }
+  static void add(__m512& sum, __m512i weights, __m512i act) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(act));
+  }
 };
 
 struct DotF32 {
@@ -33,6 +36,9 @@ struct DotF32 {
     asm("vfmadd231ps %2%{1to16%}, %1, %0"
         : "+v"(sum)
         : "v"(weights), "m"(*reinterpret_cast<const float*>(act)));
+  }
+  static void add(__m512& sum, __m512i weights, __m512i act) {
+    asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(act));
   }
 };
 
