@@ -351,9 +351,9 @@ class MoE:
 class Linear:
     """A dense layer; ktk.Linear is its public face."""
 
-    def __init__(self, backend: object, pool: WorkerPool, in_features: int, out_features: int, variant: str, force: bool, shards: int, stored: Format | None) -> None: ...
+    def __init__(self, backend: object, pool: WorkerPool, in_features: int, out_features: int, variant: str, force: bool, shards: int) -> None: ...
 
-    def load(self, names: Sequence[str], data: Sequence[object], scales: Sequence[object], zeros: Sequence[object], biases: Sequence[object], given: Sequence[Format | None]) -> None:
+    def load(self, names: Sequence[str], data: Sequence[object], scales: Sequence[object], zeros: Sequence[object], biases: Sequence[object], given: Sequence[Format | None], stored: Sequence[Format | None]) -> None:
         """
         Packs parts of a weight, whose rows lie one behind the other: an entry of each list
         for each part.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from typing import NoReturn
@@ -155,7 +156,7 @@ class Backend:
         force: bool = False,
         pool: _core.WorkerPool | None = None,
         shards: int | None = None,
-        weight_format: _core.Format | str | None = None,
+        weight_format: _core.Format | str | Sequence[_core.Format | str | None] | None = None,
     ) -> Linear:
         """Make a dense layer, without a weight yet.
 

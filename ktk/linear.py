@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Weight = Array | Matrix | Sequence[Array | Matrix]
 _Beside = Array | Sequence[Array | None] | None
 _Named = _core.Format | str | None
+_Formats = _Named | Sequence[_Named]
 
 
 class Linear:
@@ -57,10 +58,11 @@ class Linear:
         By default the pool of the process, :func:`ktk.default_pool`.
     shards : int, optional
         Parts of the rows of the weight, each in the memory of one NUMA node; by default one per
-        node that has workers, or as many as 32 rows allow. Results do not depend on it, unless the
-        backend itself chooses a scale for many rows.
-    weight_format : Format or its name, optional
-        What to store the weight as, where the backend offers a choice.
+        node that has workers, or as many as 32 rows allow. A backend that chooses a scale for many
+        rows chooses one for each shard.
+    weight_format : Format or its name, or list of such, optional
+        What to store the weight as, where the backend offers a choice; a list has an entry for each
+        part that is loaded.
 
     Raises
     ------
@@ -81,7 +83,7 @@ class Linear:
         force: bool = False,
         pool: _core.WorkerPool | None = None,
         shards: int | None = None,
-        weight_format: _core.Format | str | None = None,
+        weight_format: _Formats = None,
     ) -> None:
         if isinstance(backend, str):
             from ktk.registry import load_backend
@@ -101,6 +103,7 @@ class Linear:
         self.in_features = _size("in_features", in_features)
         self.out_features = _size("out_features", out_features)
         self.bias = bool(bias)
+        self._stored = _named(weight_format)
         try:
             self._core = _core.Linear(
                 backend.core,
@@ -110,7 +113,6 @@ class Linear:
                 variant=variant or "",
                 force=bool(force),
                 shards=shards or 0,
-                stored=None if weight_format is None else format_named(weight_format),
             )
         except RuntimeError as error:
             raise BackendUnsupported(str(error)) from error
@@ -121,7 +123,7 @@ class Linear:
         scale: _Beside = None,
         zero: _Beside = None,
         bias: _Beside = None,
-        given: _Named | Sequence[_Named] = None,
+        given: _Formats = None,
     ) -> Linear:
         """Pack the weight; the arrays may go afterwards. What was loaded before is replaced.
 
@@ -171,8 +173,8 @@ class Linear:
             _each(name, value, len(parts), several)
             for name, value in (("scale", scale), ("zero", zero), ("bias", bias))
         ]
-        formats = given if isinstance(given, (list, tuple)) else [given] * len(parts)
-        formats = _each("given", formats, len(parts), True)
+        formats = _for_parts("given", _named(given), len(parts))
+        stored = _for_parts("weight_format", self._stored, len(parts))
         matrices = [
             _read(name, self.backend, *one)
             for name, *one in zip(names, parts, *beside, formats, strict=True)
@@ -189,6 +191,7 @@ class Linear:
             [matrix.zero for matrix in matrices],
             [matrix.bias for matrix in matrices],
             [matrix.format for matrix in matrices],
+            stored,
         )
         return self
 
@@ -329,6 +332,19 @@ def _size(name: str, value: Any) -> int:
     return size
 
 
+def _named(formats: _Formats) -> Any:
+    """Return formats, which may be given by their names, one for all or a list of them."""
+    if isinstance(formats, (list, tuple)):
+        return [_named(one) for one in formats]
+    if formats is None or isinstance(formats, (str, _core.Format)):
+        return None if formats is None else format_named(formats)
+    raise TypeError(f"expected a Format, its name or a list of such, got {formats!r}")
+
+
+def _for_parts(name: str, formats: Any, parts: int) -> list[Any]:
+    return _each(name, formats if isinstance(formats, list) else [formats] * parts, parts, True)
+
+
 def _each(name: str, value: Any, parts: int, several: bool) -> list[Any]:
     """Return what stands beside each part of a weight."""
     if value is None:
@@ -344,11 +360,10 @@ def _each(name: str, value: Any, parts: int, several: bool) -> list[Any]:
 
 
 def _read(
-    name: str, backend: BackendLike, data: Any, scale: Any, zero: Any, bias: Any, given: _Named
+    name: str, backend: BackendLike, data: Any, scale: Any, zero: Any, bias: Any, given: Any
 ) -> Matrix:
     """Make one part ready for the core."""
     if data is None:
         raise TypeError(f"{name} is missing")
-    fmt = None if given is None else format_named(given)
-    matrix = matrix_of(name, data, scale, zero, bias, fmt)
+    matrix = matrix_of(name, data, scale, zero, bias, given)
     return read_matrix(name, matrix, backend.name, backend.accepts)

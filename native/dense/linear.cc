@@ -29,14 +29,12 @@ bool overlap(const Rows& a, size_t a_columns, const Rows& b, size_t b_columns, s
 }  // namespace
 
 Linear::Linear(std::shared_ptr<const BackendTable> table, const std::string& variant, bool force,
-               size_t k, size_t n, std::shared_ptr<Engine> engine, int shards,
-               const std::optional<ktk_format>& wanted)
+               size_t k, size_t n, std::shared_ptr<Engine> engine, int shards)
     : table_(std::move(table)),
       variant_(table_->select(variant, force)),
       k_(k),
       n_(n),
       engine_(std::move(engine)),
-      wanted_(wanted),
       wanted_shards_(static_cast<size_t>(shards)) {
   check_size("in_features", k);
   check_size("out_features", n);
@@ -47,7 +45,8 @@ Linear::Linear(std::shared_ptr<const BackendTable> table, const std::string& var
 void Linear::load(std::vector<DensePart> parts) {
   const auto turn = engine_->turn();
   for (DensePart& part : parts) {
-    part.stored = table_->stored(part.source.format, wanted_ ? &*wanted_ : nullptr, part.n, k_);
+    const ktk_format* wanted = part.stored ? &*part.stored : nullptr;
+    part.stored = table_->stored(part.source.format, wanted, part.n, k_);
   }
   const size_t most = DenseWeights::most_shards(variant_, parts);
   if (wanted_shards_ > most) {

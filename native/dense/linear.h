@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,14 +20,13 @@ namespace ktk {
 // Like BackendTable, its reference count must not be Python's.
 class Linear : public std::enable_shared_from_this<Linear> {
  public:
-  // Columns of x are k, those of the output n. `shards` and `wanted` are as of Layer. Throws
+  // Columns of x are k, those of the output n. `shards` are as of Layer. Throws
   // std::invalid_argument for sizes that make no sense, and what BackendTable::select throws.
   Linear(std::shared_ptr<const BackendTable> table, const std::string& variant, bool force,
-         size_t k, size_t n, std::shared_ptr<Engine> engine, int shards,
-         const std::optional<ktk_format>& wanted);
+         size_t k, size_t n, std::shared_ptr<Engine> engine, int shards);
 
   // Packs a weight that is given in parts, whose rows lie one behind the other. What was loaded
-  // before goes, unless this throws. `stored` of parts is ignored.
+  // before goes, unless this throws.
   void load(std::vector<DensePart> parts);
   // Throws std::runtime_error where nothing is loaded. `out` may overlap `x`.
   void forward(const Rows& x, const Rows& out, size_t tokens);
@@ -53,7 +51,6 @@ class Linear : public std::enable_shared_from_this<Linear> {
   const size_t k_, n_;
   std::shared_ptr<Engine> engine_;
   const Process process_;
-  const std::optional<ktk_format> wanted_;
   const size_t wanted_shards_;  // 0: not the caller's choice
   // Guards weights_. Lock order: the engine's turn, then changing_. Calls take only the turn.
   mutable std::mutex changing_;

@@ -16,7 +16,7 @@ namespace {
 CutRules cut_rules(const Variant& variant, const DensePart& part) {
   CutRules rules;
   rules.step = variant.tile.n_step;
-  for (const ktk_format& format : {part.stored, part.source.format}) {
+  for (const ktk_format& format : {*part.stored, part.source.format}) {
     if (format.group_n && has_groups(format)) rules.groups.push_back(format.group_n);
   }
   return rules;
@@ -72,7 +72,7 @@ void DenseWeights::place(const Variant& variant, std::span<const DensePart> part
       const std::vector<size_t> at = cut_slices(cuts[i], cuts[i + 1], rules.groups);
       for (size_t s = 0; s + 1 < at.size(); ++s) {
         DenseSlice slice{.part = p, .begin = n_ + at[s], .end = n_ + at[s + 1]};
-        slice.matrix = {at[s + 1] - at[s], k_, part.stored};
+        slice.matrix = {at[s + 1] - at[s], k_, *part.stored};
         slice.bytes = variant.weight_bytes(slice.matrix);
         slice.act = act_of(variant, slice.matrix);
         slice.factor = part.factor;
@@ -81,7 +81,7 @@ void DenseWeights::place(const Variant& variant, std::span<const DensePart> part
       }
     }
     n_ += part.n;
-    formats_.push_back(part.stored);
+    formats_.push_back(*part.stored);
   }
   for (size_t s = 0; s < nodes.size(); ++s) {
     size_t bytes = 0;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -13,13 +14,14 @@ namespace ktk {
 class WorkerPool;
 
 // Rows of the weight as they are given, what their product is multiplied with before the bias is
-// added, and what they are to be stored as. The bias has n floats, or is NULL.
+// added, and what they are to be stored as: the backend's choice where that is left open. The bias
+// has n floats, or is NULL.
 struct DensePart {
   size_t n = 0;
   ktk_source source{};
   float factor = 1;
   const float* bias = nullptr;
-  ktk_format stored{};
+  std::optional<ktk_format> stored{};
 };
 
 // Columns [begin, end) of the output: rows of one part, as a matrix of its own.
@@ -46,8 +48,9 @@ struct DenseShard {
 
 class DenseWeights {
  public:
-  // Packs parts of k columns, one behind the other, with all workers of the pool; the sources may
-  // go afterwards. Shard s lives on nodes[s].
+  // Packs parts of k columns, whose stored formats have been matched with the backend's, one behind
+  // the other, with all workers of the pool; the sources may go afterwards. Shard s lives on
+  // nodes[s].
   DenseWeights(const Variant& variant, std::span<const DensePart> parts, size_t k,
                const std::vector<int>& nodes, WorkerPool& pool);
 
