@@ -54,25 +54,22 @@ class DenseRun {
     }
     // Those of the worker's own node first, then the others'.
     const size_t shards = next_task_.size();
-    const size_t home =
-        static_cast<size_t>(worker) * shards / static_cast<size_t>(engine_.pool.size());
+    const size_t workers = static_cast<size_t>(engine_.pool.size());
+    const size_t home = static_cast<size_t>(worker) * shards / workers;
+    const size_t at_once = std::max<size_t>(workers / shards, 1);
     for (size_t i = 0; i < shards; ++i) {
       const size_t s = (home + i) % shards;
-      // The task after this one, too, so that its weights can be fetched at the end of this one.
-      const DenseTask* task = take(s);
-      while (task) {
-        const DenseTask* following = take(s);
-        multiply(*task, following, own);
-        task = following;
+      const std::vector<DenseTask>& tasks = plan_.tasks[s];
+      for (size_t at = take(s); at < tasks.size(); at = take(s)) {
+        // With workers that take turns, the next one here is as many tasks on as there are of them.
+        const size_t then = at + at_once;
+        multiply(tasks[at], then < tasks.size() ? &tasks[then] : nullptr, own);
       }
     }
     if (variant_.leave) variant_.leave();
   }
 
-  const DenseTask* take(size_t shard) {
-    const size_t i = next_task_[shard].fetch_add(1, std::memory_order_relaxed);
-    return i < plan_.tasks[shard].size() ? &plan_.tasks[shard][i] : nullptr;
-  }
+  size_t take(size_t shard) { return next_task_[shard].fetch_add(1, std::memory_order_relaxed); }
 
   // Encoded tokens for products of one kind.
   char* encoded(size_t act, char* own) const {
