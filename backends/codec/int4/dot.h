@@ -1,7 +1,7 @@
 // How an instruction set multiplies four codes of a weight, 0..15, with four of an activation and
 // adds the products to a dword:
 //
-//   dot(acc, weight, act)   act points at the four codes of an activation
+//   dot(acc, weight, act)   act: four codes of an activation, broadcast
 //   finish(acc)             the sums, once all products are in
 //
 // Without VNNI vpmaddubsw adds two products to a word, which cannot saturate with codes of four
@@ -32,8 +32,8 @@ enum class Sums { kI32, kI16 };
 #if defined(__AVX512BW__)
 struct Maddubs512 : Zmm {
   static constexpr Sums kSums = Sums::kI16;
-  static void dot(Int& acc, Int weight, const uint8_t* act) {
-    const Int pairs = _mm512_maddubs_epi16(weight, broadcast(act));
+  static void dot(Int& acc, Int weight, Int act) {
+    const Int pairs = _mm512_maddubs_epi16(weight, act);
     asm("vpaddw %1, %0, %0" : "+v"(acc) : "v"(pairs));
   }
   static Int finish(Int acc) { return _mm512_madd_epi16(acc, _mm512_set1_epi16(1)); }
@@ -41,8 +41,8 @@ struct Maddubs512 : Zmm {
 #else
 struct Maddubs256 : Ymm {
   static constexpr Sums kSums = Sums::kI16;
-  static void dot(Int& acc, Int weight, const uint8_t* act) {
-    const Int pairs = _mm256_maddubs_epi16(weight, broadcast(act));
+  static void dot(Int& acc, Int weight, Int act) {
+    const Int pairs = _mm256_maddubs_epi16(weight, act);
     asm("vpaddw %1, %0, %0" : "+x"(acc) : "x"(pairs));
   }
   static Int finish(Int acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
@@ -52,19 +52,21 @@ struct Maddubs256 : Ymm {
 #if defined(__AVX512VNNI__)
 struct Vnni512 : Zmm {
   static constexpr Sums kSums = Sums::kI32;
-  static void dot(Int& acc, Int weight, const uint8_t* act) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0"
-        : "+v"(acc)
-        : "v"(weight), "m"(*reinterpret_cast<const int32_t*>(act)));
+  static Int broadcast(const uint8_t* act) {
+    Int four;
+    asm("vpbroadcastd %1, %0" : "=v"(four) : "m"(*reinterpret_cast<const int32_t*>(act)));
+    return four;
+  }
+  static void dot(Int& acc, Int weight, Int act) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(weight), "v"(act));
   }
   static Int finish(Int acc) { return acc; }
 };
 #elif defined(__AVXVNNI__)
 struct Vnni256 : Ymm {
   static constexpr Sums kSums = Sums::kI32;
-  static void dot(Int& acc, Int weight, const uint8_t* act) {
-    const Int four = broadcast(act);
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(weight), "x"(four));
+  static void dot(Int& acc, Int weight, Int act) {
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(weight), "x"(act));
   }
   static Int finish(Int acc) { return acc; }
 };

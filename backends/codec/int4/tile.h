@@ -33,10 +33,12 @@ inline void add_step(typename Dot::Int (&acc)[kRows][kVecs], const char* weight,
 #pragma GCC unroll 16
     for (size_t i = 0; i < kRows; ++i) {
       const uint8_t* a = reinterpret_cast<const uint8_t*>(act.row(i));
+      const auto even = Dot::broadcast(a);
 #pragma GCC unroll 4
-      for (size_t v = 0; v < kAtOnce; ++v) Dot::dot(acc[i][first + v], low[v], a);
+      for (size_t v = 0; v < kAtOnce; ++v) Dot::dot(acc[i][first + v], low[v], even);
+      const auto odd = Dot::broadcast(a + 4);
 #pragma GCC unroll 4
-      for (size_t v = 0; v < kAtOnce; ++v) Dot::dot(acc[i][first + v], high[v], a + 4);
+      for (size_t v = 0; v < kAtOnce; ++v) Dot::dot(acc[i][first + v], high[v], odd);
     }
   }
 }

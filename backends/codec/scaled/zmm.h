@@ -1,9 +1,8 @@
 // The product of the layouts of layout.h on 512-bit registers.
 //
 // A tile of 12 rows x 32 columns has 24 sums in registers: those of one group of k, which are then
-// scaled and added to dst. Codes are decoded in registers too, for each tile again: beside 12
-// products per register of weights that is little work, most of it on ports that products leave
-// free.
+// scaled and added to dst. Codes are decoded in registers too, beside the products; where there are
+// more tiles, they share what zmm_decoded.h decodes.
 //
 // Every output is one chain of additions over ascending k within a group, and one over groups, so a
 // row gets the same bits in any batch.
