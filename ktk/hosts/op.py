@@ -78,13 +78,18 @@ class OpLayer:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self.name} cannot be pickled: its experts lie packed in the memory of this process. "
-            "Load the model in each process from its files, which `ktk convert` makes fast"
-        )
+        raise unpicklable(self.name)
 
     def __repr__(self) -> str:
         return repr(self.moe)
+
+
+def unpicklable(name: str) -> TypeError:
+    """Return the error that says why packed experts cannot be pickled, and what to do."""
+    return TypeError(
+        f"{name} cannot be pickled: its experts lie packed in the memory of this process. Load the "
+        "model in each process from its files, which `ktk convert` makes fast"
+    )
 
 
 def on_cpu(

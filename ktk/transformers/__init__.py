@@ -1,7 +1,22 @@
-"""Experts of transformers' models on ktk's kernels.
+"""Experts of transformers' models on ktk's kernels; docs/transformers.md tells users.
 
-import ktk.transformers
-model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="ktk")
+::
+
+    import ktk.transformers
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="ktk")
+
+For commands: :func:`load` and :func:`load_tokenizer` take what a user calls a model (a folder, a
+GGUF file, a folder that `ktk convert` wrote, a name of the hub), and return objects of transformers
+that are ready for `generate`. Both raise `ktk.CheckpointError`, `ktk.BackendError`, `OSError` or
+`ValueError` with one sentence; importing this package without transformers raises an `ImportError`
+with the install line. What was packed, and for which backend, ``packed_modules(model)`` of
+`ktk.transformers.packed` tells: a dict of names to objects whose ``moe`` is the `ktk.MoE`. Warnings
+go to the logger "ktk.transformers", a bar of loading to stderr if that is a terminal.
+
+`hook` and `config` are how transformers gets here. `quantizer` takes experts out of a model that is
+loaded and puts them back packed: `files` from the checkpoint, `gguf` for the rest of a GGUF file,
+`packing` from tensors. `modules` finds experts, `layout` and `activation` say what they are,
+`packed` is what is left in their place, and `forward` calls it.
 """
 
 try:

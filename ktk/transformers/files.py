@@ -118,6 +118,11 @@ def _check_same(checkpoint: CheckpointReader, files: Sequence[str]) -> None:
 def _plan(checkpoint: CheckpointReader, number: int, one: Experts, config: KtkConfig) -> LayerPlan:
     """Plan a layer that computes what its module would: sizes have to agree."""
     with naming_layer(number):
-        top_k = checkpoint.layer(number).config.num_experts_per_tok
-        wanted = replace(one.config, num_experts_per_tok=top_k)
+        there = checkpoint.layer(number).config
+        # Of these two transformers knows k from calls only, and nothing in a GGUF file of Qwen3.
+        wanted = replace(
+            one.config,
+            num_experts_per_tok=there.num_experts_per_tok,
+            intermediate_size=there.intermediate_size,
+        )
         return plan_layer(checkpoint, number, config.backend, None, None, {}, wanted)

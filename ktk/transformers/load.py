@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
-from ktk.checkpoint.detect import is_gguf, is_packed
+from ktk.checkpoint.detect import check_path, is_gguf, is_packed
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.packed.folder import read_index
 from ktk.conversion.fingerprint import fingerprint
@@ -59,7 +60,7 @@ def load(
     config = KtkConfig(backend, experts=experts or found.experts)
     return transformers.AutoModelForCausalLM.from_pretrained(
         found.name,
-        dtype="auto" if dtype is None else dtype,
+        dtype=dtype or found.dtype,
         experts_implementation=METHOD,
         quantization_config=config,
         **found.options,
@@ -91,6 +92,11 @@ class Located:
     experts: str | None
     options: dict[str, Any]
 
+    @property
+    def dtype(self) -> Any:
+        """What weights are to be where nobody says: as they are, or bf16 for decoded blocks."""
+        return torch.bfloat16 if self.options else "auto"
+
 
 def locate(path: str | os.PathLike[str]) -> Located:
     """Find the parts of a model, given what `load` is given.
@@ -102,6 +108,8 @@ def locate(path: str | os.PathLike[str]) -> Located:
     """
     name = os.fspath(path)
     experts = name if is_packed(name) else None
+    if not os.path.exists(name) and (os.path.isabs(name) or name.startswith((".", "~"))):
+        check_path(name)  # which is no name of the hub, and says what is missing
     source = _source(Path(name)) if experts else Path(name)
     if not is_gguf(source):
         return Located(os.fspath(source) if experts else name, experts, {})

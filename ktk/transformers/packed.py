@@ -8,7 +8,7 @@ import torch
 
 from ktk.arrays import Array
 from ktk.expert import PARTS
-from ktk.hosts.op import OpLayer
+from ktk.hosts.op import OpLayer, unpicklable
 from ktk.moe import MoE
 from ktk.transformers.layout import WEIGHTS, Layout
 
@@ -67,7 +67,7 @@ class Freed:
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(self._sentence())
+        raise unpicklable(self._where)
 
     def __repr__(self) -> str:
         return f"<{self._where}: packed by ktk>"

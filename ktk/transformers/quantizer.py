@@ -8,25 +8,61 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
+from ktk.checkpoint.gguf.reader import GgufCheckpoint
 from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.files import FromFiles, plan_files
-from ktk.transformers.modules import Experts, experts_of
-from ktk.transformers.packed import drop_weights, packed_modules
+from ktk.transformers.gguf import read_others
+from ktk.transformers.layout import is_experts
+from ktk.transformers.modules import Experts, experts_of, say_once
+from ktk.transformers.packed import drop_weights, packed_modules, packed_of
 from ktk.transformers.packing import pack_module
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The experts of a model that is being loaded.
+
+    Attributes
+    ----------
+    experts
+        All that ktk can compute.
+    from_files
+        Those that are packed from files; transformers loads the others.
+    """
+
+    experts: Sequence[Experts]
+    from_files: FromFiles | None
+
+    @property
+    def taken(self) -> list[Experts]:
+        """What transformers is not to load."""
+        return [] if self.from_files is None else list(self.from_files.layers.values())
+
+    def finish(self, config: KtkConfig) -> None:
+        """Pack all experts."""
+        if self.from_files is not None:
+            self.from_files.load()
+        for one in self.experts:
+            if packed_of(one.module) is None:
+                pack_module(one, config.backend)
+
+    def __deepcopy__(self, memo: Any) -> Loading:
+        return self  # conversions of tensors, which transformers copies, know their quantizer
 
 
 class ExpertsQuantizer:
     """What is added to a quantizer of transformers, so that ktk loads and saves experts."""
 
     ktk: KtkConfig
-    _experts: Sequence[Experts] = ()
-    _from_files: FromFiles | None = None
+    _loading: Loading | None = None
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Take the experts out of a model that has no weights yet."""
@@ -36,11 +72,15 @@ class ExpertsQuantizer:
                 "distributed_config, tp_plan and tp_size"
             )
         with torch.device("cpu"):  # the model is being made on the device meta
-            self._experts = experts_of(model)
-            files = kwargs.get("checkpoint_files")
-            self._from_files = plan_files(self._experts, files, self.ktk)
-        if self._from_files is not None:
-            taken = list(self._from_files.layers.values())
+            experts = experts_of(model)
+            from_files = plan_files(experts, kwargs.get("checkpoint_files"), self.ktk)
+        self._loading = Loading(experts, from_files)
+        if not any(map(is_experts, model.modules())):
+            say_once(
+                f"{type(model).__name__} has no experts that ktk can compute: transformers "
+                "computes all of it"
+            )
+        if taken := self._loading.taken:
             for one in taken:
                 drop_weights(one.module, one.name)
                 one.module._is_hf_initialized = True  # there is nothing to initialise
@@ -50,14 +90,9 @@ class ExpertsQuantizer:
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
         """Load and pack the experts, when the other weights are there."""
         super().postprocess_model(model, **kwargs)  # type: ignore[misc]
-        experts, from_files = self._experts, self._from_files
-        self._experts, self._from_files = (), None
-        taken = {} if from_files is None else from_files.layers
-        if from_files is not None:
-            from_files.load()
-        for one in experts:
-            if one not in taken.values():
-                pack_module(one, self.ktk.backend)
+        loading, self._loading = self._loading, None
+        if loading is not None:
+            loading.finish(self.ktk)
         attach(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
@@ -89,6 +124,36 @@ class ExpertsQuantizer:
             config.modules_to_not_convert = [*(config.modules_to_not_convert or ()), *names]
 
 
+class GgufExpertsQuantizer(ExpertsQuantizer):
+    """What is added to the quantizer that reads GGUF files."""
+
+    def get_state_dict(self, checkpoint_file: str, model: Any) -> Any:
+        """Return what is to be put into the model: all but its experts."""
+        from_files = None if self._loading is None else self._loading.from_files
+        checkpoint = None if from_files is None else from_files.checkpoint
+        # What it supports, it reads tensor by tensor, and those of experts not at all.
+        known = self.supported  # type: ignore[attr-defined]
+        if known or not isinstance(checkpoint, GgufCheckpoint):
+            return super().get_state_dict(checkpoint_file, model)  # type: ignore[misc]
+        return read_others(checkpoint, model, self.dtype)
+
+    def update_dtype(self, dtype: Any) -> Any:
+        """Return what decoded weights are to be: by default bf16."""
+        if self.supported:  # type: ignore[attr-defined]
+            return super().update_dtype(dtype)  # type: ignore[misc]
+        self.dtype = dtype or torch.bfloat16
+        return self.dtype
+
+    def postprocess_model(self, model: Any, **kwargs: Any) -> None:
+        """Load and pack the experts; the other weights are floats now."""
+        super().postprocess_model(model, **kwargs)
+        if not self.quantization_config.dequantize and self.supported:  # type: ignore[attr-defined]
+            return
+        unmark(model)
+        model.hf_quantizer = None
+        attach(model)
+
+
 @register_quantizer(METHOD)
 class KtkQuantizer(ExpertsQuantizer, HfQuantizer):
     """For models of which only the experts are ktk's."""
@@ -100,7 +165,7 @@ class KtkQuantizer(ExpertsQuantizer, HfQuantizer):
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
         """Load and pack the experts; what is left is a model as any other."""
         super().postprocess_model(model, **kwargs)
-        _unmark(model)
+        unmark(model)
 
     def is_serializable(self) -> bool:
         """Whether to ask for the tensors, which is where a model that has none says so."""
@@ -122,8 +187,10 @@ def with_experts(quantizer: Any, config: KtkConfig) -> Any:
     if quantizer is None:
         return KtkQuantizer(config)
     if not isinstance(quantizer, ExpertsQuantizer):
-        kind = type(quantizer)
-        quantizer.__class__ = type(f"Ktk{kind.__name__}", (ExpertsQuantizer, kind), {})
+        kind, known = type(quantizer), vars(quantizer)
+        added = GgufExpertsQuantizer if isinstance(quantizer, GgufHfQuantizer) else ExpertsQuantizer
+        quantizer = object.__new__(type(f"Ktk{kind.__name__}", (added, kind), {}))
+        vars(quantizer).update(known)
     quantizer.ktk = config
     return quantizer
 
@@ -136,7 +203,7 @@ def attach(model: Any) -> None:
     model.hf_quantizer = with_experts(before, getattr(before, "ktk", KtkConfig()))
 
 
-def _unmark(model: Any) -> None:
+def unmark(model: Any) -> None:
     """Let what transformers forbids to quantised models be done, such as `float()`."""
     model.is_quantized = False
     for owner, name in ((model, "quantization_method"), (model.config, "quantization_config")):

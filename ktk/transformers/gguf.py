@@ -1,0 +1,74 @@
+"""Reads what is no expert from a GGUF file, as transformers would but for the experts.
+
+Its own reader decodes every tensor of the file to f32, experts too, and wants one file.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import modeling_gguf_pytorch_utils as stock
+
+from ktk.checkpoint.gguf.blocks import FLOATS, format_of, row_nbytes
+from ktk.checkpoint.gguf.reader import GgufCheckpoint
+from ktk.checkpoint.gguf.shards import TensorSet
+from ktk.expert import Matrix
+from ktk.quantize import dequantize
+
+# Bytes that are decoded at once.
+_CHUNK = 1 << 22
+# Tensors that no architecture rearranges, and that are too large to be f32 as a whole.
+_PLAIN = ("token_embd.weight", "output.weight")
+
+
+def read_others(checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the tensors of a model by the names that they have in it.
+
+    Parameters
+    ----------
+    checkpoint
+        The files.
+    model
+        Of transformers, without the weights of its experts; tensors that it has not are not read.
+    dtype
+        Of the tensors.
+    """
+    architecture = checkpoint.tensors.fields["general.architecture"]
+    kind: Any = stock.TENSOR_PROCESSORS.get(architecture, stock.TensorProcessor)
+    processor = kind(config=model.config.get_text_config(decoder=True).to_dict())
+    names = stock.get_gguf_hf_weights_map(model, processor)
+    found = {}
+    for name in checkpoint.tensors.names():
+        if name not in names:
+            continue
+        checkpoint.tensors.check(name)
+        if name in _PLAIN:
+            found[names[name]] = _decoded(checkpoint.tensors, name, dtype)
+            continue
+        values = _decoded(checkpoint.tensors, name, torch.float32).numpy()
+        result = processor.process(
+            values, name, tensor_key_mapping=names, parsed_parameters={"tensors": found}
+        )
+        if result.name in names:
+            tensor = torch.from_numpy(np.ascontiguousarray(result.weights))
+            found[names[result.name]] = tensor.to(dtype)
+    checkpoint.close()
+    return found
+
+
+def _decoded(tensors: TensorSet, name: str, dtype: torch.dtype) -> torch.Tensor:
+    """Read and decode a tensor, some rows at a time."""
+    info = tensors.info(name)
+    fmt, rows = format_of(info), math.prod(info.shape[:-1])
+    out = torch.empty(rows, info.shape[-1], dtype=dtype)
+    step = max(_CHUNK // row_nbytes(info), 1)
+    for begin in range(0, rows, step):
+        data = torch.from_numpy(tensors.rows(name, begin, min(step, rows - begin)))
+        if fmt.element in FLOATS:
+            out[begin : begin + step] = data.view(FLOATS[fmt.element])
+        else:
+            out[begin : begin + step] = dequantize(Matrix(fmt, data))
+    return out.view(info.shape)

@@ -1,0 +1,174 @@
+"""Experts in codes are computed in codes, as files have them, and by nobody but ktk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf_model
+import pytest
+import quantized
+import tiny
+import torch
+from test_transformers_oracle import one_row
+from tiny import FAMILIES, Reference
+
+import ktk
+import ktk.transformers
+from ktk.checkpoint.open import open_checkpoint
+from ktk.conversion import convert
+from ktk.transformers.packed import Packed, packed_modules
+
+Writer = Callable[[Path], tuple[Path, Any]]
+
+
+def scheme(name: str) -> Writer:
+    return lambda folder: quantized.qwen3(folder, name)
+
+
+# What is written, who computes it, and whether activations become 8 bits.
+STORED: dict[str, tuple[Writer, str, bool]] = {
+    "fp8 by blocks": (scheme("fp8 by blocks"), "FP8", False),
+    "fp8 by blocks, attention too": (quantized.fp8_everywhere, "FP8", False),
+    "fp8 by rows": (scheme("fp8 by rows"), "FP8", False),
+    "mxfp4 of gpt-oss": (quantized.gpt_oss, "MXFP4", False),
+    "mxfp4": (scheme("mxfp4"), "MXFP4", False),
+    "int4 of Kimi-K2": (scheme("int4"), "RAWINT4", True),
+    "int8 by rows": (scheme("int8 by rows"), "AMXINT8", True),
+    "gptq": (scheme("gptq"), "AMXINT4", True),
+    "gptq, symmetric": (scheme("gptq, symmetric"), "RAWINT4", True),
+    "awq": (quantized.awq, "AMXINT4", True),
+    "gguf": (gguf_model.write, "LLAMAFILE", True),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_codes_are_computed_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    write, backend, eight_bits = STORED[name]
+    path, exact = write(tmp_path)
+    found = Reference.of(path, exact)
+    model = ktk.transformers.load(path)
+    packed = packed_modules(model)
+    assert [one.moe.backend.name for one in packed.values()] == [backend] * len(found.calls.inputs)
+    # Of activations in 8 bits each layer's error is bounded; bf16 is not what to compare with.
+    check_layers(path, found, list(packed.values()))
+    if not eight_bits:
+        stock = found.eager - found.logits
+        assert found.error(model).norm() <= stock.norm()
+    if (
+        name != "fp8 by blocks, attention too"
+    ):  # of which transformers makes bf16, whatever is asked
+        check_rest(path, exact)
+
+
+def check_layers(path: Path, found: Reference, packed: list[Packed]) -> None:
+    """Each layer is within its derived bound of what the stored numbers mean, in float64."""
+    with open_checkpoint(path) as checkpoint:
+        for index, one in enumerate(packed):
+            layer = checkpoint.layer(checkpoint.layers()[index])
+            [act] = [v.act for v in one.moe.backend.variants if v.name == one.moe.variant]
+            weights = {}
+            x, ids, scales = (part[:6] for part in found.calls.inputs[index])
+            x = x.bfloat16()
+            got = one(x.float(), ids, scales).double().numpy()
+            bound, wanted = 0.0 * got, 0.0 * got
+            for token in range(len(x)):
+                for e, scale in zip(ids[token].tolist(), scales[token].tolist(), strict=True):
+                    if e not in weights:
+                        parts = layer.values(e).arrays()
+                        exact = {k: v.double().numpy() for k, v in parts.items()}
+                        stored = one.moe.unpack_expert(e)
+                        weights[e] = exact, dict(zip(("gate", "up", "down"), stored, strict=True))
+                    row = x[token].double().numpy()
+                    bound[token] += abs(scale) * one_row(row, *weights[e], one.moe.config, act)
+                    wanted[token] += scale * value(row, weights[e][0], one.moe.config)
+            assert (abs(got - wanted) <= bound * (1 + 1e-5) + 1e-6 * abs(wanted) + 1e-12).all()
+
+
+def value(x: Any, expert: Any, config: ktk.MoEConfig) -> Any:
+    """Compute one expert for one token in float64."""
+    parts = {k: torch.from_numpy(v) for k, v in expert.items()}
+    row = torch.from_numpy(x)
+    gate, up = (parts[k] @ row + parts.get(f"{k}_bias", torch.zeros(())) for k in ("gate", "up"))
+    if config.activation_limit is not None:
+        gate = gate.clamp(max=config.activation_limit)
+        up = up.clamp(-config.activation_limit, config.activation_limit)
+    if config.activation == "swigluoai":
+        hidden = gate * torch.sigmoid(config.activation_alpha * gate) * (up + 1)
+    else:
+        hidden = torch.nn.functional.silu(gate) * up
+    return (parts["down"] @ hidden + parts.get("down_bias", torch.zeros(()))).numpy()
+
+
+def check_rest(path: Path, exact: Any) -> None:
+    """A whole model is transformers' own in float32, with the layers that were just checked."""
+    model = ktk.transformers.load(path, dtype=torch.float32)
+    ids = tiny.tokens(seed=1)
+
+    def instead(layer: Packed) -> Any:
+        return lambda module, args, out: layer(*args)
+
+    for name, layer in packed_modules(model).items():
+        exact.get_submodule(name).register_forward_hook(instead(layer))
+    wanted, got = tiny.logits(exact, ids), tiny.logits(model, ids)
+    for tensor, one in model.named_parameters():
+        assert torch.equal(one, exact.get_parameter(tensor)), tensor
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("where", ["beside", "inside", "named"])
+def test_folders_that_were_converted(where: str, tmp_path: Path) -> None:
+    source = FAMILIES["qwen3-moe"].save(tmp_path / "model")
+    output = {"beside": tmp_path, "inside": source, "named": tmp_path / "far" / "away"}[where]
+    output.mkdir(parents=True, exist_ok=True)
+    packed = output / "packed"
+    convert(source, packed, backend="AMXINT4")
+    if where == "named":
+        with pytest.raises(ktk.CheckpointError, match=r"model that they were made of .*experts="):
+            ktk.transformers.load(packed)
+        model = ktk.transformers.load(source, experts=packed)
+    else:
+        model = ktk.transformers.load(packed)
+    assert {one.moe.backend.name for one in packed_modules(model).values()} == {"AMXINT4"}
+    ids = tiny.tokens()
+    quantised = ktk.transformers.load(source, backend="AMXINT4")
+    assert torch.equal(tiny.logits(model, ids), tiny.logits(quantised, ids))
+
+
+def test_a_backend_is_taken_by_name(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3-moe"].save(tmp_path)
+    config = ktk.transformers.KtkConfig("AMXINT8")
+    model = tiny.load(folder, experts_implementation="ktk", quantization_config=config)
+    assert {one.moe.backend.name for one in packed_modules(model).values()} == {"AMXINT8"}
+    alone = tiny.load(folder, quantization_config=config)
+    assert alone.config._experts_implementation == "ktk"
+    assert torch.equal(tiny.logits(alone, tiny.tokens()), tiny.logits(model, tiny.tokens()))
+
+
+def test_codes_are_not_saved_as_something_else(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3-moe"].save(tmp_path / "model")
+    model = ktk.transformers.load(folder, backend="AMXINT8")
+    with pytest.raises(ValueError, match=r"packed for AMXINT8.*ktk convert SOURCE OUTPUT"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*"))
+
+
+def test_no_tensor_of_an_expert_is_decoded_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import modeling_gguf_pytorch_utils as stock
+
+    path, _ = gguf_model.write(tmp_path)
+    asked = []
+    real = stock.TensorProcessor.process
+
+    def process(self: Any, weights: Any, name: str, **rest: Any) -> Any:
+        asked.append(name)
+        return real(self, weights, name, **rest)
+
+    monkeypatch.setattr(stock.TensorProcessor, "process", process)
+    monkeypatch.setattr(stock.Qwen2MoeTensorProcessor, "process", process)
+    ktk.transformers.load(path)
+    assert any("attn_q" in name for name in asked)
+    assert not any("_exps" in name for name in asked)
