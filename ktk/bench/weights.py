@@ -49,12 +49,13 @@ class Recipe:
     def expert(self, floats: ExpertWeights) -> Expert:
         """Return what one expert is loaded from."""
         return Expert(
-            gate=self._matrix(floats.gate, floats.gate_bias, 1),
-            up=self._matrix(floats.up, floats.up_bias, 2),
-            down=self._matrix(floats.down, floats.down_bias, 3),
+            gate=self.matrix(floats.gate, floats.gate_bias, 1),
+            up=self.matrix(floats.up, floats.up_bias, 2),
+            down=self.matrix(floats.down, floats.down_bias, 3),
         )
 
-    def _matrix(self, tensor: torch.Tensor, bias: torch.Tensor | None, seed: int) -> Matrix:
+    def matrix(self, tensor: torch.Tensor, bias: torch.Tensor | None, seed: int) -> Matrix:
+        """Return what one matrix is loaded from; `seed` is for random blocks."""
         if self.is_random:
             blocks = _random_blocks(tensor, self.given.element, seed)
             return Matrix(self.given, blocks, bias=bias)
