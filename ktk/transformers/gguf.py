@@ -6,6 +6,7 @@ Its own reader decodes every tensor of the file to f32, experts too, and wants o
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ from transformers import modeling_gguf_pytorch_utils as stock
 from ktk.checkpoint.gguf.blocks import FLOATS, format_of, row_nbytes
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
 from ktk.checkpoint.gguf.shards import TensorSet
+from ktk.errors import CheckpointError
 from ktk.expert import Matrix
 from ktk.quantize import dequantize
 
 # Bytes that are decoded at once.
 _CHUNK = 1 << 22
+# What transformers does not find in files by itself, and would fill with random numbers.
+_UNMAPPED = ((re.compile(r"blk\.(\d+)\.attn_sinks\.weight"), "model.layers.{}.self_attn.sinks"),)
 # Tensors that no architecture rearranges, and that are too large to be f32 as a whole.
 _PLAIN = ("token_embd.weight", "output.weight")
 
@@ -35,12 +39,24 @@ def read_others(checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype) -> d
         Of transformers, without the weights of its experts; tensors that it has not are not read.
     dtype
         Of the tensors.
+
+    Raises
+    ------
+    CheckpointError
+        A tensor of the model is not among those of the files.
     """
     architecture = checkpoint.tensors.fields["general.architecture"]
     kind: Any = stock.TENSOR_PROCESSORS.get(architecture, stock.TensorProcessor)
     processor = kind(config=model.config.get_text_config(decoder=True).to_dict())
     names = stock.get_gguf_hf_weights_map(model, processor)
-    found = {}
+    wanted = set(model.state_dict()) - set(model.all_tied_weights_keys)
+    for name in checkpoint.tensors.names():
+        for pattern, target in _UNMAPPED:
+            if (match := pattern.fullmatch(name)) and (
+                known := target.format(*match.groups())
+            ) in wanted:
+                names[name] = known
+    found: dict[str, Any] = {}
     for name in checkpoint.tensors.names():
         if name not in names:
             continue
@@ -56,6 +72,13 @@ def read_others(checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype) -> d
             tensor = torch.from_numpy(np.ascontiguousarray(result.weights))
             found[names[result.name]] = tensor.to(dtype)
     checkpoint.close()
+    if missing := sorted(wanted - set(found)):
+        raise CheckpointError(
+            f"{checkpoint.path} lacks {missing[0]}"
+            + (f" and {len(missing) - 1} more tensors" if missing[1:] else "")
+            + ", or transformers does not know what GGUF files call it: load the model's "
+            "safetensors files instead"
+        )
     return found
 
 

@@ -15,7 +15,7 @@ from ktk.expert import PARTS
 FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
 #: Names of a module's weights.
 WEIGHTS = ("gate_up_proj", "down_proj")
-_BIASES = ("gate_up_proj_bias", "down_proj_bias")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Layout:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the module's tensors."""
-        return WEIGHTS + _BIASES * self.has_bias
+        return WEIGHTS + BIASES * self.has_bias
 
     def sizes(self, module: Any) -> dict[str, int]:
         """Return the sizes in `ktk.MoEConfig` but for k, as the shapes of the tensors say."""
@@ -69,7 +69,7 @@ class Layout:
         gate, up = self.split(joined)
         found = {"gate": gate, "up": up, "down": down}
         if self.has_bias:
-            joined, bias = (getattr(module, name).detach()[number] for name in _BIASES)
+            joined, bias = (getattr(module, name).detach()[number] for name in BIASES)
             gate, up = self.split(joined)
             found |= {"gate_bias": gate, "up_bias": up, "down_bias": bias}
         return found

@@ -90,9 +90,12 @@ def leave_alone(module: Any) -> None:
     object.__setattr__(module, _SLOT, False)
 
 
-def drop_weights(module: Any, name: str) -> None:
-    """Take the weights out of a module; biases, which are small, stay to be saved."""
-    for weight in WEIGHTS:
+def drop_weights(module: Any, name: str, *also: str) -> None:
+    """Take the weights out of a module; biases, which are small, stay to be saved.
+
+    Names of biases that are to go, too, may follow.
+    """
+    for weight in (*WEIGHTS, *also):
         if module._parameters.pop(weight, None) is not None:
             object.__setattr__(module, weight, Freed(f"{name}.{weight}"))
 

@@ -20,7 +20,7 @@ from ktk.checkpoint.gguf.reader import GgufCheckpoint
 from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.files import FromFiles, plan_files
 from ktk.transformers.gguf import read_others
-from ktk.transformers.layout import is_experts
+from ktk.transformers.layout import BIASES, is_experts
 from ktk.transformers.modules import Experts, experts_of, say_once
 from ktk.transformers.packed import drop_weights, packed_modules, packed_of
 from ktk.transformers.packing import pack_module
@@ -63,6 +63,7 @@ class ExpertsQuantizer:
 
     ktk: KtkConfig
     _loading: Loading | None = None
+    _also: tuple[str, ...] = ()  # what of a module goes beside its weights
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Take the experts out of a model that has no weights yet."""
@@ -82,7 +83,7 @@ class ExpertsQuantizer:
             )
         if taken := self._loading.taken:
             for one in taken:
-                drop_weights(one.module, one.name)
+                drop_weights(one.module, one.name, *self._also)
                 one.module._is_hf_initialized = True  # there is nothing to initialise
             self._leave_out(model, [one.name for one in taken])
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
@@ -126,6 +127,9 @@ class ExpertsQuantizer:
 
 class GgufExpertsQuantizer(ExpertsQuantizer):
     """What is added to the quantizer that reads GGUF files."""
+
+    # Transformers has no names for biases of experts in these files, and nobody saves them.
+    _also = BIASES
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> Any:
         """Return what is to be put into the model: all but its experts."""

@@ -1,4 +1,4 @@
-"""A tiny Qwen3-MoE as a GGUF file, as llama.cpp's converter would name and store its tensors."""
+"""Tiny models as GGUF files, as llama.cpp's converter would name and store their tensors."""
 
 from __future__ import annotations
 
@@ -10,54 +10,60 @@ import tiny
 import torch
 from gguf import GGMLQuantizationType as Type
 
-ARCH = "qwen3moe"
 WIDE = 256  # blocks of some types
 SIZES: dict[str, Any] = {
     "hidden_size": WIDE,
     "moe_intermediate_size": WIDE,
-    "intermediate_size": 2 * WIDE,
-    "num_attention_heads": 4,
+    "intermediate_size": WIDE,
     "head_dim": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
-    "norm_topk_prob": True,
 }
+QWEN3 = tiny.Family("Qwen3MoeForCausalLM", {**SIZES, "norm_topk_prob": True})
+TIED = tiny.Family("Qwen3MoeForCausalLM", {**QWEN3.extra, "tie_word_embeddings": True})
+# Transformers fills in what it does not read: a stretched RoPE.
+GPT_OSS = tiny.Family("GptOssForCausalLM", {**SIZES, "sliding_window": 128})
 
 
-def write(folder: Path, **split: int) -> tuple[Path, Any]:
+def write(folder: Path, family: tiny.Family = QWEN3, **split: int) -> tuple[Path, Any]:
     """Write it; return the first file, and the model in float32 that its blocks mean."""
-    exact = tiny.Family("Qwen3MoeForCausalLM", SIZES).make()
+    exact = family.make()
     config = exact.config
-    writer = gguf.GGUFWriter(folder / "model.gguf", ARCH, **split)
+    arch = gguf.MODEL_ARCH.GPT_OSS if family is GPT_OSS else gguf.MODEL_ARCH.QWEN3MOE
+    writer = gguf.GGUFWriter(folder / "model.gguf", gguf.MODEL_ARCH_NAMES[arch], **split)
     writer.add_type("model")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_count(config.num_experts)
+    writer.add_expert_feed_forward_length(WIDE)
+    writer.add_expert_count(config.num_local_experts if family is GPT_OSS else config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(1e6)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family is GPT_OSS:
+        writer.add_sliding_window(config.sliding_window)
     add_tokenizer(writer, config.vocab_size)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     with torch.no_grad():
         for name, values in exact.state_dict().items():
             stem, _, suffix = name.rpartition(".")
-            layer = name.split(".")[2] if "layers" in name else ""
-            if suffix == "gate_up_proj":
-                gate, up = values.chunk(2, dim=1)
-                gate.copy_(put(writer, f"blk.{layer}.ffn_gate_exps.weight", gate, Type.Q8_0))
-                up.copy_(put(writer, f"blk.{layer}.ffn_up_exps.weight", up, Type.Q8_0))
-            elif suffix == "down_proj":
-                values.copy_(put(writer, f"blk.{layer}.ffn_down_exps.weight", values, Type.Q4_0))
-            else:
+            block = f"blk.{name.split('.')[2]}" if "layers" in name else ""
+            if ".experts." in name:
+                put_experts(writer, block, suffix, values, interleaved=family is GPT_OSS)
+            elif not (name == "lm_head.weight" and family is TIED):
                 kind = Type.Q8_0 if values.ndim > 1 else Type.F32
-                values.copy_(put(writer, f"{names.get_name(stem)}.{suffix}", values, kind))
+                known = f"{names.get_name(stem)}.{suffix}"
+                put(
+                    writer,
+                    f"{block}.attn_sinks.weight" if suffix == "sinks" else known,
+                    values,
+                    kind,
+                )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -66,11 +72,42 @@ def write(folder: Path, **split: int) -> tuple[Path, Any]:
     return sorted(folder.glob("*.gguf"))[0], exact
 
 
-def put(writer: Any, name: str, values: torch.Tensor, kind: Type) -> torch.Tensor:
-    """Write a tensor, and return what its blocks mean."""
-    data = gguf.quants.quantize(values.numpy(), kind)
+def put_experts(
+    writer: Any, block: str, name: str, values: torch.Tensor, *, interleaved: bool
+) -> None:
+    """Write the experts of a layer; of gpt-oss they are transposed, gate and up in turns."""
+    part, bias = name.removesuffix("_bias"), name.endswith("_bias")
+    rows = values.transpose(1, 2) if interleaved and not bias else values
+    parts = {"down": rows}
+    if part == "gate_up_proj":
+        gate, up = (rows[:, ::2], rows[:, 1::2]) if interleaved else rows.chunk(2, dim=1)
+        parts = {"gate": gate, "up": up}
+    for kind, one in parts.items():
+        wide = Type.MXFP4 if interleaved else Type.Q4_0 if kind == "down" else Type.Q8_0
+        suffix = "bias" if bias else "weight"
+        put(writer, f"{block}.ffn_{kind}_exps.{suffix}", one, Type.F32 if bias else wide)
+
+
+def write_tied(folder: Path) -> tuple[Path, Any]:
+    return write(folder, TIED)
+
+
+def write_gpt_oss(folder: Path) -> tuple[Path, Any]:
+    return write(folder, GPT_OSS)
+
+
+def write_split(folder: Path) -> tuple[Path, Any]:
+    """Write it in several files, as large models are."""
+    first, exact = write(folder, split_max_tensors=10)
+    assert len(list(folder.glob("*.gguf"))) > 2
+    return first, exact
+
+
+def put(writer: Any, name: str, values: torch.Tensor, kind: Type) -> None:
+    """Write a tensor, and put what its blocks mean in the place of its values."""
+    data = gguf.quants.quantize(values.contiguous().numpy(), kind)
     writer.add_tensor(name, data, raw_dtype=kind)
-    return torch.from_numpy(gguf.quants.dequantize(data, kind))
+    values.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)))
 
 
 def add_tokenizer(writer: Any, size: int) -> None:

@@ -22,14 +22,25 @@ def qwen3(folder: Path, name: str) -> tuple[Path, Any]:
     return rewritten(folder, *SCHEMES[name])
 
 
+def kimi_k2(folder: Path) -> tuple[Path, Any]:
+    """Write what Kimi-K2-Thinking is: DeepSeek-V3 with experts in int4."""
+    return rewritten(folder, *SCHEMES["int4"], family="deepseek-v3")
+
+
 def awq(folder: Path) -> tuple[Path, Any]:
     return rewritten(folder, schemes.U4_ZERO, schemes.awq, schemes.AWQ_CONFIG, most=15)
 
 
 def rewritten(
-    folder: Path, fmt: Any, make: schemes.Writer, quantization: Any, most: int = 16
+    folder: Path,
+    fmt: Any,
+    make: schemes.Writer,
+    quantization: Any,
+    *,
+    most: int = 16,
+    family: str = "qwen3-moe",
 ) -> tuple[Path, Any]:
-    FAMILIES["qwen3-moe"].save(folder)
+    FAMILIES[family].save(folder)
     exact = float32(folder)
     tensors = load_file(folder / "model.safetensors")
     rng = np.random.default_rng(0)

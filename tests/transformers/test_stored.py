@@ -34,12 +34,16 @@ STORED: dict[str, tuple[Writer, str, bool]] = {
     "fp8 by rows": (scheme("fp8 by rows"), "FP8", False),
     "mxfp4 of gpt-oss": (quantized.gpt_oss, "MXFP4", False),
     "mxfp4": (scheme("mxfp4"), "MXFP4", False),
-    "int4 of Kimi-K2": (scheme("int4"), "RAWINT4", True),
+    "int4 of Kimi-K2": (quantized.kimi_k2, "RAWINT4", True),
+    "int4 by rows": (scheme("int4 by rows"), "RAWINT4", True),
     "int8 by rows": (scheme("int8 by rows"), "AMXINT8", True),
     "gptq": (scheme("gptq"), "AMXINT4", True),
     "gptq, symmetric": (scheme("gptq, symmetric"), "RAWINT4", True),
     "awq": (quantized.awq, "AMXINT4", True),
     "gguf": (gguf_model.write, "LLAMAFILE", True),
+    "gguf of gpt-oss": (gguf_model.write_gpt_oss, "LLAMAFILE", True),
+    "gguf, tied": (gguf_model.write_tied, "LLAMAFILE", True),
+    "gguf in files of ten tensors": (gguf_model.write_split, "LLAMAFILE", True),
 }
 
 
@@ -152,6 +156,26 @@ def test_codes_are_not_saved_as_something_else(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"packed for AMXINT8.*ktk convert SOURCE OUTPUT"):
         model.save_pretrained(tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("*"))
+
+
+def test_a_file_that_lacks_a_tensor_is_not_filled_with_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ktk.transformers import gguf as reading
+
+    path, _ = gguf_model.write_gpt_oss(tmp_path)
+    monkeypatch.setattr(reading, "_UNMAPPED", ())
+    with pytest.raises(ktk.CheckpointError, match=r"lacks model\.layers\.0\.self_attn\.sinks"):
+        ktk.transformers.load(path)
+
+
+def test_the_tokenizer_of_a_file(tmp_path: Path) -> None:
+    path, _ = gguf_model.write(tmp_path)
+    tokenizer = ktk.transformers.load_tokenizer(path)
+    assert tokenizer.decode(tokenizer("tea at nine").input_ids) == "tea at nine"
+    model = ktk.transformers.load(path)
+    ids = tokenizer("tea", return_tensors="pt").input_ids
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] > ids.shape[1]
 
 
 def test_no_tensor_of_an_expert_is_decoded_by_transformers(
