@@ -7,11 +7,24 @@ from functools import cache
 
 from ktk._core import WorkerPool
 
+_threads: int | None = None
+
 
 @cache
 def default_pool() -> WorkerPool:
     """Return the pool of this process, made at first use with one worker per physical core."""
-    return WorkerPool()
+    return WorkerPool() if _threads is None else WorkerPool(threads=_threads)
+
+
+def set_default_threads(threads: int) -> None:
+    """Let the pool of this process have so many workers.
+
+    Layers that are there already keep the pool they have.
+    """
+    global _threads
+    if threads != _threads:
+        _threads = threads
+        default_pool.cache_clear()
 
 
 # A child has none of its parent's threads; its first layer makes a pool of its own.

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from ktk.backend import Backend
     from ktk.bench.records import Result, Subject
 
+_TOKENS, _PROMPTS = "1,8,128,512,2048", "512"
+
 
 def bench(
     backend: Annotated[
@@ -54,8 +56,12 @@ def bench(
         ),
     ] = None,
     tokens: Annotated[
-        str, typer.Option(metavar="T,T", help="Tokens per call, separated by commas.")
-    ] = "1,8,128,512,2048",
+        str,
+        typer.Option(
+            metavar="T,T",
+            help=f"Tokens per call; default: {_TOKENS}, or {_PROMPTS} with --whole.",
+        ),
+    ] = "",
     threads: Annotated[
         int, typer.Option(metavar="N", min=0, help="Workers; 0: all physical cores.")
     ] = 0,
@@ -110,6 +116,14 @@ def bench(
     accuracy: Annotated[
         bool, typer.Option("--accuracy", help="Also compare the outputs with float64.")
     ] = False,
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            help="Time all of the checkpoint, as ktk run computes it: prompts of --tokens, and "
+            "then single tokens.",
+        ),
+    ] = False,
 ) -> None:
     """Time layers against the limits of this machine.
 
@@ -117,9 +131,19 @@ def bench(
     those of your own model, and the table has the tokens per second that its experts take, without
     attention and the rest.
     """
-    counts = _token_counts(tokens)
-    options = {"--shape": shape, "--experts": experts, "--format": format, "--accuracy": accuracy}
-    _refuse_together(checkpoint, layer, options)
+    counts = _token_counts(tokens or (_PROMPTS if whole else _TOKENS))
+    options: dict[str, Any] = {
+        "--shape": shape,
+        "--experts": experts,
+        "--format": format,
+        "--accuracy": accuracy,
+    }
+    if whole:
+        options |= {"--layer": layer, "--variant": variant, "--plot": plot, "--rotate": rotate}
+    _refuse_together(checkpoint, layer, options, whole=whole)
+    if whole:
+        _bench_whole(str(checkpoint), backend, threads, counts, rounds, as_json=json)
+        return
     shapes = [] if checkpoint else [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
     if plot:
         from ktk.bench.plot import require_matplotlib
@@ -159,10 +183,39 @@ def bench(
         draw_roofline(results, plot)
 
 
+def _bench_whole(
+    name: str,
+    backends: list[str] | None,
+    threads: int,
+    prompts: list[int],
+    rounds: int,
+    *,
+    as_json: bool,
+) -> None:
+    from rich.console import Console
+
+    from ktk.terminal import doing
+    from ktk.text.load import load_text_model
+
+    wanted: list[str | None] = [*backends] if backends else [None]
+    for backend in wanted:
+        loaded = load_text_model(name, backend=backend, threads=threads or None)
+        from ktk.bench.whole import documents, measure, table_of
+
+        with doing() as step:
+            found = measure(loaded, prompts, rounds, step)
+        if as_json:
+            _print_lines(documents(loaded, found))
+        else:
+            Console().print(table_of(loaded, found))
+
+
 def _refuse_together(
-    checkpoint: Path | None, layer: list[int] | None, options: dict[str, Any]
+    checkpoint: Path | None, layer: list[int] | None, options: dict[str, Any], *, whole: bool
 ) -> None:
     """Refuse options of random layers for a checkpoint, and the other way round."""
+    if checkpoint is None and whole:
+        raise typer.BadParameter("needs --checkpoint", param_hint="--whole")
     if checkpoint is None and layer:
         raise typer.BadParameter("needs --checkpoint", param_hint="--layer")
     given = [name for name, value in options.items() if value] if checkpoint else []

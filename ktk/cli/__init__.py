@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ktk.bench.cli import bench
-from ktk.cli import models
+from ktk.cli import models, text
+from ktk.cli.serve import serve
 
 MODEL = "Folder of safetensors or packed files, GGUF file, or a name of ktk model list."
 
@@ -251,5 +252,8 @@ def config(
     run_config(key, value or [], unset=unset, as_json=json)
 
 
-app.add_typer(models.app, name="model")
 app.command()(bench)
+app.command()(text.run)
+app.command()(text.chat)
+app.command()(serve)
+app.add_typer(models.app, name="model")

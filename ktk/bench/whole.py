@@ -1,0 +1,193 @@
+"""A whole model: tokens per second of a prompt and of a reply, and the experts' share of the time.
+
+transformers computes all but the experts, as in `ktk run`. What a token reads of weights, at the
+rate that memory was seen to have, is the least time of a step that makes one token.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ktk.bench.limits import LimitProbe
+from ktk.bench.verdict import HIGHEST_FRACTION
+from ktk.pool import default_pool
+from ktk.terminal import plain_table
+from ktk.text.load import Loaded
+from ktk.transformers.packed import packed_modules
+
+# Steps of a reply in one turn, after some that fill caches and let threads start.
+_STEPS, _WARM = 32, 4
+# One look at the rate of reading.
+_LOOK = 0.1
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One kind of work, the median of several turns.
+
+    Attributes
+    ----------
+    phase
+        "prefill" or "decode".
+    tokens
+        Of a call.
+    seconds
+        Of a call.
+    tokens_per_second
+        Over all of it.
+    experts_share
+        Of the time, spent in layers of experts.
+    of_limit
+        The time that reading the weights takes at least, as a share of `seconds`; None for
+        prefill, and where the machine was slower while that was looked at.
+    """
+
+    phase: str
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    experts_share: float
+    of_limit: float | None = None
+
+
+class Stopwatch:
+    """Adds up the time that is spent in the modules of experts of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+        modules = dict(model.named_modules())
+        for name in packed_modules(model):
+            modules[name].register_forward_pre_hook(self._begin)
+            modules[name].register_forward_hook(self._end)
+
+    def _begin(self, *_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += time.perf_counter() - self._began
+
+    def time(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """Return the seconds of a call, and how many of these are the experts'."""
+        self.seconds = 0.0
+        began = time.perf_counter()
+        call()
+        return time.perf_counter() - began, self.seconds
+
+
+def measure(
+    loaded: Loaded, prompts: Sequence[int], rounds: int, on_step: Callable[[str], None]
+) -> list[Measured]:
+    """Time prompts of some lengths, and steps of one token behind the first of these.
+
+    Parameters
+    ----------
+    loaded
+        The model.
+    prompts
+        Lengths in tokens.
+    rounds
+        Turns of everything; medians are returned.
+    on_step
+        Called with what is done next.
+
+    Raises
+    ------
+    ValueError
+        A prompt and the steps after it do not fit the model's context.
+    """
+    model = loaded.model
+    config = model.config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    needed = max(prompts) + _WARM + _STEPS
+    if context is not None and needed > context:
+        raise ValueError(f"{needed} tokens are needed, and the context of this model has {context}")
+    watch = Stopwatch(model)
+    generator = torch.Generator().manual_seed(0)
+    pool = default_pool()
+    probe = LimitProbe(pool.size, cpus=pool.cpus)
+    read = probe.read(_LOOK)
+    prefill: dict[int, list[tuple[float, float]]] = {length: [] for length in prompts}
+    decode: list[tuple[float, float]] = []
+    with torch.inference_mode():
+        for turn in range(rounds + 1):
+            for length in prompts:
+                on_step(f"prompt of {length} tokens, turn {turn} of {rounds}")
+                ids = torch.randint(config.vocab_size, (1, length), generator=generator)
+                state: dict[str, Any] = {}
+                took = watch.time(partial(_forward, model, ids, state))
+                # The first turn is for caches and threads.
+                if turn:
+                    prefill[length].append(took)
+                if length == prompts[0]:
+                    on_step(f"{_STEPS} tokens after it")
+                    times = [
+                        watch.time(partial(_forward, model, None, state))
+                        for _ in range(_WARM + _STEPS)
+                    ]
+                    if turn:
+                        decode += times[_WARM:]
+                read = max(read, probe.read(_LOOK))
+    found = [_measured("prefill", length, times) for length, times in prefill.items()]
+    least = sum(loaded.reads.values()) / read
+    return [*found, _measured("decode", 1, decode, least)]
+
+
+def _forward(model: Any, ids: torch.Tensor | None, state: dict[str, Any]) -> None:
+    """Compute tokens behind those of `state`, by default the next one; the one after goes there."""
+    made = model(
+        input_ids=state["next"] if ids is None else ids,
+        past_key_values=state.get("cache"),
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    state["cache"] = made.past_key_values
+    state["next"] = made.logits[:, -1:].argmax(dim=-1)
+
+
+def _measured(
+    phase: str, tokens: int, times: list[tuple[float, float]], least: float | None = None
+) -> Measured:
+    seconds = statistics.median(total for total, _ in times)
+    share = sum(inside for _, inside in times) / sum(total for total, _ in times)
+    fraction = None if least is None else least / seconds
+    if fraction is not None and fraction > HIGHEST_FRACTION:
+        fraction = None
+    return Measured(phase, tokens, seconds, tokens / seconds, share, fraction)
+
+
+def documents(loaded: Loaded, found: list[Measured]) -> list[dict[str, Any]]:
+    """Return what `--json` prints, a line each."""
+    about = {
+        "model": loaded.name,
+        "backends": list(loaded.backends),
+        "threads": loaded.threads,
+        "bytes_per_token": loaded.reads,
+    }
+    return [{**about, **asdict(one)} for one in found]
+
+
+def table_of(loaded: Loaded, found: list[Measured]) -> Table:
+    """Return the same for people."""
+    by = ", ".join(loaded.backends) or "no backend"
+    table = plain_table(f"{loaded.name}, experts by {by}, {loaded.threads} threads")
+    for heading in ("", "tokens", "tokens/s", "ms", "experts", "of limit"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for one in found:
+        table.add_row(
+            one.phase,
+            str(one.tokens),
+            f"{one.tokens_per_second:.4g}",
+            f"{one.seconds * 1e3:.4g}",
+            f"{one.experts_share:.0%}",
+            "-" if one.of_limit is None else f"{one.of_limit:.0%}",
+        )
+    return table

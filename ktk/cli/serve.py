@@ -1,0 +1,62 @@
+"""`ktk serve`: starts the server that is installed, with ktk switched on."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+from ktk.cli.text import Backend, Model, Source, Threads
+
+
+def serve(
+    model: Model,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGUMENTS]", help="Further ones for the server."),
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="transformers, vllm or sglang; default: the first that can."
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
+    backend: Backend = None,
+    threads: Threads = None,
+    source: Source = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the command and do not run it.")
+    ] = False,
+) -> None:
+    """Serve a model to clients of OpenAI's interface.
+
+    ktk has no server of its own: this prints and runs the command of one that is installed.
+    """
+    from ktk.serving.engines import Request, choose, served_as
+    from ktk.settings import setting
+    from ktk.text.place import parts_of
+
+    chosen = choose(engine)
+    rest, experts = parts_of(model, source)
+    request = Request(
+        model=rest,
+        host=host,
+        port=port,
+        experts=experts,
+        backend=setting("backend", backend).value,
+        threads=setting("threads", threads).value,
+        more=tuple(more or ()),
+    )
+    command = chosen.command(request)
+    shown = "python" if command[0] == sys.executable else command[0]
+    typer.echo(shlex.join([shown, *command[1:]]), err=True)
+    name = served_as(request)
+    typer.echo(f"clients: base_url=http://{host}:{port}/v1, model={name}", err=True)
+    if not dry_run:
+        sys.stdout.flush()
+        os.execvp(command[0], command)

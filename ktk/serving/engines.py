@@ -1,0 +1,154 @@
+"""Servers that can be installed, and the commands that start them with ktk."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be served.
+
+    Attributes
+    ----------
+    model
+        Folder or GGUF file of everything but the experts.
+    experts
+        Folder of packed experts, where they are not in `model`.
+    host, port
+        To listen at.
+    backend, threads
+        As of `ktk run`; None: as the server and the checkpoint have it.
+    more
+        Further arguments of the server.
+    """
+
+    model: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    experts: Path | None = None
+    backend: str | None = None
+    threads: int | None = None
+    more: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A server.
+
+    Attributes
+    ----------
+    name
+        Of `ktk serve --engine`.
+    needs
+        Modules that have to be installed.
+    group
+        Entry points in which ktk has to be for the server to compute with it; None where `command`
+        sees to that.
+    install
+        The line that installs what is missing.
+    command
+        Makes the command line.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    group: str | None
+    install: str
+    command: Callable[[Request], list[str]]
+
+    def reason(self) -> str:
+        """Return why the server cannot be started; empty if it can."""
+        missing = [name for name in self.needs if not _is_there(name)]
+        if missing:
+            return f"{', '.join(missing)} is not installed: {self.install}"
+        if self.group and not any(one.name == "ktk" for one in entry_points(group=self.group)):
+            return f"this ktk has no plug-in for it (no entry point ktk in {self.group})"
+        return ""
+
+
+def served_as(request: Request) -> str:
+    """Return the name of the model for clients: the server takes requests for no other."""
+    path = request.model.absolute()
+    # How transformers tells a GGUF file from a folder.
+    return f"{path.parent}:{path.name}" if path.suffix == ".gguf" else str(path)
+
+
+def choose(name: str | None = None) -> Engine:
+    """Return the first server that can be started, or the one that is named.
+
+    Raises
+    ------
+    ImportError
+        There is none; the message says what to install.
+    ValueError
+        No server has this name.
+    """
+    if name is not None and name not in ENGINES:
+        raise ValueError(f"there is no engine {name!r}; there are {', '.join(ENGINES)}")
+    wanted = [ENGINES[name]] if name is not None else list(ENGINES.values())
+    reasons = []
+    for engine in wanted:
+        reason = engine.reason()
+        if not reason:
+            return engine
+        reasons.append(f"{engine.name}: {reason}")
+    raise ImportError(f"no server can be started: {'; '.join(reasons)}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def _transformers(request: Request) -> list[str]:
+    return [
+        *(sys.executable, "-m", "ktk.serving.transformers"),
+        *_option("--backend", request.backend),
+        *_option("--threads", request.threads),
+        *_option("--experts", request.experts and request.experts.absolute()),
+        *("--", "serve", served_as(request)),
+        *_listen(request),
+    ]
+
+
+def _vllm(request: Request) -> list[str]:
+    return ["vllm", "serve", str(request.model.absolute()), *_listen(request)]
+
+
+def _sglang(request: Request) -> list[str]:
+    path = str(request.model.absolute())
+    start = (sys.executable, "-m", "sglang.launch_server", "--model-path", path)
+    return [*start, *_listen(request)]
+
+
+def _listen(request: Request) -> Iterator[str]:
+    yield from ("--host", request.host, "--port", str(request.port), *request.more)
+
+
+def _option(name: str, value: object) -> Iterator[str]:
+    if value is not None:
+        yield from (name, str(value))
+
+
+ENGINES = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            "transformers",
+            ("transformers", "fastapi", "uvicorn", "openai", "pydantic"),
+            None,
+            "pip install 'ktk[serve]'",
+            _transformers,
+        ),
+        Engine("vllm", ("vllm",), "vllm.general_plugins", "pip install vllm", _vllm),
+        Engine("sglang", ("sglang",), "sglang.srt.plugins", "pip install sglang", _sglang),
+    )
+}

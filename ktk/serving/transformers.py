@@ -1,0 +1,60 @@
+"""The command of transformers with ktk switched on: python -m ktk.serving.transformers -- serve ...
+
+Its server loads models by `from_pretrained` and has no option for what computes experts. So that
+method gets the arguments here that a program of one's own would give it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+
+def main() -> None:
+    """Run the command of transformers with what stands behind `--`."""
+    parser = argparse.ArgumentParser(prog="python -m ktk.serving.transformers")
+    parser.add_argument("--backend", help="what computes the experts")
+    parser.add_argument("--experts", help="folder that ktk convert made")
+    parser.add_argument("--threads", type=int, help="threads that compute")
+    parser.add_argument("arguments", nargs="+", help="of the command of transformers")
+    given = parser.parse_args()
+    if given.threads is not None:
+        import torch
+
+        from ktk.pool import set_default_threads
+
+        torch.set_num_threads(given.threads)
+        set_default_threads(given.threads)
+    switch_on(given.backend, given.experts)
+    from transformers.cli.transformers import app
+
+    app(given.arguments, prog_name="transformers")
+
+
+def switch_on(backend: str | None = None, experts: str | None = None) -> None:
+    """Let every model that is loaded from now on compute its experts with ktk.
+
+    Parameters
+    ----------
+    backend, experts
+        As of `ktk.transformers.KtkConfig`.
+    """
+    from transformers import PreTrainedModel
+
+    from ktk.transformers import KtkConfig
+
+    stock = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(stock)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("quantization_config") is None:
+            kwargs["quantization_config"] = KtkConfig(backend, experts=experts)
+            kwargs["experts_implementation"] = "ktk"
+        return stock(cls, *args, **kwargs)
+
+    PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    main()

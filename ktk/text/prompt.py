@@ -1,0 +1,69 @@
+"""Makes tokens of what the user says."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, str]
+
+
+def read_prompt(given: str | None) -> str:
+    """Return the prompt of the command line, or what comes through a pipe.
+
+    Raises
+    ------
+    ValueError
+        There is neither, or it is empty.
+    """
+    if given is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("there is no prompt: give one with -p, or through a pipe")
+        given = sys.stdin.read()
+    if not given.strip():
+        raise ValueError("the prompt is empty: give one with -p, or through a pipe")
+    return given
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether the model was trained to chat, and says how."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Return the tokens of a conversation whose next turn is the model's.
+
+    Raises
+    ------
+    ValueError
+        The template refuses these messages, or there is none.
+    """
+    from jinja2 import TemplateError
+
+    if not has_template(tokenizer):
+        raise ValueError(
+            "this model has no chat template: it goes on with a text and does not answer. "
+            "ktk run MODEL -p TEXT does that"
+        )
+    try:
+        made = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template of this model refuses the messages: {error}") from None
+    return list(made["input_ids"])
+
+
+def raw_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that the model is to go on with.
+
+    Raises
+    ------
+    ValueError
+        There are none.
+    """
+    found = list(tokenizer(text)["input_ids"])
+    if not found:
+        raise ValueError("the prompt is empty: give one with -p, or through a pipe")
+    return found

@@ -1,0 +1,98 @@
+"""A command in a pseudo terminal: what it shows, and keys for it; and one in this process."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command did: exit status, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+class Terminal:
+    """Runs `ktk` in a terminal of 80 columns.
+
+    Attributes
+    ----------
+    seen : str
+        All that was written to the terminal.
+    """
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._master, slave = pty.openpty()
+        env = {**os.environ, "TERM": "dumb", "COLUMNS": "80", "LINES": "24"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ktk", *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=env,
+            # The terminal is the process's own, so that Ctrl-C in it is a signal.
+            start_new_session=True,
+            preexec_fn=_take_terminal,
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        os.close(self._master)
+
+    def type(self, keys: str) -> None:
+        """Type on the keyboard; "\\x03" is Ctrl-C, "\\x04" Ctrl-D."""
+        os.write(self._master, keys.encode())
+
+    def wait_for(self, text: str, *, after: int = 0) -> int:
+        """Wait until the terminal shows something; returns where that ends in `seen`."""
+        end = time.monotonic() + _SECONDS
+        while text not in self.seen[after:]:
+            assert time.monotonic() < end, f"{text!r} does not come: {self.seen!r}"
+            assert self._read(), f"ended before {text!r}: {self.seen!r}"
+        return self.seen.index(text, after) + len(text)
+
+    def status(self) -> int:
+        """Read until the command has ended, and return its exit status."""
+        while self._read():
+            pass
+        return self.process.wait(_SECONDS)
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._master], [], [], _SECONDS)
+        try:
+            data = os.read(self._master, 4096) if ready else b""
+        except OSError:  # how Linux says that nobody has the other end
+            return False
+        # A character may be cut in two; these tests compare ASCII, or text that has ended.
+        self.seen += data.decode(errors="replace").replace("\r\n", "\n")
+        return bool(data)
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

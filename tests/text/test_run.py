@@ -1,0 +1,213 @@
+"""`ktk run`: the text of transformers' own greedy search, in a terminal, a pipe, and as JSON."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import text_models
+import torch
+import transformers
+from terminal import Command, Terminal
+
+from ktk.text.run import visible
+
+PROMPT = "What is the capital of France?"
+TOKENS = 24
+
+
+@pytest.fixture
+def run(command: Command) -> Command:
+    """Return a function that runs `ktk run`."""
+    return functools.partial(command, "run")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> str:
+    """What transformers answers on its own, from logits of the same packed experts."""
+    from ktk.transformers import load
+
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
+    loaded = load(model)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": PROMPT}], add_generation_prompt=True, return_tensors="pt"
+    )["input_ids"]
+    with torch.no_grad():
+        made = loaded.generate(ids, do_sample=False, max_new_tokens=TOKENS)
+    text: str = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    assert len(text) > TOKENS / 2
+    return text
+
+
+def test_a_pipe_has_the_text_and_nothing_else(model: Path, expected: str, run: Command) -> None:
+    arguments = ["run", str(model), "--greedy", "-n", str(TOKENS)]
+    done = subprocess.run(
+        [sys.executable, "-m", "ktk", *arguments], input=PROMPT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
+    assert f"reply {TOKENS} tokens at " in done.stderr
+    assert "experts by BF16" in done.stderr
+    assert "\x1b" not in done.stderr
+    given = run(str(model), "-p", PROMPT, "--greedy", "-n", str(TOKENS))
+    assert given.stdout == done.stdout
+
+
+def test_a_terminal_shows_the_text_and_then_the_report(model: Path, expected: str) -> None:
+    arguments = ["run", str(model), "-p", PROMPT, "--greedy", "-n", str(TOKENS)]
+    with Terminal(arguments) as terminal:
+        assert terminal.status() == 0, terminal.seen
+        after = terminal.seen.partition(expected + "\n")[2]
+        assert after.startswith("prompt "), terminal.seen
+        # Lines break between words.
+        assert max(map(len, after.splitlines())) <= 80
+
+
+def test_json_has_what_the_reply_took(model: Path, expected: str, run: Command) -> None:
+    done = run(str(model), "-p", PROMPT, "--greedy", "-n", str(TOKENS), "--json")
+    document = json.loads(done.stdout)
+    assert document["text"] == expected
+    assert (document["tokens"], document["finish"]) == (TOKENS, "length")
+    assert document["backends"] == ["BF16"]
+    for name, count in (("prefill", document["prompt_tokens"]), ("decode", TOKENS - 1)):
+        phase = document[name]
+        assert phase["tokens"] == count
+        assert phase["tokens_per_second"] == pytest.approx(count / phase["seconds"])
+    both = document["prefill"]["seconds"] + document["decode"]["seconds"]
+    assert document["seconds"] == pytest.approx(both)
+    config = text_models.config()
+    experts = config.num_hidden_layers * config.num_experts_per_tok
+    assert document["bytes_per_token"]["experts"] == experts * 3 * 64 * 32 * 2
+    assert document["bytes_per_token"]["head"] == 512 * 64 * 2
+    assert document["peak_memory"] > 10**8
+    assert document["load_seconds"] > 0
+
+
+def test_a_model_without_a_template_goes_on_with_the_prompt(
+    tmp_path: Path, model: Path, run: Command
+) -> None:
+    plain = text_models.write(tmp_path / "plain", template=None)
+    one, other = (
+        json.loads(run(str(path), "-p", PROMPT, "--greedy", "-n", "4", "--json", *more).stdout)
+        for path, more in ((plain, []), (model, ["--raw"]))
+    )
+    assert (
+        one["prompt_tokens"]
+        == other["prompt_tokens"]
+        == len(text_models.tokenizer()(PROMPT).input_ids)
+    )
+    assert one["text"] == other["text"]
+    done = run(str(plain), "-p", PROMPT, "--system", "Be brief.")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "--system needs a chat template" in done.stderr
+
+
+def test_sampling_is_the_models_unless_it_is_asked_otherwise(model: Path, run: Command) -> None:
+    def text(*more: str) -> str:
+        done = run(str(model), "-p", PROMPT, "-n", "16", "--json", *more)
+        return str(json.loads(done.stdout)["text"])
+
+    greedy = text("--greedy")
+    # This model's generation_config samples nothing.
+    assert text() == text("--temperature", "0") == greedy
+    sampled = text("--temperature", "1.5", "--seed", "3")
+    assert sampled == text("--temperature", "1.5", "--seed", "3")
+    assert sampled != greedy
+    assert text("--temperature", "1.5", "--seed", "4") != sampled
+
+
+def test_ctrl_c_ends_the_reply_and_keeps_what_was_said(model: Path) -> None:
+    arguments = ["run", str(model), "-p", PROMPT, "--greedy", "-n", "8000"]
+    with Terminal(arguments) as terminal:
+        terminal.wait_for("pert")
+        terminal.type("\x03")
+        assert terminal.status() == 130
+        assert "; interrupted" in terminal.seen
+        assert "Traceback" not in terminal.seen
+
+
+def test_a_reader_that_went_away_ends_the_reply_quietly(model: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ktk", "run", str(model), "-p", PROMPT, "-n", "8000"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_packed_files_take_the_rest_from_their_source(
+    model: Path, tmp_path: Path, command: Command, run: Command
+) -> None:
+    source = tmp_path / "tiny"
+    source.symlink_to(model)
+    for folder in (tmp_path / "packed", tmp_path / "elsewhere" / "packed"):
+        folder.parent.mkdir(exist_ok=True)
+        made = command("convert", str(source), str(folder), "--backend", "AMXINT8")
+        assert made.returncode == 0, made.stderr
+    beside = run(str(tmp_path / "packed"), "-p", PROMPT, "--greedy", "-n", "8", "--json")
+    assert json.loads(beside.stdout)["backends"] == ["AMXINT8"]
+    away = str(tmp_path / "elsewhere" / "packed")
+    refused = run(away, "-p", PROMPT)
+    assert refused.returncode == 1
+    assert "--source" in refused.stderr
+    named = run(away, "-p", PROMPT, "--greedy", "-n", "8", "--json", "--source", str(source))
+    assert json.loads(named.stdout)["text"] == json.loads(beside.stdout)["text"]
+
+
+def test_defaults_of_the_configuration_hold(
+    model: Path, monkeypatch: pytest.MonkeyPatch, run: Command
+) -> None:
+    monkeypatch.setenv("KTK_BACKEND", "AMXINT8")
+    monkeypatch.setenv("KTK_THREADS", "1")
+    monkeypatch.setenv("KTK_MODELS", str(model.parent))
+    document = json.loads(run(model.name, "-p", PROMPT, "-n", "2", "--json").stdout)
+    assert (document["backends"], document["threads"]) == (["AMXINT8"], 1)
+    document = json.loads(run(model.name, "-p", "x", "-n", "2", "--json", "-b", "bf16").stdout)
+    assert document["backends"] == ["BF16"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["{model}"], "the prompt is empty"),
+        (["{model}", "-p", " "], "the prompt is empty"),
+        (["{model}", "-p", "x", "-b", "AMXINT9"], "no backend 'AMXINT9'"),
+        (["acme/moe", "-p", "x"], "hf download acme/moe"),
+        (["{model}", "-p", "x" * 9000], "the context of this model ends at 8192"),
+        (["{model}", "-p", "x", "--source", "{model}"], "--source"),
+    ],
+)
+def test_what_cannot_be_run_is_one_line(
+    model: Path, arguments: list[str], what: str, run: Command
+) -> None:
+    done = run(*(text.replace("{model}", str(model)) for text in arguments))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert what in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_package_is_one_line_with_what_installs_it(model: Path) -> None:
+    program = (
+        "import sys\n"
+        "class No:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.partition('.')[0] == 'transformers':\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, No())\n"
+        f"sys.argv = ['ktk', 'run', {str(model)!r}, '-p', 'x']\n"
+        "from ktk.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "pip install 'ktk[run]'" in done.stderr
+
+
+def test_a_terminal_is_given_no_commands() -> None:
+    assert visible("a\x1b[2Jb\x07\r\x9bc\td\n") == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\td\n"
+    assert visible("Grüße, 你好") == "Grüße, 你好"

@@ -1,0 +1,164 @@
+"""`ktk serve`: transformers' own server, asked by an OpenAI client, and what others need."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+from terminal import Command
+
+from ktk.serving import engines
+from ktk.serving.engines import Request
+
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+TOKENS = 12
+
+
+@dataclass
+class Served:
+    """A running server: how clients reach it, and what it printed."""
+
+    client: Any
+    model: str
+    log: Path
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    for package in engines.ENGINES["transformers"].needs:
+        pytest.importorskip(package)
+    import openai
+
+    log = tmp_path_factory.mktemp("served") / "log"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "ktk", "serve", str(model), "--port", str(port)]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, "--backend", "AMXINT8", "--threads", "1"],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=300)
+        end = time.monotonic() + 300
+        while True:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield Served(client, str(model), log)
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def test_the_command_is_printed_and_ktk_computes(served: Served) -> None:
+    ask(served)
+    first, second, *rest = served.log.read_text().splitlines()
+    assert first.startswith("python -m ktk.serving.transformers --backend AMXINT8 --threads 1 -- ")
+    assert second.endswith(f"model={served.model}")
+    assert "Traceback" not in "\n".join(rest)
+
+
+def ask(served: Served, **more: Any) -> Any:
+    return served.client.chat.completions.create(
+        model=served.model, messages=MESSAGES, max_tokens=TOKENS, temperature=0, **more
+    )
+
+
+def complete(text: str) -> str:
+    """Return a text without white space around it, and the part of a character at its end."""
+    return text.rstrip("\ufffd\n").strip()
+
+
+def test_a_client_gets_what_ktk_run_says(served: Served, command: Command) -> None:
+    arguments = ("--backend", "AMXINT8", "--greedy", "-n", str(TOKENS))
+    done = command("run", served.model, "-p", MESSAGES[0]["content"], *arguments)
+    answer = ask(served).choices[0]
+    assert complete(answer.message.content) == complete(done.stdout)
+    assert answer.finish_reason == "length"
+
+
+def test_a_client_gets_text_as_it_comes(served: Served) -> None:
+    whole = ask(served).choices[0].message.content
+    parts = [part.choices[0].delta.content or "" for part in ask(served, stream=True)]
+    assert complete("".join(parts)) == complete(whole)
+    assert len([part for part in parts if part]) > 1
+
+
+def test_completions_go_on_with_a_prompt(served: Served) -> None:
+    made = served.client.completions.create(
+        model=served.model, prompt="Memory is read", max_tokens=TOKENS, temperature=0
+    )
+    assert made.choices[0].text
+    assert made.usage.completion_tokens == TOKENS
+
+
+def test_two_clients_at_once_get_their_own_answers(served: Served) -> None:
+    def one(question: str) -> str:
+        made = served.client.chat.completions.create(
+            model=served.model,
+            messages=[{"role": "user", "content": question}],
+            max_tokens=TOKENS,
+            temperature=0,
+        )
+        text: str = made.choices[0].message.content
+        return text
+
+    questions = ["What is the capital of France?", "And of Italy?"] * 2
+    alone = [one(question) for question in questions[:2]]
+    assert alone[0] != alone[1]
+    with ThreadPoolExecutor(2) as two:
+        assert list(two.map(one, questions)) == alone * 2
+
+
+def test_a_dry_run_prints_the_command_only(model: Path, command: Command) -> None:
+    for package in engines.ENGINES["transformers"].needs:
+        pytest.importorskip(package)
+    done = command("serve", str(model), "--dry-run", "--port", "9", "--", "--reasoning", "off")
+    assert (done.returncode, done.stdout) == (0, "")
+    expected = f"-- serve {model} --host 127.0.0.1 --port 9 --reasoning off\n"
+    assert expected in done.stderr
+
+
+def test_a_gguf_file_is_named_as_transformers_does() -> None:
+    assert engines.served_as(Request(Path("/m/x-Q4_K_M.gguf"))) == "/m:x-Q4_K_M.gguf"
+
+
+def test_without_a_server_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: None)
+    with pytest.raises(ImportError) as caught:
+        engines.choose()
+    text = str(caught.value)
+    for name in ("transformers: ", "vllm: ", "sglang: ", "pip install 'ktk[serve]'"):
+        assert name in text
+    with pytest.raises(ValueError, match="no engine 'tgi'; there are transformers, vllm, sglang"):
+        engines.choose("tgi")
+
+
+def test_others_serve_where_ktk_is_plugged_into_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "find_spec", lambda name: name == "vllm" or None)
+    monkeypatch.setattr(engines, "entry_points", lambda group: [])
+    with pytest.raises(ImportError, match=r"no plug-in for it \(no entry point ktk in vllm"):
+        engines.choose("vllm")
+    plugged = EntryPoint("ktk", "ktk.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr(engines, "entry_points", lambda group: [plugged])
+    engine = engines.choose()
+    assert engine.name == "vllm"
+    command = engine.command(Request(Path("/m"), port=7))
+    assert command == ["vllm", "serve", "/m", "--host", "127.0.0.1", "--port", "7"]

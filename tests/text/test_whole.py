@@ -1,0 +1,68 @@
+"""`ktk bench --whole`: what it prints, and that the experts' share is what it says."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import text_models
+from terminal import Command
+
+from ktk.bench.whole import Stopwatch
+from ktk.text.load import load_text_model
+
+WHOLE = ("--whole", "--tokens", "16,8", "--rounds", "1")
+
+
+def test_prompts_and_single_tokens_are_timed(model: Path, command: Command) -> None:
+    done = command("bench", "--checkpoint", str(model), *WHOLE, "--json", "-b", "AMXINT8")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(one["phase"], one["tokens"]) for one in lines] == [
+        ("prefill", 16),
+        ("prefill", 8),
+        ("decode", 1),
+    ]
+    for one in lines:
+        assert one["tokens_per_second"] == pytest.approx(one["tokens"] / one["seconds"])
+        assert 0 < one["experts_share"] < 1
+        assert one["backends"] == ["AMXINT8"]
+        assert one["threads"] == 1
+        # What a model in caches reaches is no fraction of the limit of memory.
+        assert one["of_limit"] is None or one["of_limit"] <= 1.1
+    table = command("bench", "--checkpoint", str(model), *WHOLE).stdout
+    for word in ("prefill", "decode", "BF16", "tokens/s"):
+        assert word in table
+
+
+def test_the_share_of_experts_is_the_time_inside_them(model: Path) -> None:
+    loaded: Any = load_text_model(str(model))
+    # Waits in the place of the experts' forward, which hooks are around.
+    modules = [layer.mlp.experts for layer in loaded.model.model.layers]
+    for module in modules:
+        module.register_forward_pre_hook(lambda *_: None)
+    watch = Stopwatch(loaded.model)
+    for module in modules:
+        module.register_forward_hook(lambda *_: time.sleep(0.05), prepend=True)
+    ids = text_models.tokenizer()("What is", return_tensors="pt").input_ids
+    total, inside = watch.time(lambda: loaded.model(input_ids=ids))
+    assert 0.1 <= inside <= total
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("--whole",), "needs --checkpoint"),
+        (("--whole", "--checkpoint", "{model}", "--variant", "avx2"), "--variant"),
+        (("--whole", "--checkpoint", "{model}", "--tokens", "9000"), "the context of this model"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    model: Path, arguments: tuple[str, ...], what: str, command: Command
+) -> None:
+    done = command("bench", *(text.replace("{model}", str(model)) for text in arguments))
+    assert done.returncode in (1, 2)
+    assert what in done.stderr
