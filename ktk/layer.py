@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _log = logging.getLogger(__name__)
+_MOST_SHARDS = 1024
 
 
 def integer(name: str, value: Any) -> int:
@@ -23,6 +24,14 @@ def integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an int, got {value!r}") from None
+
+
+def check_shards(shards: Any) -> None:
+    """Raise a TypeError or ValueError for what is no number of shards; None is the default one."""
+    if shards is not None and integer("shards", shards) < 1:
+        raise ValueError(f"shards must be at least 1, got {shards}")
+    if shards is not None and shards > _MOST_SHARDS:
+        raise ValueError(f"shards must be at most {_MOST_SHARDS}, got {shards}")
 
 
 @functools.cache  # layers of a model are alike

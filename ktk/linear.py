@@ -11,7 +11,7 @@ from ktk.errors import BackendUnsupported
 from ktk.expert import Matrix
 from ktk.formats import format_named
 from ktk.given import matrix_of, read_matrix
-from ktk.layer import integer
+from ktk.layer import check_shards, integer
 from ktk.pool import default_pool
 from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
@@ -97,13 +97,12 @@ class Linear:
             raise TypeError(f"pool must be a ktk.WorkerPool or None, got {pool!r}")
         if variant is not None and not isinstance(variant, str):
             raise TypeError(f"variant must be the name of a variant or None, got {variant!r}")
-        if shards is not None and integer("shards", shards) < 1:
-            raise ValueError(f"shards must be at least 1, got {shards}")
+        check_shards(shards)
         self.backend = backend
         self.in_features = _size("in_features", in_features)
         self.out_features = _size("out_features", out_features)
         self.bias = bool(bias)
-        self._stored = _named(weight_format)
+        self._stored = _named("weight_format", weight_format)
         try:
             self._core = _core.Linear(
                 backend.core,
@@ -173,7 +172,7 @@ class Linear:
             _each(name, value, len(parts), several)
             for name, value in (("scale", scale), ("zero", zero), ("bias", bias))
         ]
-        formats = _for_parts("given", _named(given), len(parts))
+        formats = _for_parts("given", _named("given", given), len(parts))
         stored = _for_parts("weight_format", self._stored, len(parts))
         matrices = [
             _read(name, self.backend, *one)
@@ -265,7 +264,11 @@ class Linear:
         """
         import numpy as np
 
-        wanted: Array = np.asarray(ids, np.int64) if isinstance(ids, (list, tuple)) else ids
+        wanted: Array = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
+        if not hasattr(wanted, "shape"):
+            raise TypeError(f"ids must be an array or a sequence of int, got {ids!r}")
+        if isinstance(ids, (list, tuple)) and not wanted.size:
+            wanted = wanted.astype(np.int64)  # floats, to numpy
         if out is None:
             shape = (*wanted.shape, self.in_features)
             if is_tensor(wanted):
@@ -332,13 +335,13 @@ def _size(name: str, value: Any) -> int:
     return size
 
 
-def _named(formats: _Formats) -> Any:
+def _named(name: str, formats: _Formats) -> Any:
     """Return formats, which may be given by their names, one for all or a list of them."""
     if isinstance(formats, (list, tuple)):
-        return [_named(one) for one in formats]
+        return [_named(name, one) for one in formats]
     if formats is None or isinstance(formats, (str, _core.Format)):
         return None if formats is None else format_named(formats)
-    raise TypeError(f"expected a Format, its name or a list of such, got {formats!r}")
+    raise TypeError(f"{name} must be a Format, its name or a list of such, got {formats!r}")
 
 
 def _for_parts(name: str, formats: Any, parts: int) -> list[Any]:

@@ -12,7 +12,7 @@ from ktk.config import MoEConfig
 from ktk.errors import BackendUnsupported
 from ktk.expert import Expert
 from ktk.given import GivenFormats, expert_of, experts_of_slots, read_matrix
-from ktk.layer import PackedLayer, integer, tell_shards
+from ktk.layer import PackedLayer, check_shards, tell_shards
 from ktk.pool import default_pool
 from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
 #: An array with a leading dimension of experts, or one array for each expert.
 Stack = Array | Sequence[Array | None]
-_MOST_SHARDS = 1024
 
 
 class MoE(PackedLayer):
@@ -79,10 +78,7 @@ class MoE(PackedLayer):
             raise TypeError(f"config must be a ktk.MoEConfig, got {config!r}")
         if variant is not None and not isinstance(variant, str):
             raise TypeError(f"variant must be the name of a variant or None, got {variant!r}")
-        if shards is not None and integer("shards", shards) < 1:
-            raise ValueError(f"shards must be at least 1, got {shards}")
-        if shards is not None and shards > _MOST_SHARDS:
-            raise ValueError(f"shards must be at most {_MOST_SHARDS}, got {shards}")
+        check_shards(shards)
         self.backend = backend
         self.config = config
         try:

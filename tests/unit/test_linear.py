@@ -184,8 +184,10 @@ def test_rows(linear: ktk.Linear) -> None:
     for wrong in (-1, N):
         with pytest.raises(IndexError, match=f"id {wrong} is not one of {N} rows"):
             linear.rows([0, wrong])
-    with pytest.raises(TypeError, match="ids must be int32 or int64"):
-        linear.rows(np.zeros(3, np.float32))
+    assert linear.rows([]).shape == (0, K)
+    for nonsense in (np.zeros(3, np.float32), [1.0], [True], 3, None, "ab"):
+        with pytest.raises(TypeError, match="ids must be "):
+            linear.rows(nonsense)  # type: ignore[arg-type]
 
 
 def test_submitted_calls_run_in_order(linear: ktk.Linear) -> None:
@@ -249,6 +251,10 @@ def test_sizes_and_options_are_checked() -> None:
         make(shards=4).load(WEIGHT)
     with pytest.raises(ValueError, match="shards must be at least 1"):
         make(shards=0)
+    with pytest.raises(ValueError, match="shards must be at most 1024"):
+        make(shards=1 << 40)
+    with pytest.raises(TypeError, match="weight_format must be a Format, its name or a list"):
+        make(weight_format=3)
     with pytest.raises(ValueError, match="has no variant 'nope'"):
         make(variant="nope")
     with pytest.raises(ValueError, match="is not the name of a format"):
