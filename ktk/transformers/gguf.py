@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import modeling_gguf_pytorch_utils as stock
 
 from ktk.checkpoint.gguf.blocks import FLOATS, format_of, row_nbytes
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
@@ -45,6 +44,9 @@ def read_others(checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype) -> d
     CheckpointError
         A tensor of the model is not among those of the files.
     """
+    # Of versions that read all architectures tensor by tensor, this is gone, and not called for.
+    from transformers import modeling_gguf_pytorch_utils as stock
+
     architecture = checkpoint.tensors.fields["general.architecture"]
     kind: Any = stock.TENSOR_PROCESSORS.get(architecture, stock.TensorProcessor)
     processor = kind(config=model.config.get_text_config(decoder=True).to_dict())

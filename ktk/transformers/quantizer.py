@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
 from ktk.transformers.config import METHOD, KtkConfig
@@ -136,7 +135,7 @@ class GgufExpertsQuantizer(ExpertsQuantizer):
         from_files = None if self._loading is None else self._loading.from_files
         checkpoint = None if from_files is None else from_files.checkpoint
         # What it supports, it reads tensor by tensor, and those of experts not at all.
-        known = self.supported  # type: ignore[attr-defined]
+        known = getattr(self, "supported", True)
         if known or not isinstance(checkpoint, GgufCheckpoint):
             return super().get_state_dict(checkpoint_file, model)  # type: ignore[misc]
         return read_others(checkpoint, model, self.dtype)
@@ -192,7 +191,7 @@ def with_experts(quantizer: Any, config: KtkConfig) -> Any:
         return KtkQuantizer(config)
     if not isinstance(quantizer, ExpertsQuantizer):
         kind, known = type(quantizer), vars(quantizer)
-        added = GgufExpertsQuantizer if isinstance(quantizer, GgufHfQuantizer) else ExpertsQuantizer
+        added = GgufExpertsQuantizer if hasattr(quantizer, "read_header") else ExpertsQuantizer
         quantizer = object.__new__(type(f"Ktk{kind.__name__}", (added, kind), {}))
         vars(quantizer).update(known)
     quantizer.ktk = config

@@ -14,9 +14,10 @@ import tiny
 import torch
 import transformers
 from tiny import FAMILIES
-from transformers import modeling_utils
+from transformers import modeling_gguf_pytorch_utils, modeling_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 import ktk
 import ktk.transformers
@@ -51,6 +52,27 @@ def test_what_is_hooked_has_not_moved() -> None:
         assert hasattr(HfQuantizer, name)
     source = inspect.getsource(use_experts_implementation)
     assert all(f"self.{flag} = {flag}" in source for flag in FLAGS)
+
+
+def test_names_of_transformers_that_nobody_promised() -> None:
+    """If this fails, look at where ktk/transformers uses the name."""
+    model = modeling_utils.PreTrainedModel
+    initialize = inspect.getsource(model._initialize_weights)
+    assert 'getattr(module, "_is_hf_initialized", False)' in initialize
+    assert "_keys_to_ignore_on_load_unexpected" in inspect.getsource(
+        model._adjust_missing_and_unexpected_keys
+    )
+    assert "_hf_peft_config_loaded" in inspect.getsource(model.save_pretrained)
+    assert "_experts_implementation_internal" in inspect.getsource(model.set_experts_implementation)
+    assert "_apply_gate" in inspect.getsource(use_experts_implementation)
+    experts = [one for one in FAMILIES["qwen3-moe"].make().modules() if is_experts(one)]
+    assert "__wrapped__" in vars(type(experts[0]).forward)
+    mapping = inspect.signature(modeling_gguf_pytorch_utils.get_gguf_hf_weights_map)
+    assert list(mapping.parameters)[:2] == ["hf_model", "processor"]
+    process = inspect.signature(modeling_gguf_pytorch_utils.TensorProcessor.process)
+    assert list(process.parameters) == ["self", "weights", "name", "kwargs"]
+    for name in ("read_header", "get_state_dict", "update_dtype"):
+        assert hasattr(GgufHfQuantizer, name)
 
 
 @pytest.fixture
