@@ -16,7 +16,8 @@ go to the logger "ktk.transformers", a bar of loading to stderr if that is a ter
 `hook` and `config` are how transformers gets here. `quantizer` takes experts out of a model that is
 loaded and puts them back packed: `files` from the checkpoint, `gguf` for the rest of a GGUF file,
 `packing` from tensors. `modules` finds experts, `layout` and `activation` say what they are,
-`packed` is what is left in their place, and `forward` calls it.
+`packed` is what is left in their place, and `forward` calls it. `linears` finds dense layers and
+packs them, and `dense` has the modules that stand in their place.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""`KtkConfig`: what `from_pretrained` is to do about experts."""
+"""`KtkConfig`: what `from_pretrained` is to do about experts, dense layers and the output head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METHOD = "ktk"
 
 @register_quantization_config(METHOD)
 class KtkConfig(QuantizationConfigMixin):
-    """Which backend computes a model's experts, and where their weights are.
+    """Which backends compute a model, and where the weights of its experts are.
 
     Parameters
     ----------
@@ -22,20 +22,30 @@ class KtkConfig(QuantizationConfigMixin):
     experts : path, optional
         Where the experts are, if not beside the model's other weights: a folder that `ktk convert`
         wrote, say.
+    linears : str, optional
+        Name of the backend of dense layers: attention, dense MLPs, shared experts; not routers. By
+        default what is stored as floats stays transformers'.
+    head : str, optional
+        Name of the backend of the output head; an embedding that is tied to it is read from there.
+        By default as `linears`' default.
     """
 
-    # Options for dense layers and the output head go here.
     def __init__(
         self,
         backend: str | None = None,
         *,
         experts: str | os.PathLike[str] | None = None,
+        linears: str | None = None,
+        head: str | None = None,
         quant_method: str = METHOD,
     ) -> None:
-        if backend is not None and not isinstance(backend, str):
-            raise TypeError(f"backend must be the name of a backend or None, got {backend!r}")
+        for option, name in (("backend", backend), ("linears", linears), ("head", head)):
+            if name is not None and not isinstance(name, str):
+                raise TypeError(f"{option} must be the name of a backend or None, got {name!r}")
         if quant_method != METHOD:
             raise ValueError(f"quant_method must be {METHOD!r}, got {quant_method!r}")
         self.quant_method = METHOD  # type: ignore[assignment]  # a name that is registered will do
         self.backend = backend
+        self.linears = linears
+        self.head = head
         self.experts = None if experts is None else os.fspath(experts)

@@ -24,6 +24,8 @@ def load(
     backend: str | None = None,
     dtype: Any = None,
     experts: str | os.PathLike[str] | None = None,
+    linears: str | None = None,
+    head: str | None = None,
     **options: Any,
 ) -> Any:
     """Load a causal language model whose experts ktk computes.
@@ -40,6 +42,8 @@ def load(
         Of all other weights. By default as the files have it; of GGUF files, bf16.
     experts : path, optional
         Where the experts are, if not in `path`: a folder that `ktk convert` wrote.
+    linears, head : str, optional
+        What computes dense layers, and the output head, as in :class:`KtkConfig`.
     **options
         Of `AutoModelForCausalLM.from_pretrained`, such as device_map or attn_implementation.
 
@@ -57,7 +61,7 @@ def load(
         What transformers says of files and options.
     """
     found = locate(path)
-    config = KtkConfig(backend, experts=experts or found.experts)
+    config = KtkConfig(backend, experts=experts or found.experts, linears=linears, head=head)
     return transformers.AutoModelForCausalLM.from_pretrained(
         found.name,
         dtype=dtype or found.dtype,

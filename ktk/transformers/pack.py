@@ -1,4 +1,4 @@
-"""Packs the experts of a model that is in memory."""
+"""Packs the experts and dense layers of a model that is in memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from typing import Any
 
 from ktk.backend import Backend
 from ktk.registry import load_backend
+from ktk.transformers.linears import pack_linears
 from ktk.transformers.modules import experts_of
 from ktk.transformers.packed import packed_modules
 from ktk.transformers.packing import DEFAULT_BACKEND, pack_module
 from ktk.transformers.quantizer import attach
 
 
-def pack(model: Any, backend: str | Backend = DEFAULT_BACKEND) -> Any:
+def pack(
+    model: Any,
+    backend: str | Backend = DEFAULT_BACKEND,
+    *,
+    linears: str | Backend | None = None,
+    head: str | Backend | None = None,
+) -> Any:
     """Pack the experts of a model that exists, layer by layer, and free their tensors.
 
     Parameters
@@ -21,6 +28,12 @@ def pack(model: Any, backend: str | Backend = DEFAULT_BACKEND) -> Any:
         Of transformers, on any device.
     backend : str or Backend
         What computes the experts; BF16 keeps each bit of bf16 weights.
+    linears : str or Backend, optional
+        What computes dense layers: attention, dense MLPs and shared experts, but no routers and
+        nothing narrower than 64. By default they stay as they are.
+    head : str or Backend, optional
+        What computes the output head. An embedding that is tied to it becomes rows of what is
+        packed, and its tensor goes, too. By default both stay as they are.
 
     Returns
     -------
@@ -30,13 +43,14 @@ def pack(model: Any, backend: str | Backend = DEFAULT_BACKEND) -> Any:
     Raises
     ------
     ValueError
-        The model has no experts that ktk can compute, or they are packed already.
+        The model has no experts that ktk can compute, or they are packed already; of no importance
+        where dense layers or the head are to be packed.
     BackendError
         The backend cannot be used here.
     """
     backend = load_backend(backend) if isinstance(backend, str) else backend
     found = experts_of(model)
-    if not found:
+    if not found and linears is None and head is None:
         earlier = packed_modules(model)
         raise ValueError(
             f"the experts of {type(model).__name__} are packed already, for "
@@ -46,5 +60,6 @@ def pack(model: Any, backend: str | Backend = DEFAULT_BACKEND) -> Any:
         )
     for one in found:
         pack_module(one, backend)
+    pack_linears(model, linears, head)
     attach(model)
     return model

@@ -17,9 +17,11 @@ from transformers.quantizers.base import HfQuantizer
 
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
 from ktk.transformers.config import METHOD, KtkConfig
+from ktk.transformers.dense import unpacked_state
 from ktk.transformers.files import FromFiles, plan_files
 from ktk.transformers.gguf import read_others
 from ktk.transformers.layout import BIASES, is_experts
+from ktk.transformers.linears import pack_linears
 from ktk.transformers.modules import Experts, experts_of, say_once
 from ktk.transformers.packed import drop_weights, packed_modules, packed_of
 from ktk.transformers.packing import pack_module
@@ -93,14 +95,15 @@ class ExpertsQuantizer:
         loading, self._loading = self._loading, None
         if loading is not None:
             loading.finish(self.ktk)
+            pack_linears(model, self.ktk.linears, self.ktk.head)
         attach(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
         """Return a model's tensors with those of its experts, where they can be told exactly."""
         state, metadata = super().get_state_dict_and_metadata(model)  # type: ignore[misc]
         packed = packed_modules(model)
-        if getattr(model, "_hf_peft_config_loaded", False) or not packed:
-            return state, metadata  # of adapters, or of a model that ktk does not compute
+        if getattr(model, "_hf_peft_config_loaded", False):
+            return state, metadata  # of adapters
         for one in packed.values():
             if one.dtype is None:
                 name = one.moe.backend.name
@@ -109,7 +112,10 @@ class ExpertsQuantizer:
                     f"tensors without loss: `ktk convert SOURCE OUTPUT --backend {name}` writes "
                     "packed files of the checkpoint that they came from"
                 )
-        state = dict(model.state_dict() if state is None else state)
+        dense = unpacked_state(model)
+        if not packed and not dense:
+            return state, metadata  # of a model that ktk does not compute
+        state = dict(model.state_dict() if state is None else state) | dense
         for name, one in packed.items():
             state |= {f"{name}.{tensor}": value for tensor, value in one.unpacked().items()}
         return state, metadata
