@@ -1,7 +1,8 @@
 """The command of transformers with ktk switched on: python -m ktk.serving.transformers -- serve ...
 
 Its server loads models by `from_pretrained` and has no option for what computes experts. So that
-method gets the arguments here that a program of one's own would give it.
+method gets the arguments here that a program of one's own would give it. The server also wants to
+read the class of a model in its configuration, which GGUF files do not have.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def switch_on(backend: str | None = None, experts: str | None = None) -> None:
     backend, experts
         As of `ktk.transformers.KtkConfig`.
     """
-    from transformers import PreTrainedModel
+    from transformers import AutoConfig, PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from ktk.transformers import KtkConfig
 
@@ -53,7 +55,19 @@ def switch_on(backend: str | None = None, experts: str | None = None) -> None:
             kwargs["experts_implementation"] = "ktk"
         return stock(cls, *args, **kwargs)
 
+    stock_config = AutoConfig.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(stock_config)
+    def with_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        made = stock_config(cls, *args, **kwargs)
+        config = made[0] if isinstance(made, tuple) else made
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        if config.architectures is None and known is not None:
+            config.architectures = [known]
+        return made
+
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+    AutoConfig.from_pretrained = classmethod(with_class)  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ class Chat:
 
     def run(self) -> None:
         """Answer until the user leaves."""
+        where = self._transcript.path
+        self._say(f"/help lists commands; what is said is kept in {where}")
         for text in asked():
             word = text.strip()
             if not word:
@@ -99,11 +101,12 @@ class Chat:
             tokens=reply.tokens,
             finish=reply.finish,
         )
-        shown = report.line(reply)
-        self._console.print(
-            shown, style="dim", markup=False, soft_wrap=not self._console.is_terminal
-        )
+        self._say(report.line(reply))
         return True
+
+    def _say(self, text: str) -> None:
+        whole = not self._console.is_terminal
+        self._console.print(text, style="dim", markup=False, soft_wrap=whole)
 
 
 def asked() -> Iterator[str]:
