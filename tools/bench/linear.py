@@ -129,11 +129,10 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     pool = ktk.WorkerPool(options.threads)
     cpus = [cpu for cpu in pool.cpus if cpu >= 0]
-    if options.rotate is None:
-        rotated, probe = last_level_cache_bytes() * 3 // 2, LimitProbe(pool.size, cpus=cpus)
-    else:
-        rotated = int(options.rotate * 1e9)
-        probe = LimitProbe(pool.size, cpus=cpus, buffer_bytes=max(rotated, 64 << 20))
+    whole = last_level_cache_bytes() * 3 // 2
+    rotated = whole if options.rotate is None else int(options.rotate * 1e9)
+    # Nothing to rotate is for trials of this script: no number means anything then.
+    probe = LimitProbe(pool.size, cpus=cpus, buffer_bytes=None if rotated else 64 << 20)
     for size in options.size or ["2048,2048", "4096,2048", "2048,4096"]:
         n, k = map(int, size.split(","))
         candidates = [Candidate(one, n, k, rotated, pool) for one in options.backend or DEFAULT]
