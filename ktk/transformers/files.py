@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.reader import CheckpointReader
+from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.errors import CheckpointError, CheckpointTooLarge
 from ktk.loading.load import announce, load_layers
 from ktk.loading.plan import LayerPlan, naming_layer, plan_layer
@@ -17,6 +18,9 @@ from ktk.registry import load_backend
 from ktk.transformers.config import KtkConfig
 from ktk.transformers.modules import Experts, by_layer, say_once
 from ktk.transformers.packed import Packed, put
+
+# Elements of codes, as safetensors spells them.
+_CODES = ("F8_", "F4", "U8", "I8", "I32")
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,16 @@ def plan_files(
         return None
     check_room(plans)
     return FromFiles(checkpoint, layers, plans)
+
+
+def only_experts_in_codes(folder: Path) -> bool:
+    """Whether no tensor of a folder but those of experts is quantised; False if nobody can tell."""
+    try:
+        with TensorIndex(folder) as index:
+            others = [name for name in index.names() if ".experts." not in name]
+            return not any(index.dtype(name).startswith(_CODES) for name in others)
+    except CheckpointError:
+        return False
 
 
 def _root(files: Sequence[str]) -> Path:

@@ -16,9 +16,8 @@ from typing import Any
 from transformers import modeling_utils
 from transformers.utils.hub import cached_file
 
-from ktk.checkpoint.safetensors.index import TensorIndex
-from ktk.errors import CheckpointError
 from ktk.transformers.config import METHOD, KtkConfig
+from ktk.transformers.files import only_experts_in_codes
 from ktk.transformers.modules import say_once
 from ktk.transformers.quantizer import with_experts
 
@@ -26,8 +25,6 @@ HOOKED = "get_hf_quantizer"
 PARAMETERS = (
     *("config", "quantization_config", "device_map", "weights_only", "user_agent", "gguf_file"),
 )
-# Elements of codes, as safetensors spells them.
-_CODES = ("F8_", "F4", "U8", "I8", "I32")
 
 
 def install() -> bool:
@@ -57,12 +54,15 @@ def _with_experts(stock: Callable[..., Any]) -> Callable[..., Any]:
             return answer
         if mine is not None:
             quantization_config = None
-        if kwargs.get("gguf_file") is None and _only_experts_are_quantized(config):
+        in_codes = kwargs.get("gguf_file") is None and _only_experts_are_quantized(config)
+        if in_codes:
             for one in (config, config.get_text_config(decoder=True)):
                 if hasattr(one, "quantization_config"):
                     del one.quantization_config
         quantizer, config, device_map = stock(config, quantization_config, *args, **kwargs)
-        return with_experts(quantizer, mine or KtkConfig()), config, device_map
+        quantizer = with_experts(quantizer, mine or KtkConfig())
+        quantizer.in_codes = in_codes
+        return quantizer, config, device_map
 
     get_hf_quantizer.ktk = True  # type: ignore[attr-defined]
     return get_hf_quantizer
@@ -85,8 +85,6 @@ def _only_experts_are_quantized(config: Any) -> bool:
         path = cached_file(
             config.name_or_path, "config.json", local_files_only=True, revision=revision
         )
-        with TensorIndex(Path(str(path)).parent) as index:
-            others = [name for name in index.names() if ".experts." not in name]
-            return not any(index.dtype(name).startswith(_CODES) for name in others)
-    except (CheckpointError, OSError):
-        return False  # where that is neither, its quantizer has to see to all
+    except OSError:
+        return False  # found out when transformers has found the files
+    return only_experts_in_codes(Path(str(path)).parent)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
+from ktk.errors import CheckpointError
 from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.dense import unpacked_state
-from ktk.transformers.files import FromFiles, plan_files
+from ktk.transformers.files import FromFiles, only_experts_in_codes, plan_files
 from ktk.transformers.gguf import read_others
 from ktk.transformers.layout import BIASES, is_experts
 from ktk.transformers.linears import pack_linears
@@ -63,7 +65,10 @@ class ExpertsQuantizer:
     """What is added to a quantizer of transformers, so that ktk loads and saves experts."""
 
     ktk: KtkConfig
+    quantization_config: Any
+    pre_quantized: bool
     _loading: Loading | None = None
+    in_codes: bool = False  # the experts, which only ktk can load then
     _also: tuple[str, ...] = ()  # what of a module goes beside its weights
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
@@ -87,6 +92,14 @@ class ExpertsQuantizer:
                 drop_weights(one.module, one.name, *self._also)
                 one.module._is_hf_initialized = True  # there is nothing to initialise
             self._leave_out(model, [one.name for one in taken])
+        every = [module for module in model.modules() if is_experts(module)]
+        if every and len(taken) == len(every):
+            self._stand_in(kwargs.get("checkpoint_files") or [""])
+        elif self.in_codes:
+            raise CheckpointError(
+                f"the experts of {type(model).__name__} are stored in codes, and ktk does not "
+                'compute all of them: load the model without experts_implementation="ktk"'
+            )
         super().preprocess_model(model, dtype=dtype, **kwargs)  # type: ignore[misc]
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
@@ -120,12 +133,20 @@ class ExpertsQuantizer:
             state |= {f"{name}.{tensor}": value for tensor, value in one.unpacked().items()}
         return state, metadata
 
+    def _stand_in(self, files: Sequence[str]) -> None:
+        """Take the place of a checkpoint's own quantizer that has nothing left to do."""
+        first = Path(files[0])
+        stored = self.pre_quantized and first.suffix == ".safetensors"
+        if stored and only_experts_in_codes(first.parent):
+            self.__class__ = KtkQuantizer
+            self.quantization_config = self.ktk
+
     def _leave_out(self, model: Any, names: Sequence[str]) -> None:
         """Say nothing of tensors that are in the files and not in the model."""
         patterns = {rf"^{re.escape(name)}\.|\.experts\.\d+\." for name in names}
         known = model._keys_to_ignore_on_load_unexpected or ()
         model._keys_to_ignore_on_load_unexpected = {*known, *patterns}
-        config = self.quantization_config  # type: ignore[attr-defined]
+        config = self.quantization_config
         if hasattr(config, "modules_to_not_convert"):
             config.modules_to_not_convert = [*(config.modules_to_not_convert or ()), *names]
 

@@ -11,8 +11,11 @@ import pytest
 import quantized
 import tiny
 import torch
+import transformers
 from test_transformers_oracle import one_row
 from tiny import FAMILIES, Reference
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
 
 import ktk
 import ktk.transformers
@@ -138,6 +141,46 @@ def test_folders_that_were_converted(where: str, tmp_path: Path) -> None:
     ids = tiny.tokens()
     quantised = ktk.transformers.load(source, backend="AMXINT4")
     assert torch.equal(tiny.logits(model, ids), tiny.logits(quantised, ids))
+
+
+@pytest.mark.parametrize("write", [quantized.kimi_k2, quantized.gpt_oss, quantized.fp8_everywhere])
+def test_classes_load_as_auto_classes_do(write: Writer, tmp_path: Path) -> None:
+    path, exact = write(tmp_path)
+    model = type(exact).from_pretrained(path, experts_implementation="ktk")
+    ids = tiny.tokens()
+    assert torch.equal(tiny.logits(model, ids), tiny.logits(ktk.transformers.load(path), ids))
+
+
+def test_codes_that_ktk_does_not_compute_are_nobody_elses(tmp_path: Path) -> None:
+    path, _ = quantized.kimi_k2(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(path)
+    config.hidden_act = "relu"
+    with pytest.raises(ktk.CheckpointError, match="stored in codes, and ktk does not compute all"):
+        tiny.load(path, config=config, experts_implementation="ktk")
+
+
+def test_a_quantizer_that_somebody_asks_for_sees_to_the_rest(tmp_path: Path) -> None:
+    path = FAMILIES["qwen3-moe"].save(tmp_path)
+    asked = transformers.QuantoConfig
+    seen = []
+
+    class Counting(HfQuantizer):
+        def _process_model_before_weight_loading(self, model: Any, **rest: Any) -> None:
+            seen.append([name for name, _ in model.named_parameters() if "experts" in name])
+
+        def is_serializable(self) -> bool:
+            return True
+
+        is_trainable = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(AUTO_QUANTIZER_MAPPING, "quanto", Counting)
+        model = tiny.load(
+            path, experts_implementation="ktk", quantization_config=asked(weights="int8")
+        )
+    assert seen == [[]]
+    assert isinstance(model.hf_quantizer, Counting)
+    assert len(packed_modules(model)) == 2
 
 
 def test_a_backend_is_taken_by_name(tmp_path: Path) -> None:
