@@ -102,6 +102,22 @@ KEYS: Mapping[str, Key] = {
             _name,
         ),
         Key(
+            "linears",
+            "KTK_LINEARS",
+            "computes dense layers: a backend's name",
+            "as in the files",
+            _one,
+            _name,
+        ),
+        Key(
+            "head",
+            "KTK_HEAD",
+            "computes the output head: a backend's name",
+            "as in the files",
+            _one,
+            _name,
+        ),
+        Key(
             "threads",
             "KTK_THREADS",
             "compute",

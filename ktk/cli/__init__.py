@@ -234,7 +234,8 @@ def _layers(text: str | None) -> list[int] | None:
 @app.command()
 def config(
     key: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="backend, threads or models.")
+        str | None,
+        typer.Argument(metavar="NAME", help="Without it all of them are shown."),
     ] = None,
     value: Annotated[
         list[str] | None, typer.Argument(help="What to set it to; of models several folders.")
@@ -244,8 +245,8 @@ def config(
 ) -> None:
     """Show or set what commands do where no option says so.
 
-    What counts is an option, else a variable (KTK_BACKEND, KTK_THREADS, KTK_MODELS), else the file
-    that this command writes.
+    What counts is an option, else a variable such as KTK_BACKEND, else the file that this command
+    writes.
     """
     from ktk.cli.config import run_config
 

@@ -39,7 +39,7 @@ def run_config(key: str | None, words: list[str], *, unset: bool, as_json: bool)
 
 def _check(name: str, words: list[str]) -> None:
     """Refuse now what every later command would refuse."""
-    if name == "backend" and len(words) == 1:
+    if name in ("backend", "linears", "head") and len(words) == 1:
         from ktk.registry import find_backend
 
         find_backend(words[0])

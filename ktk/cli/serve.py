@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ktk.cli.text import Backend, Model, Source, Threads
+from ktk.cli.text import Backend, Head, Linears, Model, Source, Threads
 
 
 def serve(
@@ -27,6 +27,8 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen at.")] = 8000,
     backend: Backend = None,
+    linears: Linears = None,
+    head: Head = None,
     threads: Threads = None,
     source: Source = None,
     dry_run: Annotated[
@@ -49,6 +51,8 @@ def serve(
         port=port,
         experts=experts,
         backend=setting("backend", backend).value,
+        linears=setting("linears", linears).value,
+        head=setting("head", head).value,
         threads=setting("threads", threads).value,
         more=tuple(more or ()),
     )

@@ -27,6 +27,14 @@ Backend = Annotated[
         help="What computes the experts; default: of ktk config, or as the format decides.",
     ),
 ]
+Linears = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What computes dense layers; default: as the files have it."),
+]
+Head = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="What computes the output head; default: as above."),
+]
 Threads = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Default: of ktk config, or one per physical core."),
@@ -71,6 +79,8 @@ def run(
         typer.Option("--raw", help="Go on with the prompt, even if the model has a chat template."),
     ] = False,
     backend: Backend = None,
+    linears: Linears = None,
+    head: Head = None,
     threads: Threads = None,
     max_tokens: MaxTokens = 2048,
     temperature: Temperature = None,
@@ -90,7 +100,7 @@ def run(
     from ktk.text.prompt import read_prompt
 
     text = read_prompt(prompt)
-    loaded = _load(model, backend, threads, source)
+    loaded = _load(model, backend, linears, head, threads, source)
     from ktk.text.run import run_prompt
 
     reply = run_prompt(
@@ -117,6 +127,8 @@ def chat(
         ),
     ] = None,
     backend: Backend = None,
+    linears: Linears = None,
+    head: Head = None,
     threads: Threads = None,
     max_tokens: MaxTokens = 2048,
     temperature: Temperature = None,
@@ -133,7 +145,7 @@ def chat(
     from ktk.text.transcript import Transcript, new_path
 
     kept = Transcript(transcript or new_path(model), model)
-    loaded = _load(model, backend, threads, source)
+    loaded = _load(model, backend, linears, head, threads, source)
     from ktk.text.chat import Chat
 
     sampling = _sampling(max_tokens, temperature, top_p, greedy, seed)
@@ -141,10 +153,19 @@ def chat(
         Chat(loaded, sampling, kept, system).run()
 
 
-def _load(model: str, backend: str | None, threads: int | None, source: str | None) -> Loaded:
+def _load(
+    model: str,
+    backend: str | None,
+    linears: str | None,
+    head: str | None,
+    threads: int | None,
+    source: str | None,
+) -> Loaded:
     from ktk.text.load import load_text_model
 
-    return load_text_model(model, backend=backend, threads=threads, source=source)
+    return load_text_model(
+        model, backend=backend, linears=linears, head=head, threads=threads, source=source
+    )
 
 
 def _sampling(

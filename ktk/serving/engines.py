@@ -22,7 +22,7 @@ class Request:
         Folder of packed experts, where they are not in `model`.
     host, port
         To listen at.
-    backend, threads
+    backend, linears, head, threads
         As of `ktk run`; None: as the server and the checkpoint have it.
     more
         Further arguments of the server.
@@ -33,6 +33,8 @@ class Request:
     port: int = 8000
     experts: Path | None = None
     backend: str | None = None
+    linears: str | None = None
+    head: str | None = None
     threads: int | None = None
     more: tuple[str, ...] = ()
 
@@ -112,6 +114,8 @@ def _transformers(request: Request) -> list[str]:
     return [
         *(sys.executable, "-m", "ktk.serving.transformers"),
         *_option("--backend", request.backend),
+        *_option("--linears", request.linears),
+        *_option("--head", request.head),
         *_option("--threads", request.threads),
         *_option("--experts", request.experts and request.experts.absolute()),
         *("--", "serve", served_as(request)),

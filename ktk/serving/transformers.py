@@ -16,6 +16,8 @@ def main() -> None:
     """Run the command of transformers with what stands behind `--`."""
     parser = argparse.ArgumentParser(prog="python -m ktk.serving.transformers")
     parser.add_argument("--backend", help="what computes the experts")
+    parser.add_argument("--linears", help="what computes dense layers")
+    parser.add_argument("--head", help="what computes the output head")
     parser.add_argument("--experts", help="folder that ktk convert made")
     parser.add_argument("--threads", type=int, help="threads that compute")
     parser.add_argument("arguments", nargs="+", help="of the command of transformers")
@@ -27,19 +29,19 @@ def main() -> None:
 
         torch.set_num_threads(given.threads)
         set_default_threads(given.threads)
-    switch_on(given.backend, given.experts)
+    switch_on(given.backend, experts=given.experts, linears=given.linears, head=given.head)
     from transformers.cli.transformers import app
 
     app(given.arguments, prog_name="transformers")
 
 
-def switch_on(backend: str | None = None, experts: str | None = None) -> None:
+def switch_on(backend: str | None = None, **options: Any) -> None:
     """Let every model that is loaded from now on compute its experts with ktk.
 
     Parameters
     ----------
-    backend, experts
-        As of `ktk.transformers.KtkConfig`.
+    backend, **options
+        Of `ktk.transformers.KtkConfig`.
     """
     from transformers import AutoConfig, PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -51,7 +53,7 @@ def switch_on(backend: str | None = None, experts: str | None = None) -> None:
     @functools.wraps(stock)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("quantization_config") is None:
-            kwargs["quantization_config"] = KtkConfig(backend, experts=experts)
+            kwargs["quantization_config"] = KtkConfig(backend, **options)
             kwargs["experts_implementation"] = "ktk"
         return stock(cls, *args, **kwargs)
 

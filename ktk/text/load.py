@@ -59,6 +59,8 @@ def load_text_model(
     name: str,
     *,
     backend: str | None = None,
+    linears: str | None = None,
+    head: str | None = None,
     threads: int | None = None,
     source: str | None = None,
 ) -> Loaded:
@@ -68,8 +70,9 @@ def load_text_model(
     ----------
     name
         As of `ktk.hub.find_model`.
-    backend, threads
-        By default as `ktk config` says.
+    backend, linears, head, threads
+        What computes experts, dense layers and the output head, and on how many threads. By
+        default as `ktk config` says.
     source
         Of packed files: what they were made of, where that is not beside them.
 
@@ -83,6 +86,8 @@ def load_text_model(
         The backend cannot be used.
     """
     backend = setting("backend", backend).value
+    linears = setting("linears", linears).value
+    head = setting("head", head).value
     threads = setting("threads", threads).value
     require("transformers", "run")
     rest, experts = parts_of(name, source)
@@ -100,7 +105,7 @@ def load_text_model(
 
     began = time.perf_counter()
     tokenizer = load_tokenizer(rest)
-    model = load(rest, backend=backend, experts=experts).eval()
+    model = load(rest, backend=backend, experts=experts, linears=linears, head=head).eval()
     seconds = time.perf_counter() - began
     used, reads = _parts(model)
     return Loaded(
@@ -110,16 +115,27 @@ def load_text_model(
 
 def _parts(model: Any) -> tuple[tuple[str, ...], dict[str, int]]:
     """Return the backends of experts, and the bytes that a token reads by part."""
+    from ktk.transformers.dense import KtkLinear
     from ktk.transformers.packed import packed_modules
 
     layers = [packed.moe for packed in packed_modules(model).values()]
     names = dict.fromkeys(moe.backend.name for moe in layers)
-    head = model.get_output_embeddings()
-    table = model.get_input_embeddings()
-    shared = {id(one) for module in (head, table) if module for one in module.parameters()}
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    # Of a table of embeddings a token reads a row, unless it is the head's, too.
+    apart = {id(one) for module in (head, table) if module for one in module.parameters()}
+    dense = [one for one in model.modules() if isinstance(one, KtkLinear)]
     reads = {
         "experts": sum(moe.expert_nbytes * moe.config.num_experts_per_tok for moe in layers),
-        "head": sum(one.nbytes for one in head.parameters()) if head is not None else 0,
-        "rest": sum(one.nbytes for one in model.parameters() if id(one) not in shared),
+        "head": _nbytes(head) if head is not None else 0,
+        "rest": sum(one.nbytes for one in model.parameters() if id(one) not in apart)
+        + sum(one.layer.linear.nbytes for one in dense if one is not head),
     }
     return tuple(names), reads
+
+
+def _nbytes(module: Any) -> int:
+    """Return the bytes of a dense layer, packed or not."""
+    from ktk.transformers.dense import KtkLinear
+
+    packed: int = module.layer.linear.nbytes if isinstance(module, KtkLinear) else 0
+    return packed + sum(int(one.nbytes) for one in module.parameters())

@@ -33,7 +33,8 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small models are quick on one thread, also where others compute.
     monkeypatch.setenv("KTK_THREADS", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for variable in ("KTK_BACKEND", "KTK_MODELS", "HF_HUB_CACHE", "NO_COLOR"):
+    own = (f"KTK_{name}" for name in ("BACKEND", "LINEARS", "HEAD", "MODELS"))
+    for variable in (*own, "HF_HUB_CACHE", "NO_COLOR"):
         monkeypatch.delenv(variable, raising=False)
 
 

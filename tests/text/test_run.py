@@ -62,7 +62,7 @@ def test_a_terminal_shows_the_text_and_then_the_report(model: Path, expected: st
     arguments = ["run", str(model), "-p", PROMPT, "--greedy", "-n", str(TOKENS)]
     with Terminal(arguments) as terminal:
         assert terminal.status() == 0, terminal.seen
-        after = terminal.seen.partition(expected + "\n")[2]
+        after = terminal.seen.partition(visible(expected) + "\n")[2]
         assert after.startswith("prompt "), terminal.seen
         # Lines break between words.
         assert max(map(len, after.splitlines())) <= 80
@@ -169,6 +169,19 @@ def test_defaults_of_the_configuration_hold(
     assert (document["backends"], document["threads"]) == (["AMXINT8"], 1)
     document = json.loads(run(model.name, "-p", "x", "-n", "2", "--json", "-b", "bf16").stdout)
     assert document["backends"] == ["BF16"]
+
+
+def test_dense_layers_and_the_head_are_packed_where_that_is_asked_for(
+    model: Path, run: Command
+) -> None:
+    arguments = (str(model), "-p", PROMPT, "--greedy", "-n", "4", "--json")
+    plain = json.loads(run(*arguments).stdout)["bytes_per_token"]
+    packed = run(*arguments, "--linears", "AMXINT8", "--head", "AMXINT8")
+    reads = json.loads(packed.stdout)["bytes_per_token"]
+    assert reads["experts"] == plain["experts"]
+    # A byte and a part of a scale for two; norms and routers stay.
+    assert 0.5 <= reads["head"] / plain["head"] < 0.6
+    assert 0.5 <= reads["rest"] / plain["rest"] < 0.7
 
 
 @pytest.mark.parametrize(

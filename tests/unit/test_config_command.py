@@ -37,7 +37,8 @@ def shown() -> dict[str, tuple[object, str]]:
 
 
 def test_nothing_is_set_and_nothing_is_written(file: Path) -> None:
-    assert shown() == dict.fromkeys(("backend", "threads", "models"), (None, "default"))
+    names = ("backend", "linears", "head", "threads", "models")
+    assert shown() == dict.fromkeys(names, (None, "default"))
     assert not file.exists()
 
 
@@ -80,7 +81,10 @@ def test_the_table_says_what_counts_and_where_the_file_is(file: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        (["thread", "3"], "'thread'; there are backend, threads, models. Did you mean 'threads'?"),
+        (
+            ["thread", "3"],
+            "head, threads, models. Did you mean 'threads'?",
+        ),
         (["threads", "0"], "threads must be a number from 1 on, got 0"),
         (["threads", "many"], "threads must be a number from 1 on, got 'many'"),
         (["threads", "1", "2"], "threads must be one word, got '1 2'"),
@@ -98,7 +102,10 @@ def test_what_cannot_be_set_is_refused(arguments: list[str], what: str, file: Pa
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ('{"thread": 3}', "there is no setting 'thread'; there are backend, threads, models. Did"),
+        (
+            '{"thread": 3}',
+            "there is no setting 'thread'; there are backend, linears, head",
+        ),
         ('{"threads": "3"}', "threads must be a number from 1 on, got '3'"),
         ('{"threads": true}', "threads must be a number from 1 on, got True"),
         ('{"models": "/m"}', "models must be a list of folders, got '/m'"),
