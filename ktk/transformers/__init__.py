@@ -17,7 +17,7 @@ go to the logger "ktk.transformers", a bar of loading to stderr if that is a ter
 loaded and puts them back packed: `files` from the checkpoint, `gguf` for the rest of a GGUF file,
 `packing` from tensors. `modules` finds experts, `layout` and `activation` say what they are,
 `packed` is what is left in their place, and `forward` calls it. `linears` finds dense layers and
-packs them, and `dense` has the modules that stand in their place.
+packs them, `blocks` keeps those of GGUF files, and `dense` has the modules that stand for them.
 """
 
 try:
@@ -30,7 +30,8 @@ from ktk.transformers.config import KtkConfig
 from ktk.transformers.hook import install
 from ktk.transformers.load import load, load_tokenizer
 from ktk.transformers.pack import pack
+from ktk.transformers.traffic import bytes_per_token
 
-__all__ = ["KtkConfig", "load", "load_tokenizer", "pack"]
+__all__ = ["KtkConfig", "bytes_per_token", "load", "load_tokenizer", "pack"]
 
 install()

@@ -81,7 +81,7 @@ class KtkLinear(nn.Linear):
 
 
 class KtkEmbedding(nn.Embedding):
-    """An embedding whose rows are read from the packed output head that it is tied to."""
+    """An embedding whose rows are read from a packed weight: of the output head, if it is tied."""
 
     def __init__(self, layer: OpLinear, dtype: torch.dtype, padding_idx: int | None) -> None:
         nn.Module.__init__(self)
@@ -135,20 +135,20 @@ def unpacked_state(model: nn.Module) -> dict[str, torch.Tensor]:
     ValueError
         They are packed as codes, which are not these tensors.
     """
-    tied = {
-        module.layer.number: name
+    # A tied weight is saved once, as what it is tied to.
+    owners = {
+        module.layer.number: (name, module.layer)
+        for kind in (KtkLinear, KtkEmbedding)
         for name, module in model.named_modules()
-        if isinstance(module, KtkEmbedding)
+        if isinstance(module, kind)
     }
     state = {}
-    for name, layer in packed_linears(model).items():
+    for name, layer in owners.values():
         if layer.dtype is None:
             backend = layer.linear.backend.name
             raise ValueError(
                 f"{name} is packed for {backend}, and cannot be saved as a tensor without loss: "
                 "keep the checkpoint that the model came from, and load it with the same options"
             )
-        # A tied weight is saved once, as what it is tied to.
-        owner = tied.get(layer.number, name)
-        state[f"{owner}.weight"] = torch.from_numpy(layer.linear.unpack()).to(layer.dtype)
+        state[f"{name}.weight"] = torch.from_numpy(layer.linear.unpack()).to(layer.dtype)
     return state

@@ -1,4 +1,4 @@
-"""Reads what is no expert from a GGUF file, as transformers would but for the experts.
+"""Reads what is no expert from a GGUF file, as transformers would but for what stays in blocks.
 
 Its own reader decodes every tensor of the file to f32, experts too, and wants one file.
 """
@@ -18,6 +18,8 @@ from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.errors import CheckpointError
 from ktk.expert import Matrix
 from ktk.quantize import dequantize
+from ktk.transformers.blocks import load_blocks, plan_blocks
+from ktk.transformers.config import KtkConfig
 
 # Bytes that are decoded at once.
 _CHUNK = 1 << 22
@@ -27,8 +29,12 @@ _UNMAPPED = ((re.compile(r"blk\.(\d+)\.attn_sinks\.weight"), "model.layers.{}.se
 _PLAIN = ("token_embd.weight", "output.weight")
 
 
-def read_others(checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype) -> dict[str, Any]:
+def read_others(
+    checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype, config: KtkConfig
+) -> dict[str, Any]:
     """Return the tensors of a model by the names that they have in it.
+
+    Dense layers that `config` or their blocks give to ktk are packed, and put into the model.
 
     Parameters
     ----------
@@ -38,6 +44,8 @@ def read_others(checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype) -> d
         Of transformers, without the weights of its experts; tensors that it has not are not read.
     dtype
         Of the tensors.
+    config
+        Names the backends of dense layers.
 
     Raises
     ------
@@ -58,9 +66,10 @@ def read_others(checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype) -> d
                 known := target.format(*match.groups())
             ) in wanted:
                 names[name] = known
+    kept = plan_blocks(checkpoint.tensors, model, names, processor, config)
     found: dict[str, Any] = {}
     for name in checkpoint.tensors.names():
-        if name not in names:
+        if name not in names or name in kept:
             continue
         checkpoint.tensors.check(name)
         if name in _PLAIN:
@@ -73,7 +82,10 @@ def read_others(checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype) -> d
         if result.name in names:
             tensor = torch.from_numpy(np.ascontiguousarray(result.weights))
             found[names[result.name]] = tensor.to(dtype)
+    for one in kept.values():
+        load_blocks(checkpoint.tensors, model, one, found.get(f"{one.module}.bias"))
     checkpoint.close()
+    wanted -= {f"{one.module}.weight" for one in kept.values()}
     if missing := sorted(wanted - set(found)):
         raise CheckpointError(
             f"{checkpoint.path} lacks {missing[0]}"

@@ -124,6 +124,8 @@ def put_head(model: Any, name: str, layer: OpLinear) -> None:
     put_linear(model, name, layer)
     if tied is not None:
         where, old = tied
+        # There are no two tensors any more that transformers could tie.
+        model.all_tied_weights_keys.pop(f"{name}.weight", None)
         made = KtkEmbedding(layer, old.weight.dtype, old.padding_idx)
         model.set_submodule(where, made.train(old.training))
 
@@ -131,12 +133,20 @@ def put_head(model: Any, name: str, layer: OpLinear) -> None:
 def tied_embedding(model: Any) -> tuple[str, nn.Embedding] | None:
     """Return the embedding that has the tensor of the output head; None if it is another."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    # Others do more than read rows.
-    if type(embedding) is not nn.Embedding or embedding.max_norm is not None:
+    # Other classes do more than read rows.
+    if (
+        type(head) is not nn.Linear
+        or type(embedding) is not nn.Embedding
+        or embedding.max_norm is not None
+    ):
         return None
-    if embedding.weight is not head.weight:
+    names = {one: name for name, one in model.named_modules()}
+    # While a model is loaded they are two tensors yet, without values.
+    target = f"{names.get(head)}.weight"
+    to_be = head.weight.is_meta and target in model.all_tied_weights_keys
+    if embedding.weight is not head.weight and not to_be:
         return None
-    return next((name, one) for name, one in model.named_modules() if one is embedding)
+    return names[embedding], embedding
 
 
 def _routers(model: Any) -> Iterator[str]:

@@ -76,7 +76,7 @@ def describe(name: str, module: Any) -> Experts | None:
     fields = activation_of(module, layout)
     if fields is None:
         return None
-    fields |= layout.sizes(module) | {"num_experts_per_tok": _top_k(module)}
+    fields |= layout.sizes(module) | {"num_experts_per_tok": top_k_of(module)}
     return Experts(name, module, layout, MoEConfig(**fields))
 
 
@@ -102,7 +102,7 @@ def say_once(sentence: str) -> None:
         _log.warning("%s", sentence)
 
 
-def _top_k(module: Any) -> int:
+def top_k_of(module: Any) -> int:
     """Return k as the model's configuration has it; calls may name another."""
     for name in _TOP_K:
         value = getattr(getattr(module, "config", None), name, None)

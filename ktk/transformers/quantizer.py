@@ -165,7 +165,7 @@ class GgufExpertsQuantizer(ExpertsQuantizer):
         known = getattr(self, "supported", True)
         if known or not isinstance(checkpoint, GgufCheckpoint):
             return super().get_state_dict(checkpoint_file, model)  # type: ignore[misc]
-        return read_others(checkpoint, model, self.dtype)
+        return read_others(checkpoint, model, self.dtype, self.ktk)
 
     def update_dtype(self, dtype: Any) -> Any:
         """Return what decoded weights are to be: by default bf16."""

@@ -21,6 +21,7 @@ import ktk
 import ktk.transformers
 from ktk.checkpoint.open import open_checkpoint
 from ktk.conversion import convert
+from ktk.transformers.dense import packed_linears
 from ktk.transformers.packed import Packed, packed_modules
 
 Writer = Callable[[Path], tuple[Path, Any]]
@@ -113,11 +114,13 @@ def check_rest(path: Path, exact: Any) -> None:
     model = ktk.transformers.load(path, dtype=torch.float32)
     ids = tiny.tokens(seed=1)
 
-    def instead(layer: Packed) -> Any:
+    def instead(layer: Any) -> Any:
         return lambda module, args, out: layer(*args)
 
     for name, layer in packed_modules(model).items():
         exact.get_submodule(name).register_forward_hook(instead(layer))
+    for name in packed_linears(model):  # which test_linears checks
+        exact.get_submodule(name).register_forward_hook(instead(model.get_submodule(name)))
     wanted, got = tiny.logits(exact, ids), tiny.logits(model, ids)
     for tensor, one in model.named_parameters():
         assert torch.equal(one, exact.get_parameter(tensor)), tensor
