@@ -96,6 +96,10 @@ class Chat:
                 messages.pop()
             return True
         write("\n")
+        if not reply.tokens:
+            messages.pop()
+            self._say("interrupted before the first word; the question is forgotten")
+            return True
         self._transcript.add(
             {"role": "assistant", "content": reply.text},
             tokens=reply.tokens,

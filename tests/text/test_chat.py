@@ -13,6 +13,7 @@ import pytest
 import text_models
 import transformers
 from terminal import Command, Terminal
+from transformers import Qwen3MoeForCausalLM
 
 from ktk.errors import CheckpointError
 from ktk.text.interrupt import Interrupt, Leave
@@ -47,7 +48,7 @@ def test_a_pipe_is_answered_line_by_line(model: Path, tmp_path: Path, command: C
     assert path.stat().st_mode & 0o777 == 0o600
     assert entries(path)[0]["model"] == str(model)
     # The conversation so far was not computed again: its tokens are the beginning of the prompt.
-    [report] = [line for line in done.stderr.splitlines() if "kept" in line]
+    [report] = [line for line in done.stderr.splitlines() if " kept)" in line]
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model)
     history = [
         {"role": "user", "content": FIRST},
@@ -69,7 +70,7 @@ def test_a_reply_is_the_same_with_what_is_kept_and_without(
     again = tmp_path / "again.jsonl"
     again.write_text("".join(lines[:3]))
     done = command("chat", str(model), *SHORT, "--transcript", str(again), text=f"{SECOND}\n")
-    assert "kept" not in done.stderr
+    assert " kept)" not in done.stderr
     assert said(again) == whole
 
 
@@ -126,6 +127,27 @@ def test_what_ctrl_c_does_depends_on_when() -> None:
         signal.raise_signal(signal.SIGINT)
     assert caught.type is KeyboardInterrupt, "a prompt that takes long is given up, not the chat"
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_question_that_is_given_up_does_not_count(
+    model: Path, tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = Qwen3MoeForCausalLM.forward
+    calls: list[int] = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:  # the prompt, before the first token
+            signal.raise_signal(signal.SIGINT)
+        return stock(*args, **kwargs)
+
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", forward)
+    done = command("chat", str(model), *SHORT, text=f"{SECOND}\n{FIRST}\n")
+    assert done.returncode == 0
+    assert "the question is forgotten" in done.stderr
+    with Transcript(kept(tmp_path), "m") as again:
+        assert [one["role"] for one in again.messages] == ["user", "assistant"]
+        assert again.messages[0]["content"] == FIRST
 
 
 def test_ctrl_d_leaves(model: Path) -> None:
