@@ -10,7 +10,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 
 from ktk.transformers.modules import describe, say_once
 from ktk.transformers.packed import Packed, leave_alone, packed_of
-from ktk.transformers.packing import pack_module
+from ktk.transformers.packing import DEFAULT_BACKEND, pack_module
 
 IMPLEMENTATION = "ktk"
 # Transformers' own default, for modules that ktk does not compute.
@@ -56,8 +56,9 @@ def _at_first_call(module: Any) -> Packed | bool:
         )
     else:
         say_once(
-            "experts are packed for BF16 at the first call: call ktk.transformers.pack(model, "
-            "backend) before, or load the model with ktk, which needs less memory"
+            f"experts are packed for {DEFAULT_BACKEND} at the first call: call "
+            "ktk.transformers.pack(model, backend) before, or load the model with ktk, which needs "
+            "less memory"
         )
         return pack_module(found)
     leave_alone(module)

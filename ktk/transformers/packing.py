@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ktk.backend import Backend
+from ktk.names import PREFERRED
 from ktk.registry import load_backend
 from ktk.transformers.modules import Experts
 from ktk.transformers.packed import Packed, put
 
 #: Keeps each bit of bf16 weights.
-DEFAULT_BACKEND = "BF16"
+DEFAULT_BACKEND = PREFERRED["bf16"][0]
 
 
 def pack_module(one: Experts, backend: str | Backend | None = None) -> Packed:
