@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
+
+
+def let_openmp_sleep() -> None:
+    """Have torch's threads sleep between its operations, unless the user has said otherwise.
+
+    By default they keep their cores busy for a while, which are the cores of ktk's workers. Counts
+    only before torch is imported.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def cpu_flags(root: Path = ROOT) -> set[str]:

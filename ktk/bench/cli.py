@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktk.bench.shapes import SHAPES, Shape, find_shape
+from ktk.system import let_openmp_sleep
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
@@ -192,6 +193,7 @@ def _bench_whole(
     *,
     as_json: bool,
 ) -> None:
+    let_openmp_sleep()
     from rich.console import Console
 
     from ktk.terminal import doing

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ktk.system import let_openmp_sleep
+
 if TYPE_CHECKING:
     from ktk.text.generate import Sampling
     from ktk.text.load import Loaded
@@ -97,6 +99,7 @@ def run(
 
     Text goes to stdout as it comes, and what it took to stderr. Ctrl-C ends the reply.
     """
+    let_openmp_sleep()
     from ktk.text.prompt import read_prompt
 
     text = read_prompt(prompt)
@@ -142,6 +145,7 @@ def chat(
     Ctrl-C ends a reply, and leaves where nothing is being said. What was said is kept. /help lists
     what else can be typed.
     """
+    let_openmp_sleep()
     from ktk.text.transcript import Transcript, new_path
 
     kept = Transcript(transcript or new_path(model), model)

@@ -11,6 +11,8 @@ import argparse
 import functools
 from typing import Any
 
+from ktk.system import let_openmp_sleep
+
 
 def main() -> None:
     """Run the command of transformers with what stands behind `--`."""
@@ -22,6 +24,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="threads that compute")
     parser.add_argument("arguments", nargs="+", help="of the command of transformers")
     given = parser.parse_args()
+    let_openmp_sleep()
     if given.threads is not None:
         import torch
 

@@ -224,3 +224,28 @@ def test_a_missing_package_is_one_line_with_what_installs_it(model: Path) -> Non
 def test_a_terminal_is_given_no_commands() -> None:
     assert visible("a\x1b[2Jb\x07\r\x9bc\td\n") == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\td\n"
     assert visible("Grüße, 你好") == "Grüße, 你好"
+
+
+@pytest.mark.parametrize(("own", "used"), [(None, "passive"), ("active", "active")])
+def test_openmp_hears_how_to_wait_before_torch_is_there(own: str | None, used: str) -> None:
+    # An object in the place of torch that tells what the environment was when it was looked for.
+    program = (
+        "import os, sys\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': sys.exit(os.environ.get('OMP_WAIT_POLICY', 'not set'))\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from ktk.__main__ import main\n"
+        "sys.argv = ['ktk', 'run', 'not-there', '-p', 'x']\n"
+        "main()\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if own is None else {"OMP_WAIT_POLICY": own}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr.splitlines()[-1] == used
