@@ -17,7 +17,8 @@ go to the logger "ktk.transformers", a bar of loading to stderr if that is a ter
 loaded and puts them back packed: `files` from the checkpoint, `gguf` for the rest of a GGUF file,
 `packing` from tensors. `modules` finds experts, `layout` and `activation` say what they are,
 `packed` is what is left in their place, and `forward` calls it. `linears` finds dense layers and
-packs them, `blocks` keeps those of GGUF files, and `dense` has the modules that stand for them.
+packs them, `blocks` keeps those of GGUF files, `codes` those of other checkpoints, and `dense` has
+the modules that stand for them.
 """
 
 try:

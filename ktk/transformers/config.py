@@ -24,7 +24,8 @@ class KtkConfig(QuantizationConfigMixin):
         wrote, say.
     linears : str, optional
         Name of the backend of dense layers: attention, dense MLPs, shared experts; not routers. By
-        default what is stored as floats stays transformers', and blocks of GGUF files stay blocks.
+        default what is stored as floats stays transformers', and codes and blocks of GGUF files are
+        computed as they are.
     head : str, optional
         Name of the backend of the output head; an embedding that is tied to it is read from there.
         By default as `linears`' default.

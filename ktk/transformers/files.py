@@ -20,7 +20,7 @@ from ktk.transformers.modules import Experts, by_layer, say_once
 from ktk.transformers.packed import Packed, put
 
 # Elements of codes, as safetensors spells them.
-_CODES = ("F8_", "F4", "U8", "I8", "I32")
+CODES = ("F8_", "F4", "U8", "I8", "I32")
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def only_experts_in_codes(folder: Path) -> bool:
     try:
         with TensorIndex(folder) as index:
             others = [name for name in index.names() if ".experts." not in name]
-            return not any(index.dtype(name).startswith(_CODES) for name in others)
+            return not any(index.dtype(name).startswith(CODES) for name in others)
     except CheckpointError:
         return False
 

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import modeling_utils
 from transformers.utils.hub import cached_file
 
+from ktk.transformers.codes import all_known, on_cpu
 from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.files import only_experts_in_codes
 from ktk.transformers.modules import say_once
@@ -54,7 +55,8 @@ def _with_experts(stock: Callable[..., Any]) -> Callable[..., Any]:
             return answer
         if mine is not None:
             quantization_config = None
-        in_codes = kwargs.get("gguf_file") is None and _only_experts_are_quantized(config)
+        place = kwargs["device_map"] if "device_map" in kwargs else args[0]
+        in_codes = kwargs.get("gguf_file") is None and _ktk_reads_all_codes(config, on_cpu(place))
         if in_codes:
             for one in (config, config.get_text_config(decoder=True)):
                 if hasattr(one, "quantization_config"):
@@ -73,9 +75,10 @@ def _asked_for(config: Any) -> bool:
     return METHOD in (config._experts_implementation, text._experts_implementation)
 
 
-def _only_experts_are_quantized(config: Any) -> bool:
-    """Whether a checkpoint says that it is quantised, and no tensor but of experts is.
+def _ktk_reads_all_codes(config: Any, cpu: bool) -> bool:
+    """Whether a checkpoint is quantised, and all of its matrices in codes are such as ktk reads.
 
+    These are experts, and on CPUs dense layers, too.
     Its quantizer, and what that needs installed, is not needed then.
     """
     if not config.name_or_path or getattr(config, "quantization_config", None) is None:
@@ -87,4 +90,5 @@ def _only_experts_are_quantized(config: Any) -> bool:
         )
     except OSError:
         return False  # found out when transformers has found the files
-    return only_experts_in_codes(Path(str(path)).parent)
+    folder = Path(str(path)).parent
+    return only_experts_in_codes(folder) or (cpu and all_known(folder))

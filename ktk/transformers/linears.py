@@ -34,7 +34,7 @@ def linears_of(model: Any) -> dict[str, nn.Linear]:
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
-        and min(module.weight.shape) >= LEAST
+        and min(module.out_features, module.in_features) >= LEAST
         and (head is None or module is not head[1])
         and name not in routers
     }
@@ -110,18 +110,20 @@ def takes(backend: Backend, fmt: Format, shape: tuple[int, int]) -> bool:
     return True
 
 
-def put_linear(model: Any, name: str, layer: OpLinear) -> KtkLinear:
-    """Put a packed layer in the place of a module, which goes."""
+def put_linear(
+    model: Any, name: str, layer: OpLinear, dtype: torch.dtype | None = None
+) -> KtkLinear:
+    """Put a packed layer in the place of a module, which goes; `dtype` if it has no weight."""
     old = model.get_submodule(name)
-    made = KtkLinear(layer, old.weight.dtype, old.bias)
+    made = KtkLinear(layer, dtype or old.weight.dtype, old.bias)
     model.set_submodule(name, made.train(old.training))
     return made
 
 
-def put_head(model: Any, name: str, layer: OpLinear) -> None:
+def put_head(model: Any, name: str, layer: OpLinear, dtype: torch.dtype | None = None) -> None:
     """Put a packed head in its place, and read an embedding that is tied to it from there."""
     tied = tied_embedding(model)
-    put_linear(model, name, layer)
+    put_linear(model, name, layer, dtype)
     if tied is not None:
         where, old = tied
         # There are no two tensors any more that transformers could tie.
@@ -143,7 +145,9 @@ def tied_embedding(model: Any) -> tuple[str, nn.Embedding] | None:
     names = {one: name for name, one in model.named_modules()}
     # While a model is loaded they are two tensors yet, without values.
     target = f"{names.get(head)}.weight"
-    to_be = head.weight.is_meta and target in model.all_tied_weights_keys
+    to_be = (
+        head.weight is not None and head.weight.is_meta and target in model.all_tied_weights_keys
+    )
     if embedding.weight is not head.weight and not to_be:
         return None
     return names[embedding], embedding

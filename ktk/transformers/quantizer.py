@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
+from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.errors import CheckpointError
+from ktk.transformers.codes import Coded, all_known, on_cpu, plan_codes
 from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.dense import unpacked_state
 from ktk.transformers.files import FromFiles, only_experts_in_codes, plan_files
@@ -39,23 +41,29 @@ class Loading:
         All that ktk can compute.
     from_files
         Those that are packed from files; transformers loads the others.
+    coded
+        Dense layers that are stored in codes, if ktk sees to them.
     """
 
     experts: Sequence[Experts]
     from_files: FromFiles | None
+    coded: Coded | None = None
 
     @property
     def taken(self) -> list[Experts]:
         """What transformers is not to load."""
         return [] if self.from_files is None else list(self.from_files.layers.values())
 
-    def finish(self, config: KtkConfig) -> None:
-        """Pack all experts."""
+    def finish(self, model: Any, config: KtkConfig) -> None:
+        """Pack all experts, and dense layers."""
         if self.from_files is not None:
             self.from_files.load()
         for one in self.experts:
             if packed_of(one.module) is None:
                 pack_module(one, config.backend)
+        if self.coded is not None:
+            self.coded.finish(model)
+        pack_linears(model, config.linears, config.head)
 
     def __deepcopy__(self, memo: Any) -> Loading:
         return self  # conversions of tensors, which transformers copies, know their quantizer
@@ -94,7 +102,7 @@ class ExpertsQuantizer:
             self._leave_out(model, [one.name for one in taken])
         every = [module for module in model.modules() if is_experts(module)]
         if every and len(taken) == len(every):
-            self._stand_in(kwargs.get("checkpoint_files") or [""])
+            self._stand_in(model, dtype, **kwargs)
         elif self.in_codes:
             raise CheckpointError(
                 f"the experts of {type(model).__name__} are stored in codes, and ktk does not "
@@ -107,8 +115,7 @@ class ExpertsQuantizer:
         super().postprocess_model(model, **kwargs)  # type: ignore[misc]
         loading, self._loading = self._loading, None
         if loading is not None:
-            loading.finish(self.ktk)
-            pack_linears(model, self.ktk.linears, self.ktk.head)
+            loading.finish(model, self.ktk)
         attach(model)
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
@@ -133,13 +140,31 @@ class ExpertsQuantizer:
             state |= {f"{name}.{tensor}": value for tensor, value in one.unpacked().items()}
         return state, metadata
 
-    def _stand_in(self, files: Sequence[str]) -> None:
-        """Take the place of a checkpoint's own quantizer that has nothing left to do."""
-        first = Path(files[0])
-        stored = self.pre_quantized and first.suffix == ".safetensors"
-        if stored and only_experts_in_codes(first.parent):
+    def _stand_in(
+        self,
+        model: Any,
+        dtype: Any,
+        checkpoint_files: Sequence[str] | None = None,
+        device_map: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Take the place of a checkpoint's own quantizer, if ktk reads all that is in codes."""
+        first = Path((checkpoint_files or [""])[0])
+        folder = first.parent
+        if first.suffix != ".safetensors":
+            return
+        if not self.in_codes:
+            if isinstance(self, KtkQuantizer) or not self.pre_quantized:
+                return  # nothing is in codes
+            if not only_experts_in_codes(folder) and not (on_cpu(device_map) and all_known(folder)):
+                return
             self.__class__ = KtkQuantizer
             self.quantization_config = self.ktk
+        assert self._loading is not None
+        with TensorIndex(folder) as index, torch.device("cpu"):
+            coded = plan_codes(index, model, self.ktk, dtype or torch.get_default_dtype())
+        coded.leave_out(model)
+        self._loading = replace(self._loading, coded=coded)
 
     def _leave_out(self, model: Any, names: Sequence[str]) -> None:
         """Say nothing of tensors that are in the files and not in the model."""

@@ -64,10 +64,7 @@ def test_codes_are_computed_as_they_are_stored(name: str, tmp_path: Path) -> Non
     if not eight_bits:
         stock = found.eager - found.logits
         assert found.error(model).norm() <= stock.norm()
-    if (
-        name != "fp8 by blocks, attention too"
-    ):  # of which transformers makes bf16, whatever is asked
-        check_rest(path, exact)
+    check_rest(path, exact)
 
 
 def check_layers(path: Path, found: Reference, packed: list[Packed]) -> None:

@@ -1,0 +1,135 @@
+"""Finds and reads one matrix in codes by its name, whatever it is in the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ktk._core import Format
+from ktk.checkpoint.quantization import Quantization
+from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES, Layout, Scheme, StorageError
+from ktk.errors import CheckpointError
+from ktk.expert import Matrix
+
+
+@dataclass(frozen=True)
+class StoredMatrix:
+    """A matrix that is stored in codes.
+
+    Attributes
+    ----------
+    index
+        Of the files.
+    stem
+        What the names of its tensors begin with: the name of a dense layer.
+    scheme
+        How it is stored.
+    layout
+        Its sizes.
+    """
+
+    index: TensorIndex
+    stem: str
+    scheme: Scheme
+    layout: Layout
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.layout.n, self.layout.k
+
+    @cached_property
+    def format(self) -> Format:
+        """What `read` returns; reads the scales, and not the elements."""
+        fmt = self._decoded(values=False).format
+        assert fmt is not None, "schemes know what they decode"
+        return fmt
+
+    def read(self) -> Matrix:
+        """Read the matrix, and the bias beside it if there is one.
+
+        Raises
+        ------
+        CheckpointError
+            The tensors hold what ktk does not read.
+        """
+        bias = f"{self.stem}.bias"
+        matrix = self._decoded(values=True)
+        return replace(matrix, bias=self.index.tensor(bias)) if bias in self.index else matrix
+
+    def _decoded(self, *, values: bool) -> Matrix:
+        arrays = {}
+        for role, part in self.scheme.tensors.items():
+            name = self.stem + part.suffix
+            if name in self.index:
+                whole = values or role != "data"
+                arrays[role] = self.index.tensor(name) if whole else self.index.stand_in(name)
+        try:
+            return self.scheme.decode(arrays, self.layout)
+        except StorageError as error:
+            data = self.stem + self.scheme.tensors["data"].suffix
+            raise CheckpointError(f"{self.index.where(data)} {error}") from None
+
+
+def find_matrix(index: TensorIndex, stem: str, quantization: Quantization) -> StoredMatrix | None:
+    """Return how a matrix is stored in codes; None if it is floats, or ktk knows no such scheme.
+
+    Parameters
+    ----------
+    index
+        Of the files.
+    stem
+        The name of the matrix, without ".weight".
+    quantization
+        What config.json says of codes.
+    """
+    for scheme in SCHEMES:
+        if scheme is not PLAIN and (found := _as(scheme, index, stem, quantization)):
+            return found
+    return None
+
+
+def stems(index: TensorIndex) -> list[str]:
+    """Return what the names of matrices in codes may begin with, each once."""
+    suffixes = {scheme.tensors["data"].suffix for scheme in SCHEMES}
+    found = (
+        name.removesuffix(suffix)
+        for name in index.names()
+        for suffix in suffixes
+        if name.endswith(suffix)
+    )
+    return list(dict.fromkeys(found))
+
+
+def _as(
+    scheme: Scheme, index: TensorIndex, stem: str, quantization: Quantization
+) -> StoredMatrix | None:
+    there = {
+        part: index.shape(stem + part.suffix)
+        for part in scheme.tensors.values()
+        if stem + part.suffix in index
+    }
+    for part in scheme.tensors.values():
+        if part in there and index.dtype(stem + part.suffix) not in part.dtypes:
+            return None
+        if part not in there and not part.optional:
+            return None
+    # The elements say how many rows and columns there are.
+    data = scheme.tensors["data"]
+    words = data.shape.split()
+    if len(words) != len(there[data]):
+        return None
+    sizes = {"N": 0, "K": 0, "G": 0}
+    for word, extent in zip(words, there[data], strict=True):
+        axis, _, divisor = word.partition("/")
+        if axis in sizes:
+            sizes[axis] = extent * int(divisor or 1)
+    # And the scales, how many columns share one.
+    scale = scheme.tensors["scale"]
+    if "K/G" in (words := scale.shape.split()) and len(words) == len(there[scale]):
+        groups = there[scale][words.index("K/G")]
+        sizes["G"] = 0 if groups <= 1 else -(-sizes["K"] // groups)
+    layout = Layout(sizes["N"], sizes["K"], sizes["G"], quantization)
+    fits = all(shape in layout.shapes(part) for part, shape in there.items())
+    return StoredMatrix(index, stem, scheme, layout) if fits else None
