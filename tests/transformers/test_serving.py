@@ -35,6 +35,8 @@ def test_a_gguf_file_stays_in_its_blocks(tmp_path: Path, manager: Any) -> None:
     backends = {packed.moe.backend.name for packed in packed_modules(model).values()}
     assert backends == {"LLAMAFILE"}
     ids = tiny.tokens()
-    with torch.no_grad():
-        got, expected = (one(ids).logits.float() for one in (model, exact))
+    with tiny.recorded(exact) as calls:
+        expected = tiny.logits(exact, ids)
+    with tiny.routed_as(model, calls):  # products of 8 bits may swap two experts that are alike
+        got = tiny.logits(model, ids)
     assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.99
