@@ -1,7 +1,7 @@
 """A whole model: tokens per second of a prompt and of a reply, and the experts' share of the time.
 
-transformers computes all but the experts, as in `ktk run`. What a token reads of weights, at the
-rate that memory was seen to have, is the least time of a step that makes one token.
+What computes which part is as in `ktk run`. What a token reads of weights, at the rate that memory
+was seen to have, is the least time of a step that makes one token.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def switch_on(backend: str | None = None, **options: Any) -> None:
-    """Let every model that is loaded from now on compute its experts with ktk.
+    """Let every model that is loaded from now on be computed by ktk, as `ktk run` does.
 
     Parameters
     ----------
@@ -50,15 +50,19 @@ def switch_on(backend: str | None = None, **options: Any) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from ktk.transformers import KtkConfig
+    from ktk.transformers.linears import pack_bf16
 
     stock = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(stock)
     def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("quantization_config") is None:
-            kwargs["quantization_config"] = KtkConfig(backend, **options)
-            kwargs["experts_implementation"] = "ktk"
-        return stock(cls, *args, **kwargs)
+        if kwargs.get("quantization_config") is not None:
+            return stock(cls, *args, **kwargs)
+        kwargs["quantization_config"] = given = KtkConfig(backend, **options)
+        made = stock(cls, *args, **{**kwargs, "experts_implementation": "ktk"})
+        model = made[0] if isinstance(made, tuple) else made
+        pack_bf16(model, linears=given.linears is None, head=given.head is None)
+        return made
 
     stock_config = AutoConfig.from_pretrained.__func__  # type: ignore[attr-defined]
 

@@ -32,7 +32,7 @@ class Loaded:
     seconds
         That loading took.
     reads
-        Bytes that a token reads of each part of the model.
+        Bytes that a token reads of each part of the model, as `bytes_per_token` says.
     """
 
     name: str
@@ -101,41 +101,23 @@ def load_text_model(
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    from ktk.transformers import load, load_tokenizer
+    from ktk.transformers import bytes_per_token, load, load_tokenizer
+    from ktk.transformers.linears import pack_bf16
+    from ktk.transformers.packed import packed_modules
 
     began = time.perf_counter()
     tokenizer = load_tokenizer(rest)
     model = load(rest, backend=backend, experts=experts, linears=linears, head=head).eval()
+    pack_bf16(model, linears=linears is None, head=head is None)
     seconds = time.perf_counter() - began
-    used, reads = _parts(model)
+    used = dict.fromkeys(packed.moe.backend.name for packed in packed_modules(model).values())
     return Loaded(
-        name, experts or rest, model, tokenizer, used, default_pool().size, seconds, reads
+        name,
+        experts or rest,
+        model,
+        tokenizer,
+        tuple(used),
+        default_pool().size,
+        seconds,
+        bytes_per_token(model),
     )
-
-
-def _parts(model: Any) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the backends of experts, and the bytes that a token reads by part."""
-    from ktk.transformers.dense import KtkLinear
-    from ktk.transformers.packed import packed_modules
-
-    layers = [packed.moe for packed in packed_modules(model).values()]
-    names = dict.fromkeys(moe.backend.name for moe in layers)
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
-    # Of a table of embeddings a token reads a row, unless it is the head's, too.
-    apart = {id(one) for module in (head, table) if module for one in module.parameters()}
-    dense = [one for one in model.modules() if isinstance(one, KtkLinear)]
-    reads = {
-        "experts": sum(moe.expert_nbytes * moe.config.num_experts_per_tok for moe in layers),
-        "head": _nbytes(head) if head is not None else 0,
-        "rest": sum(one.nbytes for one in model.parameters() if id(one) not in apart)
-        + sum(one.layer.linear.nbytes for one in dense if one is not head),
-    }
-    return tuple(names), reads
-
-
-def _nbytes(module: Any) -> int:
-    """Return the bytes of a dense layer, packed or not."""
-    from ktk.transformers.dense import KtkLinear
-
-    packed: int = module.layer.linear.nbytes if isinstance(module, KtkLinear) else 0
-    return packed + sum(int(one.nbytes) for one in module.parameters())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ktk.expert import Matrix
 from ktk.formats import FLOATS
 from ktk.hosts.linear import OpLinear
 from ktk.linear import Linear
+from ktk.names import PREFERRED
 from ktk.quantize import dequantize, quantize
 from ktk.registry import load_backend
 from ktk.transformers.dense import KtkEmbedding, KtkLinear
@@ -49,7 +50,11 @@ def head_of(model: Any) -> tuple[str, nn.Linear] | None:
 
 
 def pack_linears(
-    model: Any, linears: str | Backend | None = None, head: str | Backend | None = None
+    model: Any,
+    linears: str | Backend | None = None,
+    head: str | Backend | None = None,
+    *,
+    dtypes: Collection[torch.dtype] = _DTYPES,
 ) -> None:
     """Pack dense layers that are in CPU memory, one after the other, and free their tensors.
 
@@ -60,17 +65,27 @@ def pack_linears(
     linears, head
         What computes dense layers, and the output head; None leaves them as they are. An embedding
         that is tied to the head is read from what is packed.
+    dtypes
+        Of weights that are packed; others stay.
     """
     if linears is not None:
         backend = _loaded(linears)
         for name in list(linears_of(model)):  # nothing here may keep a module that was replaced
             module = model.get_submodule(name)
-            if _here(module):
+            if _here(module, dtypes):
                 put_linear(model, name, packed_from(backend, module, name))
     if head is not None and (found := head_of(model)) is not None:
         name, module = found
-        if _here(module):
+        if _here(module, dtypes):
             put_head(model, name, packed_from(_loaded(head), module, name))
+
+
+def pack_bf16(model: Any, *, linears: bool = True, head: bool = True) -> None:
+    """Pack dense layers, and the output head, that are in bf16, and keep each bit of them."""
+    exact = PREFERRED["bf16"][0]
+    pack_linears(
+        model, exact if linears else None, exact if head else None, dtypes=[torch.bfloat16]
+    )
 
 
 def packed_from(backend: Backend, module: nn.Linear, name: str) -> OpLinear:
@@ -170,8 +185,8 @@ def _routers(model: Any) -> Iterator[str]:
                 yield name
 
 
-def _here(module: nn.Linear) -> bool:
-    return module.weight.device.type == "cpu" and module.weight.dtype in _DTYPES
+def _here(module: nn.Linear, dtypes: Collection[torch.dtype]) -> bool:
+    return module.weight.device.type == "cpu" and module.weight.dtype in dtypes
 
 
 def _loaded(backend: str | Backend) -> Backend:
