@@ -16,11 +16,12 @@ from rich.table import Table
 
 from ktk.checkpoint import open_checkpoint
 from ktk.checkpoint.spans import spans
+from ktk.checkpoint.traffic import stored_bytes_per_token
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.loading import default_backend
 from ktk.loading.route import route_of
 from ktk.registry import backends, load_backend
-from ktk.sizes import size_text
+from ktk.sizes import gigabytes, size_text
 from ktk.system import available_memory
 from ktk.terminal import plain_table
 
@@ -75,15 +76,28 @@ def inspect(path: Path) -> list[LayerReport]:
         return [_report(checkpoint, number) for number in numbers]
 
 
+def bytes_per_token(path: Path) -> dict[str, int]:
+    """Return what a token reads of a checkpoint, by part; nothing if a layer is damaged."""
+    with open_checkpoint(path) as checkpoint:
+        try:
+            layers = [checkpoint.layer(number) for number in checkpoint.layers()]
+            return stored_bytes_per_token(checkpoint, layers)
+        except CheckpointError:
+            return {}
+
+
 def show(path: Path, *, as_json: bool) -> bool:
     """Print what a checkpoint holds; returns whether all of it is in order."""
-    layers = inspect(path)
+    layers, reads = inspect(path), bytes_per_token(path)
     if as_json:
-        typer.echo(json.dumps(document(path, layers), indent=2))
+        typer.echo(json.dumps(document(path, layers) | {"bytes_per_token": reads}, indent=2))
     else:
         console = Console()
         console.print(_layer_table(path, layers, narrow=console.width < _WIDTH))
         console.print(_backend_table(layers))
+        if reads:
+            parts = ", ".join(f"{part} {gigabytes(size)}" for part, size in reads.items())
+            console.print(f"A token reads, as stored: {parts}.", highlight=False)
         console.print("Headers only; ktk verify reads the weights.", highlight=False)
     return not any(layer.error for layer in layers)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from ktk.checkpoint.gguf.architectures import Metadata
+from ktk.checkpoint.gguf.blocks import is_known, row_nbytes
 from ktk.checkpoint.gguf.layer import GgufLayer
 from ktk.checkpoint.gguf.layout import Layers
 from ktk.checkpoint.gguf.shards import TensorSet
@@ -40,3 +42,11 @@ class GgufCheckpoint(CheckpointReader):
     def close(self) -> None:
         """Close the files; reading opens them again."""
         self.tensors.close()
+
+    def tensor_sizes(self) -> dict[str, int]:
+        """Return the bytes of all tensors by name; of types that ktk does not know, 0."""
+        infos = ((name, self.tensors.info(name)) for name in self.tensors.names())
+        return {
+            name: math.prod(one.shape[:-1]) * row_nbytes(one) if is_known(one) else 0
+            for name, one in infos
+        }

@@ -45,6 +45,10 @@ class SafetensorsCheckpoint(CheckpointReader):
         """Close the files; reading opens them again."""
         self.index.close()
 
+    def tensor_sizes(self) -> dict[str, int]:
+        """Return the bytes of all tensors by name; reads the headers of all files."""
+        return {name: self.index.nbytes(name) for name in self.index.names()}
+
     def faults(self) -> Iterator[CheckpointError]:
         """Look at the files themselves, without the weights, and yield what is wrong."""
         for path in self.index.paths():
