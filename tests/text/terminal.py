@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import select
@@ -80,8 +81,22 @@ class Terminal:
             pass
         return self.process.wait(_SECONDS)
 
-    def _read(self) -> bool:
-        ready, _, _ = select.select([self._master], [], [], _SECONDS)
+    def interrupt(self) -> int:
+        """Press Ctrl-C until the command has ended, and return its exit status.
+
+        Python's readline does not see a signal between showing its prompt and waiting for keys.
+        """
+        for _ in range(_SECONDS // 5):
+            with contextlib.suppress(OSError):  # it has just ended
+                self.type("\x03")
+            again = time.monotonic() + 5  # one more would hurt a command that is about to end
+            while time.monotonic() < again:
+                if not self._read(again - time.monotonic()) and self.process.poll() is not None:
+                    return self.process.returncode
+        raise AssertionError(f"Ctrl-C does not end it: {self.seen!r}")
+
+    def _read(self, seconds: float = _SECONDS) -> bool:
+        ready, _, _ = select.select([self._master], [], [], max(seconds, 0))
         try:
             data = os.read(self._master, 4096) if ready else b""
         except OSError:  # how Linux says that nobody has the other end
