@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from ktk.config import MoEConfig
+from ktk.testing.reference import ACTIVATIONS, glu
 from ktk.transformers.layout import Layout
 
 Glu = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -17,6 +20,8 @@ Glu = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 _EPSILONS = 16 * torch.finfo(torch.float32).eps
 # Beyond all limits of clamps, and exact in f32.
 _FAR = 2.0**13
+# Of clamps: what is on or off.
+_OPTIONS = [one.name for one in dataclasses.fields(MoEConfig) if one.type == "bool"]
 
 
 def activation_of(module: Any, layout: Layout) -> dict[str, Any] | None:
@@ -63,20 +68,20 @@ def _guesses(asked: Glu) -> Iterator[dict[str, Any]]:
     zero, one, far = (
         torch.tensor([x], dtype=torch.float32, device="cpu") for x in (0.0, 1.0, _FAR)
     )
-    for name in ("silu", "gelu_tanh", "swigluoai"):
-        fields: dict[str, Any] = {"activation": name}
-        if name == "swigluoai":
-            slope = float(asked(one, zero))  # sigmoid(alpha)
-            if not 0 < slope < 1:
-                continue
-            fields["activation_alpha"] = _number(math.log(slope / (1 - slope)))
+    slope = float(asked(one, zero))  # sigmoid(alpha), where up is given an offset of 1
+    constants: dict[str, Any] = {}
+    if 0 < slope < 1:
+        constants["activation_alpha"] = _number(math.log(slope / (1 - slope)))
+    for name in ACTIVATIONS:
+        fields = {"activation": name, **constants}
         yield fields
         unit = float(_formula(one, zero + 1, **fields)) - float(_formula(one, zero, **fields))
         offset = float(_formula(one, zero, **fields))
         limit = _number((float(asked(one, far)) - offset) / unit)  # what is left of a large up
         if 0 < limit < _FAR:
-            yield {**fields, "activation_limit": limit}
-            yield {**fields, "activation_limit": limit, "clamp_gate_below": True}
+            clamped = {**fields, "activation_limit": limit}
+            yield clamped
+            yield from ({**clamped, option: True} for option in _OPTIONS)
 
 
 def _number(value: float) -> float:
@@ -84,21 +89,9 @@ def _number(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _formula(
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    *,
-    activation: str,
-    activation_alpha: float = 1.702,
-    activation_limit: float | None = None,
-    clamp_gate_below: bool = False,
-) -> torch.Tensor:
+def _formula(gate: torch.Tensor, up: torch.Tensor, **fields: Any) -> torch.Tensor:
     """Compute what `ktk.MoEConfig` says that ktk computes."""
-    if activation_limit is not None:
-        gate = gate.clamp(min=-activation_limit if clamp_gate_below else None, max=activation_limit)
-        up = up.clamp(-activation_limit, activation_limit)
-    if activation == "silu":
-        return torch.nn.functional.silu(gate) * up
-    if activation == "gelu_tanh":
-        return torch.nn.functional.gelu(gate, approximate="tanh") * up
-    return gate * torch.sigmoid(activation_alpha * gate) * (up + 1)
+    config = MoEConfig(
+        num_experts=1, num_experts_per_tok=1, hidden_size=32, intermediate_size=32, **fields
+    )
+    return torch.from_numpy(glu(gate.double().numpy(), up.double().numpy(), config))
