@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from ktk.checkpoint.reader import CheckpointReader, LayerReader
+from ktk.checkpoint.reader import CheckpointReader
 
 # How names of the output head and of the embedding end, in safetensors and GGUF files.
 _HEADS = ("lm_head.weight", "output.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "token_embd.weight")
 
 
+class Experts(Protocol):
+    """What is to be known of a layer: bytes of all its experts, how many there are, and top-k."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def num_experts_per_tok(self) -> int: ...
+
+
 def stored_bytes_per_token(
-    checkpoint: CheckpointReader, layers: Sequence[LayerReader]
+    checkpoint: CheckpointReader, layers: Sequence[Experts]
 ) -> dict[str, int]:
     """Return how many bytes of weights, as they are stored, one token reads, by part.
 
@@ -31,8 +43,8 @@ def stored_bytes_per_token(
         attention, routers, shared experts, dense layers; an upper bound, because parts for images
         or for predicting several tokens are in it. Files that hold experts only have these only.
     """
-    used = [(one.nbytes, one.config.num_experts_per_tok, one.config.num_experts) for one in layers]
-    found = {"experts": sum(nbytes * k // count for nbytes, k, count in used)}
+    read = sum(one.nbytes * one.num_experts_per_tok // one.num_experts for one in layers)
+    found = {"experts": read}
     sizes = checkpoint.tensor_sizes()
     if not sizes:
         return found

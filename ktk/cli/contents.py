@@ -76,19 +76,21 @@ def inspect(path: Path) -> list[LayerReport]:
         return [_report(checkpoint, number) for number in numbers]
 
 
-def bytes_per_token(path: Path) -> dict[str, int]:
-    """Return what a token reads of a checkpoint, by part; nothing if a layer is damaged."""
-    with open_checkpoint(path) as checkpoint:
-        try:
-            layers = [checkpoint.layer(number) for number in checkpoint.layers()]
+def bytes_per_token(path: Path, layers: list[LayerReport]) -> dict[str, int]:
+    """Return what a token reads of a checkpoint, by part; nothing if a part is damaged."""
+    if any(layer.error for layer in layers):
+        return {}
+    try:
+        with open_checkpoint(path) as checkpoint:
             return stored_bytes_per_token(checkpoint, layers)
-        except CheckpointError:
-            return {}
+    except CheckpointError:
+        return {}
 
 
 def show(path: Path, *, as_json: bool) -> bool:
     """Print what a checkpoint holds; returns whether all of it is in order."""
-    layers, reads = inspect(path), bytes_per_token(path)
+    layers = inspect(path)
+    reads = bytes_per_token(path, layers)
     if as_json:
         typer.echo(json.dumps(document(path, layers) | {"bytes_per_token": reads}, indent=2))
     else:
