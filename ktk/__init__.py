@@ -33,6 +33,7 @@ from ktk.errors import (
     SettingError,
 )
 from ktk.linear import Linear
+from ktk.lora import Lora
 from ktk.model import Model
 from ktk.moe import MoE
 from ktk.pool import default_pool
@@ -41,6 +42,7 @@ from ktk.ticket import Ticket
 
 if TYPE_CHECKING:
     from ktk.ktmoe import KTMoEWrapper, generate_gpu_experts_masks
+    from ktk.loading.collector import ExpertCollector
 
     __version__: str
 
@@ -56,9 +58,11 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "CheckpointTooLarge",
+    "ExpertCollector",
     "Format",
     "KTMoEWrapper",
     "Linear",
+    "Lora",
     "MoE",
     "MoEConfig",
     "Model",
@@ -82,7 +86,11 @@ def get_include() -> str:
 
 
 # These need torch, which takes a second and 200 MB, and are imported when somebody asks for them.
-_LAZY = {"KTMoEWrapper": "ktk.ktmoe", "generate_gpu_experts_masks": "ktk.ktmoe"}
+_LAZY = {
+    "ExpertCollector": "ktk.loading.collector",
+    "KTMoEWrapper": "ktk.ktmoe",
+    "generate_gpu_experts_masks": "ktk.ktmoe",
+}
 
 
 if not TYPE_CHECKING:  # or any name at all would be one of ktk to a type checker

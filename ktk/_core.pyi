@@ -3,13 +3,13 @@ The core of ktk: CPU detection, worker pool, memory, the MoE pipeline and dense 
 """
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, overload
 
 import numpy
 from numpy.typing import NDArray
 
 
-ABI: tuple = (1, 0)
+ABI: tuple = (1, 1)
 
 class SettingError(ValueError):
     pass
@@ -277,7 +277,7 @@ class PackedMatrix:
         """Packs rows [n_begin, n_end) of another weight of the same shape."""
 
     def unpack(self, n_begin: int = 0, n_end: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
-        """Rows [n_begin, n_end), whole steps, as stored, f32."""
+        """Rows [n_begin, n_end) as stored, f32."""
 
     def exported(self) -> tuple:
         """
@@ -334,6 +334,10 @@ class MoE:
         """Widths of the slices of each shard; none until an expert is loaded."""
 
     @property
+    def loaded(self) -> list[int]:
+        """Experts that are loaded."""
+
+    @property
     def expert_nbytes(self) -> int: ...
 
     @property
@@ -365,6 +369,15 @@ class Linear:
 
     def unpack(self) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]: ...
 
+    def exported(self) -> list[tuple]:
+        """
+        For each part its data, scales and zero points as bytes of rows, and its factor.
+        ValueError if the backend cannot.
+        """
+
+    def bias(self) -> Annotated[NDArray[numpy.uint8], dict(shape=(None, None))]:
+        """The bytes of the bias, f32; none without one."""
+
     @property
     def variant(self) -> str: ...
 
@@ -386,6 +399,18 @@ class Linear:
     @property
     def formats(self) -> list[Format]: ...
 
+class LinearGroup:
+    """Dense layers that are called one after the other with the same input."""
+
+    def __init__(self, members: Sequence[Linear]) -> None: ...
+
+    def forward(self, index: int, x: object | None, out: object | None) -> None:
+        """What the layer alone would write, bit by bit."""
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether results that nobody asked for are not computed any more."""
+
 class LinearCall:
     """A call of a dense layer that runs later."""
 
@@ -397,6 +422,30 @@ class LinearCall:
     @property
     def done(self) -> bool:
         """Whether it has ended."""
+
+def rms_norm(x: object | None, weight: object | None, out: object | None, epsilon: float, offset: float, early: bool) -> None:
+    """
+    Writes rows of x, by the root of their mean square, times weight + offset. early: rounded
+    to the dtype of x, which out has too, before that.
+    """
+
+class FloatBackend:
+    """What gradients are multiplied with: a backend that stores floats."""
+
+    def __init__(self, backend: object) -> None: ...
+
+def forward_with(layer: MoE, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None, adapters: Sequence[tuple[int, float, Sequence[object]]], adapter_ids: object | None, kept: object | None) -> None:
+    """
+    MoE.forward with adapters, or with products of gate and up kept in bf16.
+    """
+
+def backward(layer: MoE, floats: FloatBackend, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, grad: object | None, kept: object | None, adapters: Sequence[tuple[int, float, Sequence[object]]], hidden_gradient: object | None, weights_gradient: object | None, factor_gradients: Sequence[object], first_expert: int, num_experts: int, weight_gradients: Sequence[object]) -> None:
+    """
+    Gradients of a layer of experts; those of factors and of weights are added up.
+    """
+
+def linear_backward(linear: Linear, floats: FloatBackend, grad: object | None, x_gradient: object | None) -> None:
+    """The gradient of a dense layer's input."""
 
 class Latch:
     """Keeps the first error of calls that nobody waits for."""
@@ -463,3 +512,19 @@ def stream_is_capturing(stream: int) -> bool:
 
 def cuda_library() -> str:
     """The CUDA driver's library; RuntimeError says why there is none."""
+
+@overload
+def expert_ids(ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], experts: int) -> object: ...
+
+@overload
+def expert_ids(ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], experts: int) -> object:
+    """
+    Ids as int32, checked: ValueError for what is neither an expert nor -1.
+    """
+
+def divide_tokens(ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], held: Annotated[NDArray[numpy.uint8], dict(shape=(None, None), order='C', device='cpu', writable=False)], home: int) -> list:
+    """
+    What each rank computes of the tokens of a call: (rank, rows or None for all, ids with -1
+    in place of other ranks' experts). `held` has a row for each expert, and is not 0 in the
+    columns of ranks that hold it. Ids are those of `expert_ids`.
+    """

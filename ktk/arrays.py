@@ -30,7 +30,8 @@ def refuse_gradient(name: str, tensor: Any) -> None:
     if tensor.requires_grad and sys.modules["torch"].is_grad_enabled():
         raise RuntimeError(
             f"{name} requires grad, but ktk computes inference only: no gradient would reach it. "
-            f"Use torch.no_grad() or torch.inference_mode(), or pass {name}.detach()"
+            f"Use torch.no_grad() or torch.inference_mode(), or pass {name}.detach(); "
+            "docs/training.md says what computes gradients"
         )
 
 

@@ -8,6 +8,7 @@ import operator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ktk import _core as core
+from ktk.arrays import Array, readable
 from ktk.config import MoEConfig
 from ktk.protocols import BackendLike
 
@@ -45,6 +46,18 @@ def tell_shards(intermediate_size: int, nodes: int, shards: int) -> None:
             shards,
             nodes,
         )
+
+
+def inputs(
+    hidden: Array, topk_ids: Array, topk_weights: Array, mask: Array | None
+) -> tuple[Array, Array, Array, Array]:
+    """Return the inputs of a call as the core reads them."""
+    return (
+        readable("hidden", hidden),
+        readable("topk_ids", topk_ids),
+        readable("topk_weights", topk_weights),
+        readable("mask", mask),
+    )
 
 
 class PackedLayer:
@@ -104,6 +117,11 @@ class PackedLayer:
     def nbytes(self) -> int:
         """Packed bytes of the experts that are loaded."""
         return int(self._core.nbytes)
+
+    @property
+    def loaded(self) -> tuple[int, ...]:
+        """The experts that are loaded, ascending; others contribute nothing, or are to come."""
+        return tuple(self._core.loaded)
 
     @property
     def expert_nbytes(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ktk import _core
@@ -283,6 +285,79 @@ class Linear:
     def unpack(self) -> np.ndarray:
         """Return the weight as it is stored, in f32 [out_features, in_features]."""
         return self._core.unpack()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what is packed into a file, for `from_file`.
+
+        The file has the codes, scales and bias as a checkpoint would give them: it depends neither
+        on this CPU nor on threads or shards. It appears when it is complete; a process that dies
+        before leaves the file that was there, and PATH.part.
+
+        Parameters
+        ----------
+        path : path
+            Of the file, which is replaced.
+
+        Raises
+        ------
+        OSError
+            It cannot be written.
+        ValueError
+            Nothing is loaded, or the backend cannot give back what it packed.
+        """
+        from ktk.checkpoint.packed.linear import write_linear
+
+        write_linear(Path(path), self)
+
+    @classmethod
+    def from_file(
+        cls,
+        path: str | os.PathLike[str],
+        backend: str | BackendLike | None = None,
+        *,
+        variant: str | None = None,
+        force: bool = False,
+        pool: _core.WorkerPool | None = None,
+        shards: int | None = None,
+    ) -> Linear:
+        """Make a layer of what `save` wrote.
+
+        Parameters
+        ----------
+        path : path
+            Of the file.
+        backend : str or Backend, optional
+            By default the one that it was written for. Another must take what is stored.
+        variant, force, pool, shards
+            As for a new layer.
+
+        Raises
+        ------
+        BackendError
+            The backend is not there, or cannot run on this CPU.
+        CheckpointError
+            The file is missing, damaged, no such file, or of another version of ktk.
+        ValueError
+            The backend does not take what is stored.
+        """
+        from ktk.checkpoint.packed.linear import read_linear
+
+        saved = read_linear(Path(path))
+        layer = cls(
+            backend or saved.backend,
+            saved.in_features,
+            saved.out_features,
+            saved.bias is not None,
+            weight_format=[part.format for part in saved.parts],
+            variant=variant,
+            force=force,
+            pool=pool,
+            shards=shards,
+        )
+        try:
+            return layer.load(saved.parts, bias=saved.biases)
+        except ValueError as error:
+            raise ValueError(f"{path} was written for {saved.backend}: {error}") from error
 
     @property
     def variant(self) -> str:

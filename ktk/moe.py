@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
@@ -12,14 +12,12 @@ from ktk.config import MoEConfig
 from ktk.errors import BackendUnsupported
 from ktk.expert import Expert
 from ktk.given import GivenFormats, expert_of, experts_of_slots, read_matrix
-from ktk.layer import PackedLayer, check_shards, tell_shards
+from ktk.layer import check_shards, inputs, tell_shards
+from ktk.lora import Adapters, given_adapters
 from ktk.pool import default_pool
 from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
-
-if TYPE_CHECKING:
-    pass
-
+from ktk.training import TrainableLayer
 
 #: A format for gate, up and down, or one for each of them.
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
@@ -27,7 +25,7 @@ Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.F
 Stack = Array | Sequence[Array | None]
 
 
-class MoE(PackedLayer):
+class MoE(TrainableLayer):
     """The experts of one layer, packed for one variant of a backend.
 
     Parameters
@@ -319,6 +317,8 @@ class MoE(PackedLayer):
         *,
         mask: Array | None = None,
         out: Array | None = None,
+        lora: Adapters | None = None,
+        adapter_ids: Array | None = None,
     ) -> Array:
         """Compute the weighted sum of the chosen experts for each token.
 
@@ -335,6 +335,10 @@ class MoE(PackedLayer):
             True: the expert contributes nothing (someone else computes it).
         out : array [tokens, hidden_size], optional
             Where to write; may be `hidden` itself.
+        lora : Lora or sequence of Lora, optional
+            An adapter for all tokens, or several.
+        adapter_ids : array [tokens], int32, optional
+            Which of several adapters each token has; -1, or any number that is none, for no one.
 
         Returns
         -------
@@ -344,12 +348,23 @@ class MoE(PackedLayer):
         Raises
         ------
         RuntimeError
-            A tensor requires grad while torch records gradients: nothing here has a backward.
+            A tensor requires grad while torch records gradients: `forward_train` and `backward`
+            are for that.
         """
         result = empty_like(hidden) if out is None else out
+        if lora is not None or adapter_ids is not None:
+            _core.forward_with(
+                self._core,
+                *inputs(hidden, topk_ids, topk_weights, mask),
+                readable("out", result),
+                given_adapters(lora, adapter_ids),
+                readable("adapter_ids", adapter_ids),
+                None,
+            )
+            return result
         # Unbound: torch.compile, which lets this run as it is, would lose what it is bound to.
         _core.MoE.forward(
-            self._core, *_inputs(hidden, topk_ids, topk_weights, mask), readable("out", result)
+            self._core, *inputs(hidden, topk_ids, topk_weights, mask), readable("out", result)
         )
         return result
 
@@ -371,7 +386,7 @@ class MoE(PackedLayer):
         if is_tensor(result):
             refuse_gradient("out", result)
         # The call keeps `result`, so that its memory outlives the call.
-        call = _core.AsyncCall(self._core, *_inputs(hidden, topk_ids, topk_weights, mask), result)
+        call = _core.AsyncCall(self._core, *inputs(hidden, topk_ids, topk_weights, mask), result)
         _core.AsyncCall.start(call)  # unbound, as above
         return Ticket(call, result)
 
@@ -379,15 +394,3 @@ class MoE(PackedLayer):
 # torch.compile must run calls rather than trace them: what it traces with has no values.
 MoE.__call__._torchdynamo_disable = True  # type: ignore[attr-defined]
 MoE.submit._torchdynamo_disable = True  # type: ignore[attr-defined]
-
-
-def _inputs(
-    hidden: Array, topk_ids: Array, topk_weights: Array, mask: Array | None
-) -> tuple[Array, Array, Array, Array]:
-    """Return the inputs of a call as the core reads them."""
-    return (
-        readable("hidden", hidden),
-        readable("topk_ids", topk_ids),
-        readable("topk_weights", topk_weights),
-        readable("mask", mask),
-    )

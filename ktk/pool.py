@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import cache
 
 from ktk._core import WorkerPool
 
 _threads: int | None = None
+_cpus: list[int] | None = None
 
 
 @cache
 def default_pool() -> WorkerPool:
     """Return the pool of this process, made at first use with one worker per physical core."""
+    if _cpus is not None and (_threads is None or _threads <= len(_cpus)):
+        return WorkerPool(cpus=_cpus[:_threads])
     return WorkerPool() if _threads is None else WorkerPool(threads=_threads)
 
 
@@ -24,6 +28,17 @@ def set_default_threads(threads: int) -> None:
     global _threads
     if threads != _threads:
         _threads = threads
+        default_pool.cache_clear()
+
+
+def set_default_cpus(cpus: Sequence[int]) -> None:
+    """Let the pool of this process have a worker on each of these CPUs.
+
+    Layers that are there already keep the pool they have.
+    """
+    global _cpus
+    if list(cpus) != _cpus:
+        _cpus = list(cpus)
         default_pool.cache_clear()
 
 

@@ -1,7 +1,25 @@
-"""What holds for all tests."""
+"""What holds for all tests, and a driver of GPUs that is none: tests/ktmoe/stub_driver.c."""
 
+import os
+import shlex
 import signal
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
 
 # Shells start jobs in the background with SIGINT ignored, and commands that tests interrupt would
 # inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stub: one for all tests of a process, which loads one driver only."""
+    path = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
+    options = ["-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o", str(path)]
+    source = Path(__file__).parent / "ktmoe" / "stub_driver.c"
+    subprocess.run([*compiler, *options, str(source)], check=True)
+    return path

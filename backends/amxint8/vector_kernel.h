@@ -1,7 +1,7 @@
 // The product on vector registers: up to kMr rows of act times 32 columns. A line of weights holds
 // four k of 16 columns, one vector or two; four codes of a row are broadcast to meet it.
 //
-//   wide                                      in order, where a product has few rows
+//   wide                                      in order, where the CPU wants it for few rows
 //            columns c..c+15   c+16..c+31       the same sums, but first all lines of a step for
 //   row 0:   sums[0][0]        sums[1][0]       one tile of columns, then for the other: weights
 //   row 1:   sums[0][1]        sums[1][1]       are used in the order of memory, which the CPU's
@@ -94,7 +94,7 @@ inline void add_step(typename Simd::Int (*sums)[kRows][kVecs], const char*& weig
   }
 }
 
-// Up to kMr rows; products of up to kInOrderRows use weights in order.
+// Up to kMr rows; products of up to kInOrderRows can use weights in order.
 template <class Simd, class Act, size_t kMostRows, size_t kInOrderRows>
 class VectorKernel : public KernelBase<Act> {
  public:
@@ -102,7 +102,8 @@ class VectorKernel : public KernelBase<Act> {
   static constexpr size_t kLineProducts = Simd::kLineProducts;
 
   explicit VectorKernel(const ktk_matmul* mm)
-      : KernelBase<Act>(mm), is_in_order_(mm->m <= kInOrderRows) {}
+      : KernelBase<Act>(mm),
+        is_in_order_(mm->m <= kInOrderRows && uses_in_order(mm, kLineProducts)) {}
 
   size_t passes(size_t) const { return is_in_order_ ? 1 : 2 / kWideTiles; }
 

@@ -80,7 +80,18 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
   const float* scale = weight_scales(matrix, packed);
   for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
     const uint8_t* column = first_code(matrix, packed, n);
-    for (size_t k = 0; k < matrix->k; ++k) {
+    const __m256 factor = _mm256_set1_ps(scale[n]);
+    size_t k = 0;
+    for (; k + 8 <= matrix->k; k += 8) {
+      const uint8_t* const from = column + code_offset(k);
+      int32_t four[2];
+      memcpy(four, from, 4);
+      memcpy(four + 1, from + kLine, 4);
+      const __m256i codes = _mm256_cvtepu8_epi32(_mm_setr_epi32(four[0], four[1], 0, 0));
+      const __m256i values = _mm256_sub_epi32(codes, _mm256_set1_epi32(128));
+      _mm256_storeu_ps(out + k, _mm256_mul_ps(_mm256_cvtepi32_ps(values), factor));
+    }
+    for (; k < matrix->k; ++k) {
       const uint8_t code = column[code_offset(k)];
       out[k] = static_cast<float>(code - 128) * scale[n];
     }

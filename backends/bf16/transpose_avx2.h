@@ -67,5 +67,49 @@ inline void pack_step(const char* rows, size_t stride, char* step) {
   }
 }
 
+// The inverse for f32: eight half rows of a tile become eight rows of sixteen elements.
+inline void unpack_pairs(const char* tile_row, float* rows, size_t stride) {
+  __m256i v[8], t[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    v[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile_row + i * kLine));
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+    t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 8; i += 4) {
+    v[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+    v[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+    v[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+    v[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  const auto store = [&](int row, __m256i pairs) {
+    const __m256i low = _mm256_slli_epi32(pairs, 16);
+    const __m256i high = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+    const __m256i a = _mm256_unpacklo_epi32(low, high), b = _mm256_unpackhi_epi32(low, high);
+    float* const to = rows + static_cast<size_t>(row) * stride;
+    _mm256_storeu_ps(to, _mm256_castsi256_ps(_mm256_permute2x128_si256(a, b, 0x20)));
+    _mm256_storeu_ps(to + 8, _mm256_castsi256_ps(_mm256_permute2x128_si256(a, b, 0x31)));
+  };
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    store(i, _mm256_permute2x128_si256(v[i], v[i + 4], 0x20));
+    store(i + 4, _mm256_permute2x128_si256(v[i], v[i + 4], 0x31));
+  }
+}
+
+// One full step to 32 rows x 32 elements.
+inline void unpack_step(const char* step, float* rows, size_t stride) {
+  for (size_t col = 0; col < kBlockCols; col += 8) {
+    const char* from = step + col / kTileCols * kTileBytes + col % kTileCols * 4;
+    for (size_t pair = 0; pair < kPairs; pair += 8) {
+      unpack_pairs(from + pair * kLine, rows + col * stride + pair * 2, stride);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ktk::bf16

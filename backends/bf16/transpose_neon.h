@@ -54,5 +54,18 @@ inline void pack_step(const char* rows, size_t stride, char* step) {
   }
 }
 
+// One full step to 32 rows x 32 elements.
+inline void unpack_step(const char* step, float* rows, size_t stride) {
+  for (size_t col = 0; col < kBlockCols; ++col) {
+    const char* pairs = step + col / kTileCols * kTileBytes + col % kTileCols * 4;
+    for (size_t i = 0; i < kPairs; ++i) {
+      uint32_t pair;
+      memcpy(&pair, pairs + i * kLine, sizeof pair);
+      rows[col * stride + 2 * i] = __builtin_bit_cast(float, pair << 16);
+      rows[col * stride + 2 * i + 1] = __builtin_bit_cast(float, pair & 0xffff0000);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace ktk::bf16

@@ -79,6 +79,10 @@ inline void unpack_block(const ktk_matrix* matrix, const char* block, size_t row
                          size_t row_end, float* out, size_t out_stride) {
   for (size_t k = 0; k < matrix->k; k += kStepDepth, block += kStepBytes) {
     const size_t depth = matrix->k - k < kStepDepth ? matrix->k - k : kStepDepth;
+    if (depth == kStepDepth && row_end - row_begin == kBlockCols) {
+      unpack_step(block, out + k, out_stride);
+      continue;
+    }
     for (size_t row = row_begin; row < row_end; ++row) {
       const char* pairs = block + row / kTileCols * kTileBytes + row % kTileCols * 4;
       float* to = out + (row - row_begin) * out_stride + k;

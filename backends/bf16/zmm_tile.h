@@ -1,7 +1,7 @@
 // A register tile of 512-bit sums: up to 12 rows of act times 32 columns, for any product of a pair
 // of act values with a cache line of weights (a pair for each of 16 columns).
 //
-//   wide                                        in order, up to Dot::kInOrderRows
+//   wide                                        in order, for few rows where the CPU wants it
 //            columns c..c+15    c+16..c+31        the same sums, but first all pairs of a step
 //   row 0:   acc[0][0]          acc[0][1]         for one tile of columns, then for the other:
 //   ...                                           weights are used in the order of memory, which
@@ -10,9 +10,9 @@
 // 24 sums hide the latency of two products a cycle; 14 loads for 24 products keep within two a
 // cycle.
 //
-// A `Dot` offers kActBytes, of an act value, kLineProducts, kInOrderRows, and add(acc, tile,
-// weight, act): acc[i][tile] += pair of row i times a line of weights, for kRows rows and kTiles
-// lines.
+// A `Dot` offers kActBytes, of an act value, kLineProducts, kInOrderRows, the most rows that can be
+// in order, and add(acc, tile, pairs, act): acc[i][tile] += pair of row i times a line of weights,
+// for kRows rows and kTiles lines.
 #pragma once
 
 #include <immintrin.h>
@@ -22,6 +22,16 @@
 
 namespace ktk::bf16 {
 namespace {
+
+// Lines of weights of adjacent tiles.
+template <class Dot, size_t kTiles, size_t kRows>
+[[gnu::always_inline]] inline void add_lines(__m512 (&acc)[kRows][2], size_t tile,
+                                             const char* weight, const RowPointers<kRows>& act) {
+  __m512i pairs[kTiles];
+#pragma GCC unroll 2
+  for (size_t t = 0; t < kTiles; ++t) pairs[t] = _mm512_load_si512(weight + t * kTileBytes);
+  Dot::add(acc, tile, pairs, act);
+}
 
 template <class Dot, size_t kRows>
 inline void add_in_order(const Tile& t, __m512 (&acc)[kRows][2]) {
@@ -35,7 +45,7 @@ inline void add_in_order(const Tile& t, __m512 (&acc)[kRows][2]) {
 #pragma GCC unroll 1
       for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
         fetch.next();
-        Dot::template add<kRows, 1>(acc, tile, weight, act);
+        add_lines<Dot, 1>(acc, tile, weight, act);
         act.advance(kPairBytes);
       }
       if (tile == 0) act.advance(-static_cast<ptrdiff_t>(kPairs) * kPairBytes);
@@ -53,13 +63,13 @@ inline void add_wide(const Tile& t, __m512 (&acc)[kRows][2]) {
     for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
       fetch.next();
       fetch.next();
-      Dot::template add<kRows, 2>(acc, 0, weight, act);
+      add_lines<Dot, 2>(acc, 0, weight, act);
       act.advance(2 * Dot::kActBytes);
     }
   }
 }
 
-template <class Dot, size_t kRows>
+template <class Dot, size_t kRows, bool kInOrder>
 void multiply_tile(const Tile& t) {
   __m512 acc[kRows][2];
 #pragma GCC unroll 12
@@ -68,7 +78,7 @@ void multiply_tile(const Tile& t) {
     acc[i][0] = t.is_first() ? _mm512_setzero_ps() : _mm512_loadu_ps(dst);
     acc[i][1] = t.is_first() ? _mm512_setzero_ps() : _mm512_loadu_ps(dst + kTileCols);
   }
-  if constexpr (kRows <= Dot::kInOrderRows) {
+  if constexpr (kInOrder) {
     add_in_order<Dot>(t, acc);
   } else {
     add_wide<Dot>(t, acc);
@@ -86,11 +96,16 @@ struct ZmmKernel : KernelBase {
   using KernelBase::KernelBase;
   static constexpr size_t kMr = 12;
   static constexpr size_t kLineProducts = Dot::kLineProducts;
-  static constexpr auto kTiles =
-      row_table<kMr>([]<size_t kRows> { return &multiply_tile<Dot, kRows>; });
+  static constexpr auto kInOrder =
+      row_table<Dot::kInOrderRows>([]<size_t kRows> { return &multiply_tile<Dot, kRows, true>; });
+  static constexpr auto kWide =
+      row_table<kMr>([]<size_t kRows> { return &multiply_tile<Dot, kRows, false>; });
 
   static size_t passes(size_t) { return 1; }
-  static void tile(const Tile& t) { kTiles[t.rows](t); }
+  static void tile(const Tile& t) {
+    const bool in_order = t.in_order && t.rows <= Dot::kInOrderRows;
+    (in_order ? kInOrder[t.rows] : kWide[t.rows])(t);
+  }
 };
 
 }  // namespace

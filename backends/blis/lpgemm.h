@@ -113,9 +113,11 @@ struct Lpgemm {
     alignas(64) int8_t unit[kRows * kDepth];
     alignas(64) int32_t c[kRows * kColumns];
     memset(unit, 0, sizeof unit);
-    const int8_t* block = static_cast<const int8_t*>(packed) + tile_offset(matrix, n_begin);
-    for (size_t n = n_begin; n < n_end; n += kColumns) {
+    const size_t first = n_begin / kColumns * kColumns;
+    const int8_t* block = static_cast<const int8_t*>(packed) + tile_offset(matrix, first);
+    for (size_t n = first; n < n_end; n += kColumns) {
       const size_t columns = tile_columns(matrix, n);
+      const size_t from = n < n_begin ? n_begin - n : 0, to = smaller(columns, n_end - n);
       for (size_t g = 0; g < num_groups(matrix); ++g) {
         const size_t depth = group_depth(matrix, g);
         for (size_t k = 0; k < depth; k += kRows) {
@@ -123,7 +125,7 @@ struct Lpgemm {
           for (size_t i = 0; i < rows; ++i) unit[i * kDepth + k + i] = 1;
           multiply(rows, columns, depth, unit, kDepth, block, c);
           for (size_t i = 0; i < rows; ++i) unit[i * kDepth + k + i] = 0;
-          for (size_t j = 0; j < columns; ++j) {
+          for (size_t j = from; j < to; ++j) {
             for (size_t i = 0; i < rows; ++i) take(n + j, g * kDepth + k + i, c[i * kColumns + j]);
           }
         }

@@ -56,13 +56,22 @@ struct Codes {
       for (size_t i = 0; i < 4; ++i) memcpy(rows + (col + i) * stride + k, four + i, kLineDepth);
     }
   }
+  struct Values {
+    float of[256];
+
+    constexpr Values() : of() {
+      for (uint32_t code = 0; code < 256; ++code) {
+        const uint32_t exponent = code >> 3 & 0xf, mantissa = code & 7;
+        float size = static_cast<float>(mantissa) * 0x1p-9f;
+        if (exponent) size = __builtin_bit_cast(float, (exponent + 120) << 23 | mantissa << 20);
+        if ((code & 0x7f) == 0x7f) size = __builtin_nanf("");
+        of[code] = code & 0x80 ? -size : size;
+      }
+    }
+  };
   static float value(const uint8_t* line, size_t col, size_t i) {
-    const uint8_t code = line[position(col, i)];
-    const uint32_t exponent = code >> 3 & 0xf, mantissa = code & 7;
-    float size = static_cast<float>(mantissa) * 0x1p-9f;
-    if (exponent) size = __builtin_bit_cast(float, (exponent + 120) << 23 | mantissa << 20);
-    if ((code & 0x7f) == 0x7f) size = __builtin_nanf("");
-    return code & 0x80 ? -size : size;
+    static constexpr Values kValues;
+    return kValues.of[line[position(col, i)]];
   }
 };
 

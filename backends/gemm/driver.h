@@ -57,6 +57,7 @@ struct Tile : Run {
   size_t dst_stride;
   Fetch fetch;
   BulkFetch bulk_fetch;  // the same, for those that prefer it
+  bool in_order;         // if there is a form that uses weights in the order of memory, that one
 
   bool is_first() const { return begin == 0; }
 };
@@ -108,6 +109,7 @@ inline void gemm(const ktk_matmul* mm) {
   Tile tile;
   tile.act_stride = mm->act_stride;
   tile.dst_stride = mm->dst_stride;
+  tile.in_order = !kDecodes && uses_in_order(mm, Kernel::kLineProducts);
   size_t block_offset = 0;
   for (size_t n = mm->n_begin; n < mm->n_end; n += Kernel::kNr, block_offset += block_bytes) {
     tile.block = stream.begin + block_offset;

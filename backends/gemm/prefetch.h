@@ -66,6 +66,11 @@ inline const ktk_fetch& fetch_policy(const ktk_matmul* mm, size_t tiles, size_t 
   return tiles < 4 ? prefetch.pair : prefetch.many;
 }
 
+// Whether tiles that have a form for it use weights in the order of memory.
+inline bool uses_in_order(const ktk_matmul* mm, size_t products) {
+  return mm->m * products <= mm->prefetch->in_order_products;
+}
+
 // What a tile fetches while it computes: for every line of weights that it uses, what lies `step`
 // bytes behind what it fetched last.
 struct Fetch {
@@ -76,6 +81,17 @@ struct Fetch {
   void next() {
     prefetch(line, into_l1);
     line += step;
+  }
+
+  // For several lines that are used, with one branch.
+  template <size_t kCount>
+  void next_of() {
+    if (into_l1) {
+      for (size_t i = 0; i < kCount; ++i) prefetch_l1(line + i * step);
+    } else {
+      for (size_t i = 0; i < kCount; ++i) prefetch_l2(line + i * step);
+    }
+    line += kCount * step;
   }
 
   // So many adjacent lines, into L2.

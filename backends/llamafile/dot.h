@@ -32,6 +32,13 @@ struct Dot : Zmm {
 #else
   static constexpr int kMaxRows = 12, kMaxHalfRows = 6;
 #endif
+  // Of a tile that multiplies decoded operands, with C in memory; the second one if it has a t for
+  // every sum.
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int kMaxRowsDecoded = 3, kMaxHalfRowsDecoded = 2;
+#else
+  static constexpr int kMaxRowsDecoded = 12, kMaxHalfRowsDecoded = 7;
+#endif
   static constexpr int kMaxRowsInRegisters = kMaxRows / 2, kMaxHalfRowsInRegisters = kMaxRows / 3;
 
   // The intrinsics are the same instructions, but gcc 12 keeps every sum of a pointer and a stride,

@@ -47,6 +47,11 @@ struct Epilogue {
     }
   }
 
+  // t with the sum of one group, which is the first that meets an act scale or not.
+  [[gnu::always_inline]] static Float add_sum(bool is_first, Float t, Float sum, Float scale) {
+    return is_first ? Dot::mul(sum, scale) : Dot::fma(sum, scale, t);
+  }
+
   // sum(group), scale(group) and min(group) are those of a sub-block, `before` is the t of the one
   // before it unless it is the first that meets an act scale.
   template <class Sum, class Scale, class Min>
@@ -55,14 +60,20 @@ struct Epilogue {
     if constexpr (!kScalesFirst) {
       return Dot::mul(sum(0), Dot::set1(act.scale));
     } else {
-      Float t = is_first ? Dot::mul(sum(0), scale(0)) : Dot::fma(sum(0), scale(0), before);
-      if constexpr (kGroups == 2) t = Dot::fma(sum(1), scale(1), t);
-      if constexpr (kGroups == 2 && kMins) {
-        t = Dot::fma(Dot::convert(Dot::set1_int(act.comp[0])), min(0), t);
-        t = Dot::fma(Dot::convert(Dot::set1_int(act.comp[1])), min(1), t);
-      }
+      Float t = add_sum(is_first, before, sum(0), scale(0));
+      if constexpr (kGroups == 2) t = add_mins(add_sum(false, t, sum(1), scale(1)), act, min);
       return t;
     }
+  }
+
+  // Minima of the groups of a sub-block, where they are inside the brackets (scaling.h).
+  template <class Min>
+  [[gnu::always_inline]] static Float add_mins(Float t, const ActGroup& act, Min min) {
+    if constexpr (kGroups == 2 && kMins) {
+      t = Dot::fma(Dot::convert(Dot::set1_int(act.comp[0])), min(0), t);
+      t = Dot::fma(Dot::convert(Dot::set1_int(act.comp[1])), min(1), t);
+    }
+    return t;
   }
 
   // `act` is of the last sub-block; first_min() is the minimum of the first where there are two.
@@ -112,17 +123,23 @@ template <int kRows>
   }
 }
 
-// The same for rows of 32 n in memory.
-inline void add_deferred(const BlockType& type, const uint8_t* super_block, const float* sums,
-                         size_t rows, float* dst, size_t dst_stride) {
+// dst += d * sums, for rows of 32 n in memory.
+inline void add_deferred(const float* d, const float* sums, size_t rows, float* dst,
+                         size_t dst_stride) {
   for (size_t n = 0; n < kNr; n += Dot::kLanes) {
-    const Dot::Float d = load_deferred_d(type, super_block + n * d_bytes(type));
+    const Dot::Float of_n = Dot::load(d + n);
     for (size_t r = 0; r < rows; ++r) {
       float* to = dst + r * dst_stride + n;
       const Dot::Float sum = Dot::load(sums + r * kNr + n);
-      Dot::store(to, Epilogue<Scaling::k16Act64>::apply_d(sum, d, Dot::load(to)));
+      Dot::store(to, Epilogue<Scaling::k16Act64>::apply_d(sum, of_n, Dot::load(to)));
     }
   }
+}
+inline void add_deferred(const BlockType& type, const uint8_t* super_block, const float* sums,
+                         size_t rows, float* dst, size_t dst_stride) {
+  alignas(kLine) float d[kNr];
+  load_deferred_ds(type, super_block, d);
+  add_deferred(d, sums, rows, dst, dst_stride);
 }
 
 inline void clear_rows(float* dst, size_t dst_stride, size_t rows) {

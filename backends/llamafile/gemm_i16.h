@@ -23,17 +23,10 @@
 
 #include "llamafile/gemm_tile.h"
 #include "llamafile/i16_run.h"
+#include "llamafile/products.h"
 
 namespace ktk::llamafile {
 namespace {
-
-// Whether sums of a type fit, as a rule. Values up to 43 (IQ2_XS, IQ2_S) make most of them too
-// large for the bound.
-constexpr bool fits_i16(const BlockType& type) {
-  int largest = type.linear ? type.offset : 0;
-  for (const int value : type.table) largest = largest < value ? value : largest;
-  return defers_d(scaling_of(type)) && largest <= 32;
-}
 
 struct I16Operands {
   const uint8_t* operands;  // first sub-block
@@ -43,39 +36,6 @@ struct I16Operands {
   size_t act_stride;
   size_t lines_to_fetch;  // for every sub-block
 };
-
-// Adds products of half of a sub-block, from step kFirst on.
-template <size_t kFirst, int kRows>
-[[gnu::always_inline]] inline void add_half(Dot::Int (&sums)[kRows][kVectors],
-                                            const uint8_t* operands,
-                                            const RowPointers<kRows>& act) {
-  unroll<kSteps / 2>([&]<size_t kIndex>() __attribute__((always_inline)) {
-    constexpr size_t kStep = kFirst + kIndex;
-    Dot::Int operand[kVectors];
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
-      operand[v] = Dot::load_bytes(operands + kStep * kPlaneBytes + v * sizeof(Dot::Int));
-      pin(operand[v]);  // loaded once
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-      const Dot::Int four = Dot::broadcast_row<kKr * kStep>(act.pointers[r / 3], act.stride, r % 3);
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = Dot::dot(sums[r][v], operand[v], four);
-    }
-  });
-}
-
-// Calls visit(row, its ActGroup).
-template <int kRows, class Visit>
-[[gnu::always_inline]] inline void for_each_row(const char* act_groups, size_t act_stride,
-                                                Visit visit) {
-  act_groups = hidden(act_groups);
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r, act_groups += act_stride) {
-    visit(r, *reinterpret_cast<const ActGroup*>(act_groups));
-  }
-}
 
 // Pairs of sums of a sub-block.
 template <int kRows>
@@ -92,7 +52,7 @@ template <int kRows>
                           pin(sums[r][v]);
                         }
                       });
-  add_half<kSteps / 2, kRows>(sums, operands, act);
+  add_steps<kSteps / 2, kSteps / 2, kRows>(sums, operands, act);
   for_each_row<kRows>(act_groups, act.stride,
                       [&](int r, const ActGroup& group) __attribute__((always_inline)) {
                         const Dot::Int start = Dot::add(E::begin<kOffset>(group, 0), sign);
@@ -103,7 +63,7 @@ template <int kRows>
                           pin(sums[r][v]);
                         }
                       });
-  add_half<0, kRows>(sums, operands, act);
+  add_steps<0, kSteps / 2, kRows>(sums, operands, act);
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 2
@@ -191,24 +151,11 @@ class GemmI16 : public KernelBase {
         operands_(static_cast<uint8_t*>(mm->scratch)),
         scales_(reinterpret_cast<int32_t*>(operands_ + kI16Operands)),
         norms_(reinterpret_cast<Norms*>(operands_ + kI16Scratch)) {
-    // Of every super-block of a tile of rows the greatest norms: asked for by all columns.
-    const size_t tiles = ceil_div(mm->m, kMr);
-    const char* const norms = static_cast<const char*>(mm->act) + norm_offset(mm->matrix);
-    for (size_t i = 0; i < tiles; ++i) {
-      const size_t row = mm->m * i / tiles, row_end = mm->m * (i + 1) / tiles;
-      for (size_t slab = 0; slab < slabs(); ++slab) {
-        const char* const of_slab = norms + slab * sizeof(Norms);
-        __m128i largest = load_norms(of_slab + row * mm->act_stride);
-        for (size_t r = row + 1; r < row_end; ++r) {
-          largest = _mm_max_epu8(largest, load_norms(of_slab + r * mm->act_stride));
-        }
-        store_norms(norms_ + i * slabs() + slab, largest);
-      }
-    }
+    write_tile_norms(mm, ceil_div(mm->m, kMr), slabs(), norms_);
   }
 
   static size_t scratch_size(const ktk_matrix* matrix, size_t m) {
-    return kI16Scratch + ceil_div(m, kMr) * (num_sub_blocks(matrix) / kSubBlocks) * sizeof(Norms);
+    return kI16Scratch + tile_norms_size(matrix, ceil_div(m, kMr));
   }
 
   static size_t passes(size_t) { return 1; }

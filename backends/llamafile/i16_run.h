@@ -13,6 +13,14 @@
 namespace ktk::llamafile {
 namespace {
 
+// Whether sums of a type fit, as a rule. Values up to 43 (IQ2_XS, IQ2_S) make most of them too
+// large for the bound.
+constexpr bool fits_i16(const BlockType& type) {
+  int largest = type.linear ? type.offset : 0;
+  for (const int value : type.table) largest = largest < value ? value : largest;
+  return defers_d(scaling_of(type)) && largest <= 32;
+}
+
 // Tiles read operands from L2 as fast as from L1, and take time to begin and to end: 8 super-blocks
 // instead of 3 give 2 %.
 constexpr size_t kI16Slabs = 8;
@@ -30,6 +38,25 @@ inline __m128i load_norms(const void* norms) {
 }
 inline void store_norms(Norms* to, __m128i norms) {
   _mm_storel_epi64(reinterpret_cast<__m128i*>(to), norms);
+}
+
+// Of every super-block of a tile of rows the greatest norms: all columns ask for them.
+inline size_t tile_norms_size(const ktk_matrix* matrix, size_t tiles) {
+  return tiles * (num_sub_blocks(matrix) / kSubBlocks) * sizeof(Norms);
+}
+inline void write_tile_norms(const ktk_matmul* mm, size_t tiles, size_t slabs, Norms* to) {
+  const char* const norms = static_cast<const char*>(mm->act) + norm_offset(mm->matrix);
+  for (size_t i = 0; i < tiles; ++i) {
+    const size_t row = mm->m * i / tiles, row_end = mm->m * (i + 1) / tiles;
+    for (size_t slab = 0; slab < slabs; ++slab) {
+      const char* const of_slab = norms + slab * sizeof(Norms);
+      __m128i largest = load_norms(of_slab + row * mm->act_stride);
+      for (size_t r = row + 1; r < row_end; ++r) {
+        largest = _mm_max_epu8(largest, load_norms(of_slab + r * mm->act_stride));
+      }
+      store_norms(to + i * slabs + slab, largest);
+    }
+  }
 }
 
 // The bound of Cauchy and Schwarz: |sum of w * a| <= |w| * |a|, so that the sum of a group fits

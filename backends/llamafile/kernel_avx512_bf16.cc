@@ -1,6 +1,10 @@
-// AVX-512 with vdpbf16ps: Zen 4, Zen 5. Everything but BF16 is avx512_vnni, the same code.
+// AVX-512 with vdpbf16ps: Zen 4, Zen 5. Floats, and one and two rows of block types, are
+// avx512_vnni, the same code. More rows are not: decoding and scaling have ports of their own here,
+// and stores of dst take long.
 #include "llamafile/by_element.h"
-#include "llamafile/dot.h"
+#include "llamafile/gemm.h"
+#include "llamafile/gemm_i16.h"
+#include "llamafile/gemm_in_registers.h"
 
 extern "C" {
 extern const ktk_variant ktk_llamafile_avx512_vnni;
@@ -9,11 +13,61 @@ extern const ktk_variant ktk_llamafile_avx512_vnni;
 namespace ktk::llamafile {
 namespace {
 
-struct Variant : ByElement<ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni> {
+// More than a dozen rows of block types.
+struct ManyRows {
+  RunProduct* run;
+  ScratchSize* scratch_size;
+};
+
+template <size_t kType>
+constexpr ManyRows many_rows() {
+  constexpr BlockType kOf = kTypes[kType];
+  if constexpr (fits_i16(kOf)) {
+    return {gemm<GemmI16<kOf.bits>>, GemmI16<kOf.bits>::scratch_size};
+  } else {
+    using Kernel = GemmInRegisters<kOf.bits, scaling_of(kOf)>;
+    return {gemm<Kernel>, Kernel::scratch_size};
+  }
+}
+
+const ManyRows& many_rows_of(const ktk_matrix* matrix) {
+  static constexpr auto kTable = type_table([]<size_t kType> { return many_rows<kType>(); });
+  return kTable[block_type(matrix->format.element)];
+}
+
+// Up to here, writing operands takes longer than it saves.
+constexpr size_t kMaxRowsUnwritten = 20;
+
+void multiply_many(const ktk_matmul* mm) {
+  const BlockType& type = block_type(mm->matrix->format.element);
+  if (defers_d(scaling_of(type)) && mm->m <= kMaxRowsUnwritten) return multiply(mm);
+  many_rows_of(mm->matrix).run(mm);
+}
+
+size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
+  return many_rows_of(matrix).scratch_size(matrix, m);
+}
+
+using Shared = ByElement<ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni>;
+constexpr ktk_ukernel kSharedFew = Shared::ukernel<1>(""), kSharedMany = Shared::ukernel<2>("");
+
+bool has_blocks(const ktk_matrix* matrix) { return matrix->format.element >= KTK_GGML; }
+
+void multiply_few(const ktk_matmul* mm) {
+  (has_blocks(mm->matrix) ? multiply : kSharedFew.run)(mm);
+}
+void multiply_any(const ktk_matmul* mm) {
+  (has_blocks(mm->matrix) ? multiply_many : kSharedMany.run)(mm);
+}
+size_t any_scratch_size(const ktk_matrix* matrix, size_t m) {
+  return (has_blocks(matrix) ? many_scratch_size : kSharedMany.scratch_size)(matrix, m);
+}
+
+struct Variant : Shared {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
-      ukernel<1>("gemm_12x32_avx512_vnni", kFewRows),
-      ukernel<2>("gemm_6x32_avx512_vnni"),
+      ktk::ukernel("gemm_12x32_avx512_vnni", kFewRows, multiply_few),
+      ktk::ukernel("gemm_6x32_avx512_vnni", multiply_any, any_scratch_size),
   };
 };
 

@@ -1,47 +1,39 @@
-// AVX-512 with vpdpbusd: Ice Lake and later servers, Zen 4, Zen 5.
+// AVX-512 with vpdpbusd: Cascade Lake, Ice Lake and what follows on them, where instructions on
+// 512-bit registers have two ports. Zen 4 and Zen 5 are avx512_bf16.
 #include "llamafile/by_element.h"
 #include "llamafile/floats/kernel.h"
 #include "llamafile/gemm.h"
-#include "llamafile/gemm_i16.h"
-#include "llamafile/gemm_in_registers.h"
+#include "llamafile/gemm_decoded_i16.h"
 #include "llamafile/gemv.h"
 
 namespace ktk::llamafile {
 namespace {
 
-// More than a dozen rows.
-struct ManyRows {
+// More than kFewRows rows.
+struct DecodedProduct {
   RunProduct* run;
   ScratchSize* scratch_size;
 };
 
 template <size_t kType>
-constexpr ManyRows many_rows() {
+constexpr DecodedProduct decoded_product() {
   constexpr BlockType kOf = kTypes[kType];
   if constexpr (fits_i16(kOf)) {
-    return {gemm<GemmI16<kOf.bits>>, GemmI16<kOf.bits>::scratch_size};
+    return {gemm<GemmDecodedI16<kOf.bits>>, GemmDecodedI16<kOf.bits>::scratch_size};
   } else {
-    using Kernel = GemmInRegisters<kOf.bits, scaling_of(kOf)>;
+    using Kernel = GemmDecoded<kOf.bits, scaling_of(kOf)>;
     return {gemm<Kernel>, Kernel::scratch_size};
   }
 }
 
-const ManyRows& many_rows_of(const ktk_matrix* matrix) {
-  static constexpr auto kTable = type_table([]<size_t kType> { return many_rows<kType>(); });
+const DecodedProduct& decoded_product_of(const ktk_matrix* matrix) {
+  static constexpr auto kTable = type_table([]<size_t kType> { return decoded_product<kType>(); });
   return kTable[block_type(matrix->format.element)];
 }
 
-// Up to here, writing operands takes longer than it saves.
-constexpr size_t kMaxRowsUnwritten = 20;
-
-void multiply_many(const ktk_matmul* mm) {
-  const BlockType& type = block_type(mm->matrix->format.element);
-  if (defers_d(scaling_of(type)) && mm->m <= kMaxRowsUnwritten) return multiply(mm);
-  many_rows_of(mm->matrix).run(mm);
-}
-
-size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
-  return many_rows_of(matrix).scratch_size(matrix, m);
+void multiply_decoded(const ktk_matmul* mm) { decoded_product_of(mm->matrix).run(mm); }
+size_t decoded_scratch_size(const ktk_matrix* matrix, size_t m) {
+  return decoded_product_of(matrix).scratch_size(matrix, m);
 }
 
 struct Blocks {
@@ -50,7 +42,7 @@ struct Blocks {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel("gemv_2x32_avx512_vnni", kGemvRows, multiply_few),
       ukernel("gemm_12x32_avx512_vnni", kFewRows, multiply),
-      ukernel("gemm_6x32_avx512_vnni", multiply_many, many_scratch_size),
+      ukernel("gemm_decoded_12x32_avx512_vnni", multiply_decoded, decoded_scratch_size),
   };
 };
 constexpr ktk_variant kBlocks = make_variant<Blocks>();
@@ -60,7 +52,7 @@ struct Variant : ByElement<kBlocks, kFloats> {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
       ukernel<1>("gemm_12x32_avx512_vnni", kFewRows),
-      ukernel<2>("gemm_6x32_avx512_vnni"),
+      ukernel<2>("gemm_decoded_12x32_avx512_vnni"),
   };
 };
 

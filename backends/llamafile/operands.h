@@ -86,10 +86,10 @@ class Codes {
 constexpr size_t kOperandBytes = kSteps * kPlaneBytes;  // of a sub-block: a plane for every step
 
 // Makes operands of the codes of some sub-blocks.
-template <int kBits, int kOffset>
+template <int kBits, int kOffset, bool kAsTheyAre = false>
 void write_operands(const CodeTable& table, const uint8_t* sub_block, size_t sub_blocks,
                     uint8_t* to) {
-  const Codes<kBits, kOffset> codes(table);
+  const Codes<kBits, kOffset, kAsTheyAre> codes(table);
   for (; sub_blocks > 0; --sub_blocks, sub_block += kBits * kPlaneBytes, to += kOperandBytes) {
     for (size_t at = 0; at < kPlaneBytes; at += sizeof(Dot::Int)) {
       unroll<kSteps>([&]<size_t kStep>() __attribute__((always_inline)) {

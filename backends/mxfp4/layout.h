@@ -59,10 +59,11 @@ struct Codes {
     for (size_t i = 0; i < kHalfCols; ++i) write(line, i, kLineDepth, rows + i * stride, k);
   }
   static float value(const uint8_t* line, size_t col, size_t i) {
-    static constexpr float kValues[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    static constexpr float kValues[] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
+                                        -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     const uint8_t byte = line[col * 4 + i % 2 * 2 + i / 4];
     const uint8_t code = byte >> i / 2 % 2 * 4 & 0xf;
-    return code & 8 ? -kValues[code & 7] : kValues[code];
+    return kValues[code];
   }
 };
 

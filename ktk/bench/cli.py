@@ -125,6 +125,20 @@ def bench(
             "then single tokens.",
         ),
     ] = False,
+    linears: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --whole: what computes dense layers; default: of ktk config, or as the "
+            "files have it.",
+        ),
+    ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="With --whole: what computes the output head; default: as above."
+        ),
+    ] = None,
 ) -> None:
     """Time layers against the limits of this machine.
 
@@ -141,9 +155,12 @@ def bench(
     }
     if whole:
         options |= {"--layer": layer, "--variant": variant, "--plot": plot, "--rotate": rotate}
+    elif linears or head:
+        raise typer.BadParameter("needs --whole", param_hint="--linears" if linears else "--head")
     _refuse_together(checkpoint, layer, options, whole=whole)
     if whole:
-        _bench_whole(str(checkpoint), backend, threads, counts, rounds, as_json=json)
+        others = {"linears": linears, "head": head, "threads": threads or None}
+        _bench_whole(str(checkpoint), backend, others, counts, rounds, as_json=json)
         return
     shapes = [] if checkpoint else [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
     if plot:
@@ -187,7 +204,7 @@ def bench(
 def _bench_whole(
     name: str,
     backends: list[str] | None,
-    threads: int,
+    others: dict[str, Any],
     prompts: list[int],
     rounds: int,
     *,
@@ -201,7 +218,7 @@ def _bench_whole(
 
     wanted: list[str | None] = [*backends] if backends else [None]
     for backend in wanted:
-        loaded = load_text_model(name, backend=backend, threads=threads or None)
+        loaded = load_text_model(name, backend=backend, **others)
         from ktk.bench.whole import documents, measure, table_of
 
         with doing() as step:

@@ -21,6 +21,7 @@ from ktk.bench.verdict import HIGHEST_FRACTION
 from ktk.pool import default_pool
 from ktk.terminal import plain_table
 from ktk.text.load import Loaded
+from ktk.text.threads import FewThreads
 from ktk.transformers.packed import packed_modules
 
 # Steps of a reply in one turn, after some that fill caches and let threads start.
@@ -117,7 +118,7 @@ def measure(
     read = probe.read(_LOOK)
     prefill: dict[int, list[tuple[float, float]]] = {length: [] for length in prompts}
     decode: list[tuple[float, float]] = []
-    with torch.inference_mode():
+    with FewThreads(model), torch.inference_mode():
         for turn in range(rounds + 1):
             for length in prompts:
                 on_step(f"prompt of {length} tokens, turn {turn} of {rounds}")

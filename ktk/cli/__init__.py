@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ktk.bench.cli import bench
-from ktk.cli import models, text
+from ktk.cli import compat, models, text
 from ktk.cli.serve import serve
 
 MODEL = "Folder of safetensors or packed files, GGUF file, or a name of ktk model list."
@@ -81,6 +81,10 @@ def doctor(
 def inspect(
     path: Annotated[Path, typer.Argument(metavar="MODEL", help=MODEL)],
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    training: Annotated[
+        bool, typer.Option("--training", help="Also show what fine-tuning its experts takes.")
+    ] = False,
+    rank: Annotated[int, typer.Option(min=1, help="Of the adapter that is trained.")] = 16,
 ) -> None:
     """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.
 
@@ -90,7 +94,7 @@ def inspect(
     from ktk.cli.contents import show
     from ktk.hub import find_model
 
-    if not show(find_model(path), as_json=json):
+    if not show(find_model(path), as_json=json, rank=rank if training else None):
         raise typer.Exit(1)
 
 
@@ -257,4 +261,5 @@ app.command()(bench)
 app.command()(text.run)
 app.command()(text.chat)
 app.command()(serve)
+app.add_typer(compat.app, name="compat")
 app.add_typer(models.app, name="model")

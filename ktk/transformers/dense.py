@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ktk.hosts.linear import OpLinear
+from ktk.hosts.plain import is_plain
 
 
 class Weight(torch.Tensor):
@@ -67,6 +68,8 @@ class KtkLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the product, of the dtype of the input."""
+        if is_plain(input):
+            return self.layer(input)
         result: torch.Tensor = torch.ops.ktk.linear(input, self.number, self.out_features)
         return result
 

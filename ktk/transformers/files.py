@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.reader import CheckpointReader
@@ -16,6 +17,7 @@ from ktk.loading.room import check_room
 from ktk.progress import Progress
 from ktk.registry import load_backend
 from ktk.transformers.config import KtkConfig
+from ktk.transformers.division import Division
 from ktk.transformers.modules import Experts, by_layer, say_once
 from ktk.transformers.packed import Packed, put
 
@@ -35,13 +37,16 @@ class FromFiles:
         What is to be packed, by the numbers of layers in the files.
     plans
         How, in the same order.
+    division
+        Over processes, if they divide the experts.
     """
 
     checkpoint: CheckpointReader
     layers: dict[int, Experts]
     plans: list[LayerPlan]
+    division: Division | None = None
 
-    def load(self) -> None:
+    def load(self, model: Any) -> None:
         """Read and pack the experts, and put them into their modules."""
         announce(self.checkpoint.path, self.plans)
         total = sum(len(plan.slots) * plan.expert_nbytes for plan in self.plans)
@@ -52,11 +57,18 @@ class FromFiles:
 
             loaded = load_layers(self.checkpoint, self.plans, on_expert)
         for number, one in self.layers.items():
-            put(one.module, Packed(loaded[number], one.layout, one.name))
+            moe = loaded[number]
+            compute = (
+                None if self.division is None else self.division.divide(moe, one.module, model)
+            )
+            put(one.module, Packed(moe, one.layout, one.name, compute))
 
 
 def plan_files(
-    experts: Sequence[Experts], files: Sequence[str] | None, config: KtkConfig
+    experts: Sequence[Experts],
+    files: Sequence[str] | None,
+    config: KtkConfig,
+    division: Division | None = None,
 ) -> FromFiles | None:
     """Plan to pack experts from the files that a model is loaded from.
 
@@ -68,6 +80,8 @@ def plan_files(
         What transformers reads the other weights from.
     config
         Says which backend computes, and may name another place for experts.
+    division
+        Says which experts are of this process, if not all.
 
     Returns
     -------
@@ -91,7 +105,9 @@ def plan_files(
         with checkpoint:
             if not config.experts:
                 _check_same(checkpoint, files or ())
-            plans = [_plan(checkpoint, number, one, config) for number, one in layers.items()]
+            plans = [
+                _plan(checkpoint, number, one, config, division) for number, one in layers.items()
+            ]
     except CheckpointTooLarge:
         raise
     except (CheckpointError, ValueError) as error:
@@ -103,7 +119,7 @@ def plan_files(
         )
         return None
     check_room(plans)
-    return FromFiles(checkpoint, layers, plans)
+    return FromFiles(checkpoint, layers, plans, division)
 
 
 def only_experts_in_codes(folder: Path) -> bool:
@@ -129,7 +145,13 @@ def _check_same(checkpoint: CheckpointReader, files: Sequence[str]) -> None:
         raise CheckpointError(f"{checkpoint.path} also holds {others[0]}, which is not loaded")
 
 
-def _plan(checkpoint: CheckpointReader, number: int, one: Experts, config: KtkConfig) -> LayerPlan:
+def _plan(
+    checkpoint: CheckpointReader,
+    number: int,
+    one: Experts,
+    config: KtkConfig,
+    division: Division | None,
+) -> LayerPlan:
     """Plan a layer that computes what its module would: sizes have to agree."""
     with naming_layer(number):
         there = checkpoint.layer(number).config
@@ -139,4 +161,5 @@ def _plan(checkpoint: CheckpointReader, number: int, one: Experts, config: KtkCo
             num_experts_per_tok=there.num_experts_per_tok,
             intermediate_size=there.intermediate_size,
         )
-        return plan_layer(checkpoint, number, config.backend, None, None, {}, wanted)
+        mine = None if division is None else division.experts(there.num_experts)
+        return plan_layer(checkpoint, number, config.backend, mine, None, {}, wanted)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
+from ktk.transformers.adapter import lora_of
 from ktk.transformers.modules import describe, say_once
 from ktk.transformers.packed import Packed, leave_alone, packed_of
 from ktk.transformers.packing import DEFAULT_BACKEND, pack_module
@@ -33,7 +34,7 @@ def experts_forward(
     if packed is None:
         packed = _at_first_call(self)
     if isinstance(packed, Packed):
-        return packed(hidden_states, top_k_index, top_k_weights)
+        return packed(hidden_states, top_k_index, top_k_weights, lora_of(self))
     return _stock(self, hidden_states, top_k_index, top_k_weights)
 
 

@@ -17,6 +17,7 @@ from ktk.linear import Linear
 from ktk.names import PREFERRED
 from ktk.quantize import dequantize, quantize
 from ktk.registry import load_backend
+from ktk.transformers.decoding import speed_up
 from ktk.transformers.dense import KtkEmbedding, KtkLinear
 from ktk.transformers.layout import is_experts
 
@@ -86,6 +87,7 @@ def pack_bf16(model: Any, *, linears: bool = True, head: bool = True) -> None:
     pack_linears(
         model, exact if linears else None, exact if head else None, dtypes=[torch.bfloat16]
     )
+    speed_up(model)
 
 
 def packed_from(backend: Backend, module: nn.Linear, name: str) -> OpLinear:

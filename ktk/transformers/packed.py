@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -21,13 +22,17 @@ _FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 class Packed(OpLayer):
     """The packed experts of a module, in a slot of it."""
 
-    def __init__(self, moe: MoE, layout: Layout, name: str) -> None:
-        super().__init__(moe, name)
+    def __init__(
+        self, moe: MoE, layout: Layout, name: str, compute: Callable[..., Any] | None = None
+    ) -> None:
+        super().__init__(moe, name, compute=compute)
         self.layout = layout
 
     @property
     def dtype(self) -> torch.dtype | None:
         """What the weights are stored as, where that is floats and can be saved again."""
+        if len(self.moe.loaded) < self.moe.config.num_experts:
+            return None  # other processes have the others
         formats = (self.moe.format, self.moe.up_format, self.moe.down_format)
         dtypes = [_FLOATS.get(fmt.element) if fmt is not None else None for fmt in formats]
         known = [dtype for dtype in dtypes if dtype is not None]

@@ -21,7 +21,9 @@ from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.errors import CheckpointError
 from ktk.transformers.codes import Coded, all_known, on_cpu, plan_codes
 from ktk.transformers.config import METHOD, KtkConfig
+from ktk.transformers.decoding import speed_up
 from ktk.transformers.dense import unpacked_state
+from ktk.transformers.division import Division
 from ktk.transformers.files import FromFiles, only_experts_in_codes, plan_files
 from ktk.transformers.gguf import read_others
 from ktk.transformers.layout import BIASES, is_experts
@@ -57,7 +59,7 @@ class Loading:
     def finish(self, model: Any, config: KtkConfig) -> None:
         """Pack all experts, and dense layers."""
         if self.from_files is not None:
-            self.from_files.load()
+            self.from_files.load(model)
         for one in self.experts:
             if packed_of(one.module) is None:
                 pack_module(one, config.backend)
@@ -81,23 +83,21 @@ class ExpertsQuantizer:
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Take the experts out of a model that has no weights yet."""
-        if getattr(model.config, "distributed_config", None) is not None:
-            raise ValueError(
-                "ktk does not divide experts over processes: load the model without "
-                "distributed_config, tp_plan and tp_size"
-            )
+        division = Division.of(model)
         with torch.device("cpu"):  # the model is being made on the device meta
             experts = experts_of(model)
-            from_files = plan_files(experts, kwargs.get("checkpoint_files"), self.ktk)
+            from_files = plan_files(experts, kwargs.get("checkpoint_files"), self.ktk, division)
         self._loading = Loading(experts, from_files)
         if not any(map(is_experts, model.modules())):
             say_once(
                 f"{type(model).__name__} has no experts that ktk can compute: transformers "
                 "computes all of it"
             )
+        if division is not None:
+            division.check(experts, self._loading.taken)
         if taken := self._loading.taken:
             for one in taken:
-                drop_weights(one.module, one.name, *self._also)
+                drop_weights(one.module, one.name, *(BIASES if division else self._also))
                 one.module._is_hf_initialized = True  # there is nothing to initialise
             self._leave_out(model, [one.name for one in taken])
         every = [module for module in model.modules() if is_experts(module)]
@@ -233,8 +233,8 @@ class KtkQuantizer(ExpertsQuantizer, HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether gradients pass: not yet."""
-        return False
+        """Whether gradients pass."""
+        return True
 
 
 def with_experts(quantizer: Any, config: KtkConfig) -> Any:
@@ -251,9 +251,10 @@ def with_experts(quantizer: Any, config: KtkConfig) -> Any:
 
 
 def attach(model: Any) -> None:
-    """Let a model with packed experts call them, and be saved."""
+    """Let a model with packed experts call them, decode fast, and be saved."""
     if packed_modules(model):
         model.set_experts_implementation(METHOD)
+    speed_up(model)
     before = getattr(model, "hf_quantizer", None)
     model.hf_quantizer = with_experts(before, getattr(before, "ktk", KtkConfig()))
 

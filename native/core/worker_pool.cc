@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "core/affinity.h"
+#include "core/floats.h"
 #include "core/placement.h"
 #include "core/process.h"
 #include "core/sync.h"
@@ -34,22 +35,6 @@ struct Part {
   int worker = -1;
 };
 thread_local Part current;
-
-// Rounding and denormals as a new thread has them. Worker 0 is a thread of the user, who may have
-// changed them; the others' results must not differ from its.
-class DefaultFloats {
- public:
-  DefaultFloats() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultFloats() { std::fesetenv(&saved_); }
-  DefaultFloats(const DefaultFloats&) = delete;
-  DefaultFloats& operator=(const DefaultFloats&) = delete;
-
- private:
-  std::fenv_t saved_;
-};
 
 // Threads that are made inside inherit a mask that blocks all signals but those of their own
 // faults (the tests emulate instructions in a SIGILL handler): handlers of the program, Python's

@@ -83,6 +83,22 @@ void Linear::forward(const Rows& x, const Rows& out, size_t tokens) {
   ktk::forward(*engine_, variant_, weights, *plan_, kept, out, tokens);
 }
 
+void Linear::compute(const std::function<void(const DenseWeights&)>& body) {
+  const auto turn = engine_->turn();
+  body(loaded());
+}
+
+void Linear::forward_few(std::span<Linear* const> layers, const Rows& x, std::span<const Rows> outs,
+                         size_t tokens) {
+  const auto turn = layers[0]->engine_->turn();
+  std::vector<DenseCall> calls;
+  for (size_t i = 0; i < layers.size(); ++i) {
+    const DenseWeights& weights = layers[i]->loaded();
+    calls.push_back({layers[i]->variant_, weights, *layers[i]->plan_, outs[i]});
+  }
+  ktk::forward_few(*layers[0]->engine_, calls, x, tokens);
+}
+
 void Linear::look_up(std::span<const int64_t> ids, const Rows& out) {
   const auto turn = engine_->turn();
   const DenseWeights& weights = loaded();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -30,6 +31,12 @@ class Linear : public std::enable_shared_from_this<Linear> {
   void load(std::vector<DensePart> parts);
   // Throws std::runtime_error where nothing is loaded. `out` may overlap `x`.
   void forward(const Rows& x, const Rows& out, size_t tokens);
+  // Holds the turn on the pool and calls body(weights). Throws as forward().
+  void compute(const std::function<void(const DenseWeights&)>& body);
+  // As forward() of each layer, with the same input of few rows (DensePlan::kPrivateTokens), as one
+  // region of the pool that they share. No output may overlap the input.
+  static void forward_few(std::span<Linear* const> layers, const Rows& x,
+                          std::span<const Rows> outs, size_t tokens);
   // Writes rows of the weight to rows of `out`. Throws std::out_of_range for an id that is no row.
   void look_up(std::span<const int64_t> ids, const Rows& out);
 

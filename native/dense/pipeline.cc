@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 
 #include "core/prefetch.h"
 #include "moe/nodes.h"
@@ -34,15 +35,19 @@ class DenseRun {
         next_task_(weights.shards().size()) {}
 
   void run(size_t begin, size_t end) {
+    prepare(begin, end);
+    engine_.pool.run([this](int worker) { body(worker); });
+  }
+
+  void prepare(size_t begin, size_t end) {
     begin_ = begin;
     plan_.make(end - begin);
     shared_ = engine_.scratch.shared(plan_.shared_bytes);
     for (std::atomic<size_t>& next : next_task_) next = 0;
     next_token_ = 0;
-    engine_.pool.run([this](int worker) { body(worker); });
   }
 
- private:
+  // A worker's part, which has no barrier where the plan says private_x.
   void body(int worker) {
     char* own = engine_.scratch.own(worker, plan_.own.bytes, node_id(engine_.pool.node_of(worker)));
     if (variant_.enter) variant_.enter();
@@ -69,6 +74,7 @@ class DenseRun {
     if (variant_.leave) variant_.leave();
   }
 
+ private:
   size_t take(size_t shard) { return next_task_[shard].fetch_add(1, std::memory_order_relaxed); }
 
   // Encoded tokens for products of one kind.
@@ -171,6 +177,17 @@ void forward(Engine& engine, const Variant& variant, const DenseWeights& weights
   for (size_t begin = 0; begin < tokens; begin += step) {
     chunk.run(begin, std::min(begin + step, tokens));
   }
+}
+
+void forward_few(Engine& engine, std::span<const DenseCall> calls, const Rows& x, size_t tokens) {
+  std::deque<DenseRun> runs;  // which cannot be moved
+  for (const DenseCall& call : calls) {
+    runs.emplace_back(engine, call.variant, call.weights, call.plan, x, call.out);
+    runs.back().prepare(0, tokens);
+  }
+  engine.pool.run([&](int worker) {
+    for (DenseRun& one : runs) one.body(worker);
+  });
 }
 
 }  // namespace ktk

@@ -11,7 +11,6 @@ namespace {
 
 // f32 results that a worker keeps in its L2.
 constexpr size_t kPanelFloats = 64 * 1024;
-constexpr size_t kPrivateTokens = 4;
 // A chunk of tokens reads all weights once, so it should be large, and what it encodes should stay
 // in the last cache, or at least not grow without bounds.
 constexpr size_t kChunkTokens = 4096;

@@ -17,12 +17,13 @@ struct DenseTask {
 };
 
 struct DensePlan {
+  // So few tokens every worker encodes for itself, which saves a barrier.
+  static constexpr size_t kPrivateTokens = 4;
   // Rows that are multiplied at once: bounds a worker's panel.
   static constexpr size_t kMaxRows = 512;
 
   size_t tokens = 0;
-  // So few tokens that every worker encodes them all for itself, which saves a barrier.
-  bool private_x = false;
+  bool private_x = false;                     // up to kPrivateTokens
   size_t panel_columns = 0;                   // that are computed at once
   size_t panel_stride = 0;                    // floats between rows of the panel
   std::vector<std::vector<DenseTask>> tasks;  // per shard

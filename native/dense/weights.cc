@@ -36,20 +36,32 @@ DenseWeights::DenseWeights(const Variant& variant, std::span<const DensePart> pa
                            const std::vector<int>& nodes, WorkerPool& pool)
     : variant_(variant), k_(k) {
   place(variant, parts, nodes);
-  Packing packing(variant, pool);
   std::vector<size_t> first_row(parts.size());
   for (size_t p = 1; p < parts.size(); ++p) first_row[p] = first_row[p - 1] + parts[p - 1].n;
+  std::vector<PackJob> jobs;
   for (DenseShard& shard : shards_) {
-    char* at = shard.memory.data();
     for (DenseSlice& slice : shard.slices) {
-      slice.packed = at;
       const size_t row = slice.begin - first_row[slice.part];
-      packing.add(slice.matrix, view(parts[slice.part].source, row, 0), at);
-      at += slice.bytes;
+      jobs.push_back({&slice.matrix, view(parts[slice.part].source, row, 0)});
       by_column_.push_back(&slice);
     }
   }
-  packing.run();
+  find_sizes(variant, pool, jobs);
+  size_t next = 0;
+  for (size_t s = 0; s < shards_.size(); ++s) {
+    DenseShard& shard = shards_[s];
+    size_t bytes = 0;
+    for (size_t i = 0; i < shard.slices.size(); ++i) bytes = sum(bytes, jobs[next + i].bytes);
+    shard.memory = Memory(bytes, nodes[s]);
+    char* at = shard.memory.data();
+    for (DenseSlice& slice : shard.slices) {
+      PackJob& job = jobs[next++];
+      slice.packed = job.packed = at;
+      slice.bytes = job.bytes;
+      at += job.bytes;
+    }
+  }
+  pack(variant, pool, jobs);
   std::sort(by_column_.begin(), by_column_.end(),
             [](const DenseSlice* a, const DenseSlice* b) { return a->begin < b->begin; });
   const auto has_bias = [](const DensePart& part) { return part.bias != nullptr; };
@@ -59,7 +71,7 @@ DenseWeights::DenseWeights(const Variant& variant, std::span<const DensePart> pa
   }
 }
 
-// Cuts parts into shards and slices, and gets their memory.
+// Cuts parts into shards and slices.
 void DenseWeights::place(const Variant& variant, std::span<const DensePart> parts,
                          const std::vector<int>& nodes) {
   shards_.resize(nodes.size());
@@ -73,7 +85,6 @@ void DenseWeights::place(const Variant& variant, std::span<const DensePart> part
       for (size_t s = 0; s + 1 < at.size(); ++s) {
         DenseSlice slice{.part = p, .begin = n_ + at[s], .end = n_ + at[s + 1]};
         slice.matrix = {at[s + 1] - at[s], k_, *part.stored};
-        slice.bytes = variant.weight_bytes(slice.matrix);
         slice.act = act_of(variant, slice.matrix);
         slice.factor = part.factor;
         // Parts that are too small for all nodes take the places of those that are not in turn.
@@ -82,11 +93,6 @@ void DenseWeights::place(const Variant& variant, std::span<const DensePart> part
     }
     n_ += part.n;
     formats_.push_back(*part.stored);
-  }
-  for (size_t s = 0; s < nodes.size(); ++s) {
-    size_t bytes = 0;
-    for (const DenseSlice& slice : shards_[s].slices) bytes = sum(bytes, slice.bytes);
-    shards_[s].memory = Memory(bytes, nodes[s]);
   }
 }
 
@@ -105,6 +111,24 @@ void DenseWeights::unpack(float* out) const {
     const ktk_matrix& matrix = slice->matrix;
     variant_.unpack_weight(&matrix, slice->packed, 0, matrix.n, rows, k_);
     if (slice->factor != 1) ops().scale(slice->factor, matrix.n, k_, rows, k_);
+  }
+}
+
+void DenseWeights::write_part(size_t part, const ktk_export& target) const {
+  size_t row = 0;
+  for (const DenseSlice* slice : by_column_) {
+    if (slice->part != part) continue;
+    // A slice begins where a group of rows does.
+    const size_t group_n = slice->matrix.format.group_n, group = group_n ? row / group_n : 0;
+    const auto at = [](void* data, size_t bytes) {
+      return data ? static_cast<char*>(data) + bytes : nullptr;
+    };
+    ktk_export own = target;
+    own.data = at(target.data, row * target.data_stride);
+    own.scale = at(target.scale, group * target.scale_stride);
+    own.zero = at(target.zero, group * target.zero_stride);
+    variant_.export_weight(&slice->matrix, slice->packed, 0, slice->matrix.n, &own);
+    row += slice->matrix.n;
   }
 }
 

@@ -59,6 +59,8 @@ class DenseWeights {
 
   // Writes the weight as it is stored, in f32: [n, k], row-major.
   void unpack(float* out) const;
+  // Writes the rows of a part in its format, as ktk_variant::export_weight, which the variant has.
+  void write_part(size_t part, const ktk_export& target) const;
   // The slice that has a column of the output.
   const DenseSlice& slice_of(size_t column) const;
 

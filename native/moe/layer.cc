@@ -105,18 +105,23 @@ void Layer::check_loaded(const Request& request) const {
   }
 }
 
-void Layer::forward(const Request& request) {
+void Layer::compute(const Request& request,
+                    const std::function<void(const Weights*, const Request&)>& body) {
   const auto turn = engine_->turn();  // experts may be loaded meanwhile
   check_loaded(request);
   std::vector<uint8_t> skip = left_out_;
   for (size_t e = 0; e < request.skip.size(); ++e) skip[e] |= request.skip[e];
   Request merged = request;
   merged.skip = skip;
-  if (!weights_) {
+  body(weights_.get(), merged);
+}
+
+void Layer::forward(const Request& request) {
+  compute(request, [this](const Weights* weights, const Request& merged) {
+    if (weights) return ktk::forward(*engine_, config_, variant_, *weights, merged);
     // Nothing is loaded and nothing is wanted: an all-zero result needs no pipeline.
-    return request.out.clear(0, request.choice.tokens, config_.hidden);
-  }
-  ktk::forward(*engine_, config_, variant_, *weights_, merged);
+    if (merged.out.data) merged.out.clear(0, merged.choice.tokens, config_.hidden);
+  });
 }
 
 }  // namespace ktk

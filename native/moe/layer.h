@@ -1,6 +1,7 @@
 // A layer of experts: configuration, packed weights and the pool that computes it.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -31,6 +32,10 @@ class Layer : public std::enable_shared_from_this<Layer> {
   void leave_out(size_t expert);
   // Throws std::runtime_error when a row would go to an expert that was never loaded.
   void forward(const Request& request);
+  // Holds the turn on the pool, checks as forward() does, and calls body(weights, request), where
+  // experts that are left out are skipped. The weights are NULL where nothing is loaded or wanted.
+  void compute(const Request& request,
+               const std::function<void(const Weights*, const Request&)>& body);
 
   const Config& config() const { return config_; }
   const BackendTable& table() const { return *table_; }

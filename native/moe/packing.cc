@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <vector>
 
 #include "core/size.h"
 #include "format/elements.h"
@@ -25,23 +26,51 @@ ktk_source view(const ktk_source& source, size_t row, size_t col) {
   return part;
 }
 
-void Packing::add(const ktk_matrix& matrix, const ktk_source& source, char* packed) {
-  // A few jobs per worker and matrix: enough to balance, large enough to stream.
-  const size_t n_step = variant_.tile.n_step;
-  const size_t pieces = static_cast<size_t>(pool_.size()) * 4;
-  const size_t rows = std::max(round_up(matrix.n / pieces + 1, n_step), n_step);
-  for (size_t n = 0; n < matrix.n; n += rows) {
-    jobs_.push_back({&matrix, source, packed, n, std::min(n + rows, matrix.n)});
+namespace {
+
+// Rows of a matrix: a few ranges per worker and matrix, enough to balance, large enough to stream.
+struct Range {
+  size_t job, begin, end;
+};
+
+// Calls body(range) for ranges of all matrices, by all workers.
+template <class Body>
+void for_ranges(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs,
+                const Body& body) {
+  const size_t n_step = variant.tile.n_step, pieces = static_cast<size_t>(pool.size()) * 4;
+  std::vector<Range> ranges;
+  for (size_t job = 0; job < jobs.size(); ++job) {
+    const size_t all = jobs[job].matrix->n;
+    const size_t rows = std::max(round_up(all / pieces + 1, n_step), n_step);
+    for (size_t n = 0; n < all; n += rows) ranges.push_back({job, n, std::min(n + rows, all)});
+  }
+  std::atomic<size_t> next{0};
+  pool.run([&](int) {
+    for (size_t i = next.fetch_add(1); i < ranges.size(); i = next.fetch_add(1)) body(ranges[i]);
+  });
+}
+
+}  // namespace
+
+void find_sizes(const Variant& variant, WorkerPool& pool, std::span<PackJob> jobs) {
+  std::vector<std::atomic<size_t>> largest(jobs.size());
+  if (variant.source_size) {
+    for_ranges(variant, pool, jobs, [&](const Range& range) {
+      const PackJob& job = jobs[range.job];
+      const size_t bytes = variant.source_bytes(*job.matrix, job.source, range.begin, range.end);
+      std::atomic<size_t>& most = largest[range.job];
+      for (size_t seen = most; seen < bytes && !most.compare_exchange_weak(seen, bytes);) continue;
+    });
+  }
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    jobs[i].bytes = variant.weight_bytes(*jobs[i].matrix, largest[i]);
   }
 }
 
-void Packing::run() {
-  std::atomic<size_t> next{0};
-  pool_.run([&](int) {
-    for (size_t i = next.fetch_add(1); i < jobs_.size(); i = next.fetch_add(1)) {
-      const Job& job = jobs_[i];
-      variant_.pack_weight(job.matrix, &job.source, job.begin, job.end, job.packed);
-    }
+void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs) {
+  for_ranges(variant, pool, jobs, [&](const Range& range) {
+    const PackJob& job = jobs[range.job];
+    variant.pack(*job.matrix, job.source, range.begin, range.end, job.packed, job.bytes);
   });
 }
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstddef>
-#include <vector>
+#include <span>
 
 #include "core/worker_pool.h"
 #include "moe/table.h"
@@ -13,25 +13,16 @@ namespace ktk {
 // of its group, or what is looked at does not leave the group that they lie in.
 ktk_source view(const ktk_source& source, size_t row, size_t col);
 
-class Packing {
- public:
-  Packing(const Variant& variant, WorkerPool& pool) : variant_(variant), pool_(pool) {}
-
-  // A matrix to pack; it and what the source points at must live until run() has returned.
-  void add(const ktk_matrix& matrix, const ktk_source& source, char* packed);
-  void run();
-
- private:
-  struct Job {
-    const ktk_matrix* matrix;
-    ktk_source source;
-    char* packed;
-    size_t begin, end;  // rows
-  };
-
-  const Variant& variant_;
-  WorkerPool& pool_;
-  std::vector<Job> jobs_;
+// A matrix to pack. The matrix, and what the source points at, must live until it is packed.
+struct PackJob {
+  const ktk_matrix* matrix;
+  ktk_source source;
+  char* packed = nullptr;
+  size_t bytes = 0;  // of `packed`
 };
+
+// Fills in `bytes` with what each takes.
+void find_sizes(const Variant& variant, WorkerPool& pool, std::span<PackJob> jobs);
+void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs);
 
 }  // namespace ktk

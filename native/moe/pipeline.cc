@@ -6,6 +6,9 @@
 //   ----------------------|------------------------------------------|--------------------------
 //                      barrier                                    barrier
 //
+// With adapters, rows of low rank are computed ahead of each half by blocks of an expert's rows,
+// and tasks add what they mean to their columns.
+//
 // Gate and up read the same x, unless they want different activations. The first barrier is left
 // out when there are so few tokens that every worker encodes them all.
 // A task of the second half owns its output columns for all experts, so the weighted sums need no
@@ -15,8 +18,11 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <optional>
 
 #include "core/prefetch.h"
+#include "core/size.h"
+#include "moe/lora_rows.h"
 #include "moe/nodes.h"
 #include "moe/plan.h"
 #include "ops/select.h"
@@ -39,24 +45,35 @@ class ChunkRun {
         shards_(weights.shards()),
         plan_(config, variant, weights),
         next_gate_up_(slices_.size()),
-        next_down_(shards_.size()) {}
+        next_down_(shards_.size()) {
+    if (request.lora) lora_.emplace(*request.lora, config);
+  }
 
   size_t max_tokens(size_t top_k) const { return plan_.max_tokens(top_k); }
 
   void run(size_t begin, size_t end) {
     begin_ = begin;
     route_.build(request_.choice, begin, end, config_.num_experts, request_.skip);
-    if (route_.active.empty()) return request_.out.clear(begin, end, config_.hidden);
+    if (route_.active.empty()) {
+      if (computes_down()) request_.out.clear(begin, end, config_.hidden);
+      return;
+    }
     plan_.make(route_, end - begin, engine_.pool.size());
-    shared_ = engine_.scratch.shared(plan_.shared_bytes);
+    Carver beside;
+    if (lora_) lora_->place(route_, begin, beside);
+    shared_ = engine_.scratch.shared(sum(plan_.shared_bytes, beside.size()));
+    if (lora_) lora_->use(shared_ + plan_.shared_bytes);
     for (std::atomic<size_t>& next : next_gate_up_) next = 0;
     for (std::atomic<size_t>& next : next_down_) next = 0;
     next_token_ = 0;
     next_sum_ = 0;
+    next_hidden_ = 0;
+    next_h_ = 0;
     engine_.pool.run([this](int worker) { body(worker); });
   }
 
  private:
+  bool computes_down() const { return request_.out.data != nullptr; }
   // Encoded tokens, for gate (0) or up (1).
   char* x(size_t act, char* own) const {
     return plan_.private_x ? own + plan_.own.x[act] : shared_ + plan_.x[act];
@@ -67,14 +84,16 @@ class ChunkRun {
   }
 
   void body(int worker) {
-    char* own = engine_.scratch.own(worker, plan_.own.bytes, node_id(engine_.pool.node_of(worker)));
+    const size_t own_bytes = sum(plan_.own.bytes, lora_ ? lora_bytes() : 0);
+    char* own = engine_.scratch.own(worker, own_bytes, node_id(engine_.pool.node_of(worker)));
+    if (lora_) reduce_hidden(own);
     if (variant_.enter) variant_.enter();
     if (plan_.private_x) {
       encode(own, 0, plan_.tokens);
     } else {
       encode_shared(own);
-      engine_.pool.barrier();
     }
+    if (lora_ || !plan_.private_x) engine_.pool.barrier();
     const size_t shards = shards_.size();
     const size_t home =
         static_cast<size_t>(worker) * shards / static_cast<size_t>(engine_.pool.size());
@@ -83,13 +102,19 @@ class ChunkRun {
       while (const GateUpTask* task = take(plan_.gate_up[s], next_gate_up_[s]))
         gate_up(s, *task, own);
     }
-    engine_.pool.barrier();
-    for (size_t i = 0; i < shards; ++i) {
-      const size_t s = (home + i) % shards;
-      while (const DownTask* task = take(plan_.down, next_down_[s])) down(s, *task, own);
+    if (computes_down()) {
+      engine_.pool.barrier();
+      if (lora_) {
+        reduce_h(own);
+        engine_.pool.barrier();
+      }
+      for (size_t i = 0; i < shards; ++i) {
+        const size_t s = (home + i) % shards;
+        while (const DownTask* task = take(plan_.down, next_down_[s])) down(s, *task, own);
+      }
     }
     if (variant_.leave) variant_.leave();
-    if (shards > 1) {
+    if (computes_down() && shards > 1) {
       engine_.pool.barrier();
       sum_shards(own);
     }
@@ -99,6 +124,37 @@ class ChunkRun {
   static const Task* take(const std::vector<Task>& tasks, std::atomic<size_t>& next) {
     const size_t i = next.fetch_add(1, std::memory_order_relaxed);
     return i < tasks.size() ? &tasks[i] : nullptr;
+  }
+
+  // A worker's memory for adapters comes behind that of the plan: LoraRows' own, and a block of
+  // intermediate activations.
+  char* lora_own(char* own) const { return own + plan_.own.bytes; }
+  size_t lora_bytes() const {
+    const size_t h = ktk::product(LoraRows::kMaxRows, config_.intermediate, sizeof(float));
+    return sum(round_up(lora_->own_bytes(), KTK_ALIGNMENT), h);
+  }
+
+  void reduce_hidden(char* own) {
+    while (const RowBlock* block = take(lora_->blocks(), next_hidden_)) {
+      lora_->reduce_hidden(*block, request_.hidden, lora_own(own));
+    }
+  }
+
+  // As the down projection sees them: encoded.
+  void reduce_h(char* own) {
+    char* const scratch = lora_own(own);
+    float* const h =
+        reinterpret_cast<float*>(scratch + round_up(lora_->own_bytes(), KTK_ALIGNMENT));
+    while (const RowBlock* block = take(lora_->blocks(), next_h_)) {
+      lora_->clear_down(*block);
+      for (size_t s = 0; s < slices_.size(); ++s) {
+        const Slice& slice = slices_[s];
+        variant_.unpack_act(&slice.matrix.down, block->count, h_row(s, block->first),
+                            plan_.h_strides[s], h, slice.width());
+        lora_->reduce_down(*block, slice.begin, slice.end, h, slice.width(), scratch);
+      }
+      lora_->finish_down(*block);
+    }
   }
 
   void encode_shared(char* own) {
@@ -180,12 +236,34 @@ class ChunkRun {
                       ? weights_from(matrix.gate, slice.gate_at(expert), mm.n_end)
                       : nullptr;
         run(mm, factor.up);
+        if (lora_) {
+          const RowBlock block = {task.active, first, m};
+          const size_t from = slice.begin + n, to = slice.begin + mm.n_end;
+          for (const auto& [part, panel] :
+               {std::pair{LoraRows::kGate, gate}, std::pair{LoraRows::kUp, up}}) {
+            lora_->add(part, block, from, to, panel, plan_.panel_stride, lora_own(own));
+          }
+        }
+        if (request_.kept.data) keep(first, m, slice.begin + n, mm.n_end - n, gate, up);
+        if (!computes_down()) continue;
         ops_.glu(&config_.glu, m, mm.n_end - n, gate, up, plan_.panel_stride,
                  gate_bias ? gate_bias + slice.begin + n : nullptr,
                  up_bias ? up_bias + slice.begin + n : nullptr);
         variant_.pack_act(&matrix.down, m, n, mm.n_end, gate, plan_.panel_stride, h_row(s, first),
                           plan_.h_strides[s]);
       }
+    }
+  }
+
+  // Writes columns of the products of gate and up for a backward pass.
+  void keep(size_t first, size_t m, size_t column, size_t columns, const float* gate,
+            const float* up) const {
+    for (size_t i = 0; i < m; ++i) {
+      const size_t token = begin_ + route_.tokens[first + i];
+      const size_t row = 2 * (token * request_.choice.top_k + route_.slots[first + i]);
+      const Rows& kept = request_.kept;
+      ops_.from_f32(gate + i * plan_.panel_stride, kept.type, columns, kept.at(row, column));
+      ops_.from_f32(up + i * plan_.panel_stride, kept.type, columns, kept.at(row + 1, column));
     }
   }
 
@@ -232,6 +310,10 @@ class ChunkRun {
                                  task.begin);
         }
         run(mm, weights_.factor(active.expert).down);
+        if (lora_ && s == 0) {
+          lora_->add(LoraRows::kDown, {i, first, m}, task.begin, task.end, panel, plan_.down_stride,
+                     lora_own(own));
+        }
         // The next expert's rows were encoded long ago, perhaps by another core. Their tiles are 16
         // rows high, which no prefetcher recognises; in order, one does.
         const size_t share = following ? following_bytes / active.count + 1 : 0;
@@ -293,7 +375,8 @@ class ChunkRun {
   size_t begin_ = 0;        // first token of the chunk
   char* shared_ = nullptr;  // see Plan
   std::vector<std::atomic<size_t>> next_gate_up_, next_down_;
-  std::atomic<size_t> next_token_{0}, next_sum_{0};
+  std::atomic<size_t> next_token_{0}, next_sum_{0}, next_hidden_{0}, next_h_{0};
+  std::optional<LoraRows> lora_;
 };
 
 }  // namespace
@@ -305,6 +388,27 @@ void forward(Engine& engine, const Config& config, const Variant& variant, const
   for (size_t begin = 0; begin < request.choice.tokens; begin += step) {
     chunk.run(begin, std::min(begin + step, request.choice.tokens));
   }
+}
+
+void forward_products(Engine& engine, const Config& config, const Variant& variant,
+                      const Weights& weights, const Request& request, size_t begin, size_t end,
+                      const Rows& kept) {
+  Request part = request;
+  Lora lora;
+  const Choice& choice = request.choice;
+  const size_t id_bytes = choice.ids_64 ? sizeof(int64_t) : sizeof(int32_t);
+  part.choice.tokens = end - begin;
+  part.choice.ids = static_cast<const char*>(choice.ids) + begin * choice.ids_stride * id_bytes;
+  part.choice.weights = choice.weights + begin * choice.weights_stride;
+  part.hidden.data = request.hidden.at(begin);
+  if (request.lora && request.lora->of_tokens) {
+    lora = *request.lora;
+    lora.of_tokens += begin;
+    part.lora = &lora;
+  }
+  part.out = {};
+  part.kept = kept;
+  forward(engine, config, variant, weights, part);
 }
 
 }  // namespace ktk

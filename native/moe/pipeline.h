@@ -14,4 +14,10 @@ namespace ktk {
 void forward(Engine& engine, const Config& config, const Variant& variant, const Weights& weights,
              const Request& request);
 
+// Writes the products of gate and up of tokens [begin, end), as Request::kept has them, to `kept`,
+// whose first token is `begin`.
+void forward_products(Engine& engine, const Config& config, const Variant& variant,
+                      const Weights& weights, const Request& request, size_t begin, size_t end,
+                      const Rows& kept);
+
 }  // namespace ktk

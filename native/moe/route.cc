@@ -23,6 +23,7 @@ void Route::build(const Choice& choice, size_t begin, size_t end, size_t experts
     rows += count;
   }
   tokens.resize(rows);
+  slots.resize(rows);
   weights.resize(rows);
   for (size_t token = begin; token < end; ++token) {
     for (size_t slot = 0; slot < choice.top_k; ++slot) {
@@ -30,6 +31,7 @@ void Route::build(const Choice& choice, size_t begin, size_t end, size_t experts
       if (!runs(id)) continue;
       const uint32_t row = next_[static_cast<size_t>(id)]++;
       tokens[row] = static_cast<uint32_t>(token - begin);
+      slots[row] = static_cast<uint32_t>(slot);
       weights[row] = choice.weights[token * choice.weights_stride + slot];
     }
   }

@@ -32,6 +32,7 @@ struct Route {
   };
   std::vector<Active> active;    // by expert; only those with rows
   std::vector<uint32_t> tokens;  // of each row
+  std::vector<uint32_t> slots;   // of each row: which of its token's choices it is
   std::vector<float> weights;    // of each row
 
   // Sorts tokens [begin, end) of `choice`. Ids outside [0, experts) and experts whose `skip` is set

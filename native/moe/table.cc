@@ -46,7 +46,11 @@ std::unique_ptr<Variant> copy_variant(const std::string& backend, size_t index,
   check_tile(where, variant->tile);
   check_format(where, "act", variant->act);
   check_given(where, "weight_size", variant->weight_size);
-  check_given(where, "pack_weight", variant->pack_weight);
+  if (!variant->source_size != !variant->pack_sized) {
+    reject(where, variant->source_size ? "has source_size, but pack_sized is NULL"
+                                       : "has pack_sized, but source_size is NULL");
+  }
+  if (!variant->pack_sized) check_given(where, "pack_weight", variant->pack_weight);
   check_given(where, "unpack_weight", variant->unpack_weight);
   check_given(where, "act_size", variant->act_size);
   check_given(where, "pack_act", variant->pack_act);
@@ -81,6 +85,31 @@ std::string join(const std::vector<std::string>& parts, const char* between = ",
 
 size_t Variant::weight_bytes(const ktk_matrix& matrix) const {
   return check_bytes(*this, "weight_size", matrix, weight_size(&matrix), KTK_ALIGNMENT);
+}
+
+size_t Variant::weight_bytes(const ktk_matrix& matrix, size_t bytes) const {
+  const size_t least = weight_bytes(matrix);
+  if (!source_size) return least;
+  check_bytes(*this, "source_size", matrix, bytes, KTK_ALIGNMENT);
+  if (bytes >= least) return bytes;
+  throw std::runtime_error(where + ": source_size says " + std::to_string(bytes) +
+                           " bytes for a weight [" + std::to_string(matrix.n) + ", " +
+                           std::to_string(matrix.k) + "] in " + describe(matrix.format) +
+                           "; expected the " + std::to_string(least) + " of weight_size, or more");
+}
+
+size_t Variant::source_bytes(const ktk_matrix& matrix, const ktk_source& source, size_t n_begin,
+                             size_t n_end) const {
+  return source_size ? source_size(&matrix, &source, n_begin, n_end) : 0;
+}
+
+void Variant::pack(const ktk_matrix& matrix, const ktk_source& source, size_t n_begin, size_t n_end,
+                   char* packed, size_t bytes) const {
+  if (pack_sized) {
+    pack_sized(&matrix, &source, n_begin, n_end, packed, bytes);
+  } else {
+    pack_weight(&matrix, &source, n_begin, n_end, packed);
+  }
 }
 
 size_t Variant::act_bytes(const ktk_matrix& matrix) const {

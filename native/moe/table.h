@@ -26,8 +26,17 @@ struct Variant : ktk_variant {
   // m rows, as the backend says. Throw std::runtime_error where that is nonsense,
   // std::length_error where it is more than a process can address.
   size_t weight_bytes(const ktk_matrix& matrix) const;
+  // The same of a matrix whose source takes `bytes`, the largest result of source_size().
+  size_t weight_bytes(const ktk_matrix& matrix, size_t bytes) const;
   size_t act_bytes(const ktk_matrix& matrix) const;
   size_t scratch_bytes(const ktk_ukernel& kernel, const ktk_matrix& matrix, size_t m) const;
+
+  // What source_size() says of rows of a source; 0 for backends without.
+  size_t source_bytes(const ktk_matrix& matrix, const ktk_source& source, size_t n_begin,
+                      size_t n_end) const;
+  // Packs rows of a source into `bytes`, what weight_bytes() returned for it.
+  void pack(const ktk_matrix& matrix, const ktk_source& source, size_t n_begin, size_t n_end,
+            char* packed, size_t bytes) const;
 
   // The micro-kernel for m rows.
   const ktk_ukernel& kernel_for(size_t m) const;

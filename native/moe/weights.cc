@@ -61,6 +61,23 @@ CutRules cut_rules(const ktk_tile& tile, const Parts<ktk_format>& stored,
   return rules;
 }
 
+void Slice::make_room(size_t expert, const Parts<size_t>& needed) {
+  const bool fits = needed.gate <= bytes.gate && needed.up <= bytes.up && needed.down <= bytes.down;
+  if (!fits) {
+    Own place = {Memory(sum(sum(needed.gate, needed.up), needed.down), node), needed};
+    own.resize(memory.size() / expert_bytes);
+    own[expert] = std::move(place);
+    memory.discard(expert * expert_bytes, expert_bytes);
+  } else if (!own.empty()) {
+    own[expert] = {};
+  }
+}
+
+void Slice::discard(size_t expert) {
+  memory.discard(expert * expert_bytes, expert_bytes);
+  if (!own.empty()) own[expert] = {};
+}
+
 Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_format>& formats,
                  const ExpertSource& first, const std::vector<int>& nodes)
     : config_(config),
@@ -97,6 +114,7 @@ void Weights::add_slice(size_t begin, size_t end, int node) {
   slice.expert_bytes =
       round_up(sum(sum(slice.bytes.gate, slice.bytes.up), slice.bytes.down), kPage);
   slice.memory = Memory(product(config_.num_experts, slice.expert_bytes), node);
+  slice.node = node;
   slices_.push_back(std::move(slice));
 }
 
@@ -119,13 +137,23 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     check_cut("up", up, up.group_n, slice);
     check_cut("down", down, down.group_k, slice);
   }
-  Packing packing(variant_, pool);
+  std::vector<PackJob> jobs;
   for (const Slice& slice : slices_) {
-    packing.add(slice.matrix.gate, view(source.gate, slice.begin, 0), slice.gate_at(expert));
-    packing.add(slice.matrix.up, view(source.up, slice.begin, 0), slice.up_at(expert));
-    packing.add(slice.matrix.down, view(source.down, 0, slice.begin), slice.down_at(expert));
+    jobs.push_back({&slice.matrix.gate, view(source.gate, slice.begin, 0)});
+    jobs.push_back({&slice.matrix.up, view(source.up, slice.begin, 0)});
+    jobs.push_back({&slice.matrix.down, view(source.down, 0, slice.begin)});
   }
-  packing.run();
+  find_sizes(variant_, pool, jobs);
+  for (size_t s = 0; s < slices_.size(); ++s) {
+    Slice& slice = slices_[s];
+    PackJob &gate = jobs[3 * s], &up = jobs[3 * s + 1], &down = jobs[3 * s + 2];
+    slice.make_room(expert, {gate.bytes, up.bytes, down.bytes});
+    const Parts<size_t>& bytes = slice.bytes_of(expert);
+    gate = {gate.matrix, gate.source, slice.gate_at(expert), bytes.gate};
+    up = {up.matrix, up.source, slice.up_at(expert), bytes.up};
+    down = {down.matrix, down.source, slice.down_at(expert), bytes.down};
+  }
+  pack(variant_, pool, jobs);
   set_bias(gate_bias_, source.gate_bias, expert, config_.intermediate);
   set_bias(up_bias_, source.up_bias, expert, config_.intermediate);
   set_bias(down_bias_, source.down_bias, expert, config_.hidden);
@@ -148,9 +176,7 @@ bool Weights::chooses_scales(const ExpertSource& source) const {
 }
 
 void Weights::leave_out(size_t expert) {
-  for (Slice& slice : slices_) {
-    slice.memory.discard(expert * slice.expert_bytes, slice.expert_bytes);
-  }
+  for (Slice& slice : slices_) slice.discard(expert);
   states_[expert] = State::kLeftOut;
 }
 
@@ -176,8 +202,15 @@ size_t Weights::expert_bytes() const {
 }
 
 size_t Weights::bytes() const {
-  const auto loaded = std::count(states_.begin(), states_.end(), State::kLoaded);
-  return static_cast<size_t>(loaded) * expert_bytes();
+  size_t bytes = 0;
+  for (const Slice& s : slices_) {
+    for (size_t expert = 0; expert < states_.size(); ++expert) {
+      if (states_[expert] != State::kLoaded) continue;
+      const Parts<size_t>& of = s.bytes_of(expert);
+      bytes += of.gate + of.up + of.down;
+    }
+  }
+  return bytes;
 }
 
 }  // namespace ktk

@@ -33,18 +33,41 @@ struct ExpertSource : Parts<ktk_source> {
 //   expert 0                      expert 1
 //   | gate | up | down | padding  | gate | up | down | padding ...
 //
-// Each expert starts on a page, so that experts that are left out take no memory.
+// Each expert starts on a page, so that experts that are left out take no memory. One that takes
+// more bytes than others, because of what is in it, has memory of its own.
 struct Slice {
+  struct Own {
+    Memory memory;
+    Parts<size_t> bytes;
+  };
+
   size_t begin = 0, end = 0;
   Parts<ktk_matrix> matrix;
   Parts<size_t> bytes;
   size_t expert_bytes = 0;
   Memory memory;
+  int node = -1;
+  std::vector<Own> own;  // of each expert, once there is one
 
   size_t width() const { return end - begin; }
-  char* gate_at(size_t expert) const { return memory.data() + expert * expert_bytes; }
-  char* up_at(size_t expert) const { return gate_at(expert) + bytes.gate; }
-  char* down_at(size_t expert) const { return up_at(expert) + bytes.up; }
+  const Own* own_of(size_t expert) const {
+    return own.empty() || !own[expert].memory ? nullptr : &own[expert];
+  }
+  const Parts<size_t>& bytes_of(size_t expert) const {
+    const Own* place = own_of(expert);
+    return place ? place->bytes : bytes;
+  }
+  char* gate_at(size_t expert) const {
+    const Own* place = own_of(expert);
+    return place ? place->memory.data() : memory.data() + expert * expert_bytes;
+  }
+  char* up_at(size_t expert) const { return gate_at(expert) + bytes_of(expert).gate; }
+  char* down_at(size_t expert) const { return up_at(expert) + bytes_of(expert).up; }
+
+  // Gives an expert room for so many bytes, and back what it does not need.
+  void make_room(size_t expert, const Parts<size_t>& needed);
+  // Forgets it.
+  void discard(size_t expert);
 };
 
 // What one NUMA node has of every expert: slices [first, last). There are several where a shard
@@ -84,7 +107,8 @@ class Weights {
   // Whether a scale of what is stored belongs to columns of several slices, each of which has
   // chosen one of its own: weights that were quantised while they were packed.
   bool scales_differ(size_t expert) const { return scales_differ_[expert] != 0; }
-  // Packed bytes of one expert, padding between experts not counted.
+  // Packed bytes of one expert that takes no memory of its own, padding between experts not
+  // counted.
   size_t expert_bytes() const;
   // Packed bytes of all loaded experts.
   size_t bytes() const;

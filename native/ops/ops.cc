@@ -119,6 +119,92 @@ void glu(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, size_t 
   }
 }
 
+// How apply's result changes with g and with u.
+struct Slopes {
+  float g, u;
+};
+
+// g * sigmoid(z(g)) has the slope sigmoid(z) * (1 + g * z'(g) * sigmoid(-z)).
+template <ktk_activation kKind>
+inline Slopes slopes(float g, float u, float alpha) {
+  // Beyond these bounds the slope is 0 or 1, and products would overflow.
+  const auto bounded = [](float x, float most) {
+    x = x > most ? most : x;
+    return x < -most ? -most : x;
+  };
+  float z = bounded(g, 88.0f), gz = z;  // the argument of sigmoid, and g times its slope
+  if constexpr (kKind == KTK_SWIGLUOAI) z = gz = bounded(alpha * g, 88.0f);
+  if constexpr (kKind == KTK_GELU_TANH) {
+    const float c = bounded(g, 16.0f);
+    z = 1.5957691216f * (c + 0.044715f * c * c * c);
+    gz = 1.5957691216f * (c + 0.134145f * c * c * c);
+  }
+  const float e = exp_clamped(-z), s = 1.0f / (1.0f + e);
+  const float low = z < -87.0f ? 0.0f : s;
+  const float slope = low * (1.0f + gz * (e * s));
+  return {slope * (kKind == KTK_SWIGLUOAI ? u + 1.0f : u), g * low};
+}
+
+template <ktk_activation kKind>
+void glu_backward_rows(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up,
+                       const float* dh, float* h, size_t stride, const float* gate_bias,
+                       const float* up_bias, const float* weights, float* dots) {
+  constexpr size_t kLanes = 16;
+  const float alpha = glu->alpha, high = glu->limit, low = -glu->limit;
+  const float gate_low = glu->clamp_gate_below ? low : -__builtin_inff();
+  for (size_t row = 0; row < m; ++row) {
+    float* __restrict g = gate + row * stride;
+    float* __restrict u = up + row * stride;
+    float* __restrict out = h + row * stride;
+    const float* __restrict d = dh + row * stride;
+    const float weight = weights[row];
+    if (gate_bias) {
+      for (size_t i = 0; i < n; ++i) g[i] += gate_bias[i];
+    }
+    if (up_bias) {
+      for (size_t i = 0; i < n; ++i) u[i] += up_bias[i];
+    }
+    for (size_t i = 0; i < n; ++i) {
+      float gi = g[i], ui = u[i];
+      gi = gi > high ? high : gi;
+      gi = gi < gate_low ? gate_low : gi;
+      ui = ui > high ? high : ui;
+      ui = ui < low ? low : ui;
+      const Slopes slope = slopes<kKind>(gi, ui, alpha);
+      const float weighted = weight * d[i];
+      out[i] = apply<kKind>(gi, ui, alpha);
+      // Nothing passes where a clamp holds a value.
+      g[i] = gi == g[i] || g[i] != g[i] ? weighted * slope.g : 0.0f;
+      u[i] = ui == u[i] || u[i] != u[i] ? weighted * slope.u : 0.0f;
+    }
+    float lanes[kLanes] = {};
+    size_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += d[i + lane] * out[i + lane];
+    }
+    for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += d[i] * out[i];
+    float total = 0;
+    for (size_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
+    dots[row] += total;
+  }
+}
+
+void glu_backward(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, const float* dh,
+                  float* h, size_t stride, const float* gate_bias, const float* up_bias,
+                  const float* weights, float* dots) {
+  const auto rows = [&](auto function) {
+    function(glu, m, n, gate, up, dh, h, stride, gate_bias, up_bias, weights, dots);
+  };
+  switch (glu->kind) {
+    case KTK_SILU:
+      return rows(glu_backward_rows<KTK_SILU>);
+    case KTK_SWIGLUOAI:
+      return rows(glu_backward_rows<KTK_SWIGLUOAI>);
+    case KTK_GELU_TANH:
+      return rows(glu_backward_rows<KTK_GELU_TANH>);
+  }
+}
+
 void add_weighted(const float* __restrict src, const float* __restrict bias, float weight, size_t n,
                   float* __restrict dst) {
   if (bias) {
@@ -130,6 +216,24 @@ void add_weighted(const float* __restrict src, const float* __restrict bias, flo
 
 void add(const float* __restrict src, size_t n, float* __restrict dst) {
   for (size_t i = 0; i < n; ++i) dst[i] += src[i];
+}
+
+void normalize(const float* src, float epsilon, size_t n, float* dst) {
+  constexpr size_t kLanes = 16;
+  float lanes[kLanes] = {};
+  size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += src[i + lane] * src[i + lane];
+  }
+  for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += src[i] * src[i];
+  float total = 0;
+  for (size_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
+  const float factor = 1.0f / __builtin_sqrtf(total / static_cast<float>(n) + epsilon);
+  for (i = 0; i < n; ++i) dst[i] = src[i] * factor;
+}
+
+void multiply(const float* __restrict src, size_t n, float* __restrict dst) {
+  for (size_t i = 0; i < n; ++i) dst[i] *= src[i];
 }
 
 void scale(float factor, size_t m, size_t n, float* dst, size_t stride) {
@@ -145,7 +249,10 @@ extern "C" const ktk_ops KTK_VARIANT(ops) = {
     .to_f32 = to_f32,
     .from_f32 = from_f32,
     .glu = glu,
+    .glu_backward = glu_backward,
     .add_weighted = add_weighted,
     .add = add,
+    .normalize = normalize,
+    .multiply = multiply,
     .scale = scale,
 };

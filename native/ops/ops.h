@@ -48,10 +48,20 @@ typedef struct ktk_ops {
   // Rows are `stride` floats apart. `up` is overwritten with anything.
   void (*glu)(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, size_t stride,
               const float* gate_bias, const float* up_bias);
+  // The derivative of glu. `gate` and `up` are what glu is handed, and dh the gradient of its
+  // result, all [m][n]. gate and up become their own gradients times weights[row]; h becomes what
+  // glu returns, and dots[row] grows by the sum of dh * h, in an order that n alone decides.
+  void (*glu_backward)(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up,
+                       const float* dh, float* h, size_t stride, const float* gate_bias,
+                       const float* up_bias, const float* weights, float* dots);
   // dst += weight * (src + bias), n elements; bias may be NULL.
   void (*add_weighted)(const float* src, const float* bias, float weight, size_t n, float* dst);
   // dst += src.
   void (*add)(const float* src, size_t n, float* dst);
+  // dst = src / sqrt(mean of src^2 + epsilon), n elements; dst may be src.
+  void (*normalize)(const float* src, float epsilon, size_t n, float* dst);
+  // dst *= src.
+  void (*multiply)(const float* src, size_t n, float* dst);
   // dst[m][n] *= factor. Rows are `stride` floats apart.
   void (*scale)(float factor, size_t m, size_t n, float* dst, size_t stride);
 } ktk_ops;

@@ -5,12 +5,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
 
 #include "core/size.h"
+#include "dense/group.h"
 #include "dense/linear.h"
+#include "format/format.h"
 #include "python/bind.h"
 #include "python/flat.h"
 #include "python/gil.h"
@@ -81,6 +84,15 @@ void call(Linear& linear, nb::handle x_, nb::handle out_) {
   linear.forward(x.rows, out.rows, x.count);
 }
 
+void call_in_group(LinearGroup& group, size_t index, nb::handle x_, nb::handle out_) {
+  if (index >= group.members().size()) throw nb::index_error("the group has no such layer");
+  const Linear& linear = *group.members()[index];
+  const InputRows x("x", x_, linear.k());
+  const OutputRows out("out", out_, x.shape_with(linear.n()));
+  const Unlocked unlocked;
+  group.forward(index, x.rows, out.rows, x.count);
+}
+
 void look_up(Linear& linear, nb::handle ids_, nb::handle out_) {
   const Ids ids("ids", ids_);
   const OutputRows out("out", out_, ids.shape_with(linear.k()));
@@ -132,6 +144,44 @@ F32Matrix unpack(const Linear& linear) {
   return all;
 }
 
+// Of each part: data, scales and zero points as bytes, and the factor of its products.
+std::vector<nb::tuple> exported(const Linear& linear) {
+  if (!linear.variant().export_weight) {
+    throw nb::value_error((linear.variant().where + " cannot export weights").c_str());
+  }
+  const Linear::Loaded weights = linear.weights();
+  if (!weights) throw nb::value_error("no weight is loaded");
+  std::vector<size_t> rows(weights->formats().size());
+  std::vector<float> factors(rows.size(), 1);
+  for (const DenseShard& shard : weights->shards()) {
+    for (const DenseSlice& slice : shard.slices) {
+      rows[slice.part] += slice.matrix.n;
+      factors[slice.part] = slice.factor;
+    }
+  }
+  std::vector<nb::tuple> parts;
+  for (size_t p = 0; p < rows.size(); ++p) {
+    const SourceShape shape = source_shape(weights->formats()[p], rows[p], linear.k());
+    auto data = new_bytes(rows[p], shape.data_bytes);
+    auto scale = new_bytes(shape.groups_n, shape.scale_bytes);
+    auto zero = new_bytes(shape.groups_n, shape.zero_bytes);
+    const auto given = [](const auto& array) { return array.size() ? array.data() : nullptr; };
+    weights->write_part(
+        p, {given(data), given(scale), given(zero), data.shape(1), scale.shape(1), zero.shape(1)});
+    parts.push_back(nb::make_tuple(data, scale, zero, factors[p]));
+  }
+  return parts;
+}
+
+// The bias, f32; empty where there is none.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> bias(const Linear& linear) {
+  const Linear::Loaded weights = linear.weights();
+  const float* const values = weights ? weights->bias() : nullptr;
+  auto found = new_bytes(1, values ? product(linear.n(), sizeof(float)) : 0);
+  if (values) std::memcpy(found.data(), values, found.nbytes());
+  return found;
+}
+
 // A property that asks what is loaded, as of_weights of bind_moe.cc.
 template <class Result, class Ask>
 auto of_weights(Result none, Ask ask) {
@@ -165,6 +215,10 @@ void bind_linear(nb::module_& m) {
       .def("forward", &call, "x"_a.none(), "out"_a.none())
       .def("look_up", &look_up, "ids"_a.none(), "out"_a.none())
       .def("unpack", &unpack)
+      .def("exported", &exported,
+           "For each part its data, scales and zero points as bytes of rows, and its factor.\n"
+           "ValueError if the backend cannot.")
+      .def("bias", &bias, "The bytes of the bias, f32; none without one.")
       .def_prop_ro("variant", [](const Linear& l) { return l.variant().name; })
       .def_prop_ro("pool", [](const Linear& l) { return l.engine(); })
       .def_prop_ro("shards", &Linear::shards, unlocked)
@@ -174,6 +228,14 @@ void bind_linear(nb::module_& m) {
       .def_prop_ro("nbytes", of_weights(size_t{0}, [](const DenseWeights& w) { return w.bytes(); }))
       .def_prop_ro("formats", of_weights(std::vector<ktk_format>(),
                                          [](const DenseWeights& w) { return w.formats(); }));
+
+  nb::class_<LinearGroup>(m, "LinearGroup",
+                          "Dense layers that are called one after the other with the same input.")
+      .def(nb::init<std::vector<std::shared_ptr<Linear>>>(), "members"_a)
+      .def("forward", &call_in_group, "index"_a, "x"_a.none(), "out"_a.none(),
+           "What the layer alone would write, bit by bit.")
+      .def_prop_ro("gave_up", &LinearGroup::gave_up,
+                   "Whether results that nobody asked for are not computed any more.");
 
   nb::class_<LinearCall>(m, "LinearCall", "A call of a dense layer that runs later.")
       .def(nb::init<std::shared_ptr<Linear>, nb::handle, nb::handle>(), "linear"_a, "x"_a.none(),

@@ -102,6 +102,14 @@ auto of_weights(Result none, Ask ask) {
   };
 }
 
+std::vector<size_t> loaded_experts(const Weights& weights, size_t experts) {
+  std::vector<size_t> loaded;
+  for (size_t e = 0; e < experts; ++e) {
+    if (weights.state(e) == Weights::State::kLoaded) loaded.push_back(e);
+  }
+  return loaded;
+}
+
 std::vector<std::vector<size_t>> slice_widths(const Weights& weights) {
   std::vector<std::vector<size_t>> widths;
   for (const Shard& shard : weights.shards()) {
@@ -141,6 +149,15 @@ void bind_moe(nb::module_& m) {
       .def_prop_ro("shards", &Layer::shards, nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("slices", of_weights(std::vector<std::vector<size_t>>(), slice_widths),
                    "Widths of the slices of each shard; none until an expert is loaded.")
+      .def_prop_ro(
+          "loaded",
+          [](const Layer& layer) {
+            const size_t experts = layer.config().num_experts;
+            return of_weights(std::vector<size_t>(), [experts](const Weights& w) {
+              return loaded_experts(w, experts);
+            })(layer);
+          },
+          "Experts that are loaded.")
       .def_prop_ro("expert_nbytes",
                    of_weights(size_t{0}, [](const Weights& w) { return w.expert_bytes(); }))
       .def_prop_ro("nbytes", of_weights(size_t{0}, [](const Weights& w) { return w.bytes(); }))

@@ -43,11 +43,13 @@ class PackedMatrix {
     if (n == 0 || k == 0) throw nb::value_error("weight is empty");
     matrix_ =
         table_->matrix(table_->stored(source.format, stored ? &*stored : nullptr, n, k), n, k);
-    bytes_ = variant_.weight_bytes(matrix_);
     act_size_ = variant_.act_bytes(matrix_);
-    packed_.emplace(lender_.lend(Operand::kWeight, nullptr, bytes_, KTK_ALIGNMENT));
+    std::vector<Guarded> keep;
+    const ktk_source guarded = lent(source, keep);
     const Unlocked unlocked;
-    pack(source, 0, n);
+    bytes_ = variant_.weight_bytes(matrix_, source_bytes(guarded, 0, n));
+    packed_.emplace(lender_.lend(Operand::kWeight, nullptr, bytes_, KTK_ALIGNMENT));
+    pack(guarded, 0, n);
   }
 
   size_t n() const { return matrix_.n; }
@@ -69,12 +71,20 @@ class PackedMatrix {
     const ktk_source source = source_from("weight", data, scale, zero, given,
                                           static_cast<int64_t>(n()), static_cast<int64_t>(k()));
     table_->stored(source.format, &matrix_.format, n(), k());
-    pack(source, n_begin, n_end);
+    std::vector<Guarded> keep;
+    const ktk_source guarded = lent(source, keep);
+    const size_t needed = source_bytes(guarded, n_begin, n_end);
+    if (needed > bytes_) {
+      throw nb::value_error((variant_.where + ": these rows take " + std::to_string(needed) +
+                             " bytes, the matrix has " + std::to_string(bytes_))
+                                .c_str());
+    }
+    pack(guarded, n_begin, n_end);
   }
 
   F32Matrix unpack(size_t n_begin, std::optional<size_t> n_end) const {
     const size_t end = n_end.value_or(n());
-    check_columns(n_begin, end);
+    if (n_begin >= end || end > n()) throw nb::value_error("there are no such rows");
     F32Matrix out = new_matrix(end - n_begin, k());
     const Lent rows = output(out.nbytes(), sizeof(float));
     variant_.unpack_weight(&matrix_, packed_->data(), n_begin, end, floats(rows), k());
@@ -207,8 +217,7 @@ class PackedMatrix {
     memory.copy_to(to);
   }
 
-  void pack(ktk_source source, size_t n_begin, size_t n_end) {
-    std::vector<Guarded> keep;
+  ktk_source lent(ktk_source source, std::vector<Guarded>& keep) const {
     const SourceShape shape = source_shape(source.format, n(), k());
     const auto bytes = [](size_t rows, size_t stride, size_t row) {
       return product(rows - 1, stride) + row;
@@ -219,8 +228,23 @@ class PackedMatrix {
         source.scale, bytes(shape.groups_n, source.scale_stride, shape.scale_bytes), keep);
     source.zero = lender_.input(source.zero,
                                 bytes(shape.groups_n, source.zero_stride, shape.zero_bytes), keep);
-    variant_.pack_weight(&matrix_, &source, n_begin, n_end, packed_->data());
-    check(*packed_, "pack_weight");
+    return source;
+  }
+
+  // Asks for ranges as short as the core may choose them.
+  size_t source_bytes(const ktk_source& source, size_t n_begin, size_t n_end) const {
+    size_t most = 0;
+    for (size_t begin = n_begin; begin < n_end;) {
+      const size_t end = std::min<size_t>(begin + variant_.tile.n_step, n_end);
+      most = std::max(most, variant_.source_bytes(matrix_, source, begin, end));
+      begin = end;
+    }
+    return most;
+  }
+
+  void pack(const ktk_source& source, size_t n_begin, size_t n_end) {
+    variant_.pack(matrix_, source, n_begin, n_end, packed_->data(), bytes_);
+    check(*packed_, variant_.pack_sized ? "pack_sized" : "pack_weight");
   }
 
   void encode(const F32Input& x, size_t k_begin, size_t k_end, const Lent& act) const {
@@ -381,7 +405,7 @@ void bind_packed(nb::module_& m) {
            "zero"_a = nb::none(), nb::kw_only(), "given"_a = nb::none(), "n_begin"_a, "n_end"_a,
            "Packs rows [n_begin, n_end) of another weight of the same shape.")
       .def("unpack", &PackedMatrix::unpack, "n_begin"_a = 0, "n_end"_a = nb::none(),
-           "Rows [n_begin, n_end), whole steps, as stored, f32.")
+           "Rows [n_begin, n_end) as stored, f32.")
       .def("exported", &PackedMatrix::exported,
            "Data, scale and zero point in the stored format, as the bytes of their rows; packing\n"
            "them again gives the same matrix. ValueError if the backend cannot.")

@@ -15,7 +15,7 @@ using OptArray = std::optional<AnyArray>;
 struct Call {
   // Throws TypeError or ValueError with what was expected and what came.
   Call(const Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle mask,
-       nb::handle out);
+       nb::handle out, const char* out_name = "out");
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 

@@ -41,5 +41,8 @@ NB_MODULE(_core, m) {
   ktk::bind_packed(m);
   ktk::bind_moe(m);
   ktk::bind_linear(m);
+  ktk::bind_norm(m);
+  ktk::bind_train(m);
   ktk::bind_stream(m);
+  ktk::bind_divide(m);
 }

@@ -108,6 +108,23 @@ def test_bf16_products_have_the_bits_of_the_model(shape: tuple[int, int, int]) -
         np.testing.assert_array_equal(result.view(np.uint32), (expected[:rows] + 0).view(np.uint32))
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["few exponents", "any bits"])
+def test_bf16_in_12_bits_gives_the_same_bits(kind: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(10)
+    bits = rng.integers(0, 1 << 16, (n, k), np.uint16)
+    if kind == "few exponents":
+        bits = bits & 0x807F | rng.integers(110, 127, (n, k), np.uint16) << 7
+    weight = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    act = rng.standard_normal((m, k)).astype(np.float32)
+    results = []
+    for name in ("BF16", "BF16Z"):
+        backend, _ = find(name, "amx_bf16")
+        results.append(_core.PackedMatrix(backend.core, "amx_bf16", weight).matmul(act))
+    np.testing.assert_array_equal(*(result.view(np.uint32) for result in results))
+
+
 def integer_codes(element: str, values: np.ndarray) -> np.ndarray:
     """The codes of small integers in a floating-point type of at most eight bits."""
     table = formats.element_table(element)

@@ -77,6 +77,7 @@ def test_kernels_use_tiles_sparingly(tmp_path: Path) -> None:
     ("name", "variant", "op"),
     [
         ("BF16", "amx_bf16", "tdpbf16ps"),
+        ("BF16Z", "amx_bf16", "tdpbf16ps"),
         ("FP8", "amx_bf16", "tdpbf16ps"),
         ("MXFP4", "amx_bf16", "tdpbf16ps"),
         ("AMXINT8", "amx_int8", "tdpbsud"),

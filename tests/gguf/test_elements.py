@@ -105,12 +105,13 @@ def test_a_factor_beside_blocks_is_read_in_cpu_memory_only() -> None:
         moe._core.load_expert(0, blocks, blocks, blocks, up_scale=factor, given=Format("q4_0"))
 
 
-def test_rows_are_unpacked_in_whole_steps() -> None:
-    """A variant is never asked for less than it packs together."""
+def test_any_rows_are_unpacked_and_no_others() -> None:
     core = ktk.load_backend("BF16").core
     step = next(v.n_step for v in core.variants if v.name == "avx2")
-    packed = _core.PackedMatrix(core, "avx2", np.ones((2 * step + 3, 32), np.float32), force=True)
-    assert packed.unpack(step).shape == (step + 3, 32)
-    for begin, end in ((0, step - 1), (1, step), (0, 2 * step + 4), (step, 0)):
-        with pytest.raises(ValueError, match="column range is not made of whole steps"):
+    weight = (np.arange((2 * step + 3) * 4, dtype=np.float32) % 251).reshape(-1, 4)
+    packed = _core.PackedMatrix(core, "avx2", weight, force=True)
+    for begin, end in ((0, step - 1), (1, step + 2), (step, len(weight)), (2 * step, 2 * step + 1)):
+        assert np.array_equal(packed.unpack(begin, end), weight[begin:end])
+    for begin, end in ((0, 2 * step + 4), (step, 0), (step, step)):
+        with pytest.raises(ValueError, match="there are no such rows"):
             packed.unpack(begin, end)

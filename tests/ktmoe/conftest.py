@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,15 +14,6 @@ sys.path.insert(0, str(HERE))
 from ktmoe_driver import Stub  # noqa: E402
 
 from ktk import _core  # noqa: E402
-
-
-@pytest.fixture(scope="session")
-def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
-    options = ["-O1", "-Wall", "-shared", "-fPIC", "-pthread", "-o", str(path)]
-    subprocess.run([*compiler, *options, str(HERE / "stub_driver.c")], check=True)
-    return path
 
 
 @pytest.fixture(scope="session")

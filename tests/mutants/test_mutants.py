@@ -26,6 +26,7 @@ MEMORY = "test_memory_is_as_large_as_the_table_says"
 EVERY_OPERAND = {f"{MEMORY}[{operand}]" for operand in _core.PackedMatrix.GUARDS}
 EXPECTED: dict[str, set[str]] = {
     "sound": set(),
+    "sized": set(),
     "least_squares": set(),
     "keeps_blocks": set(),
     "one_scale_per_row": {"test_weights_keep_the_precision_of_their_format"},
@@ -85,6 +86,7 @@ LIARS = {
         {"test_exported_weights_are_the_same_when_packed_again"}, "SIGABRT: ", EVERY_OPERAND
     ),
     "weight_size_short": Lie({f"{MEMORY}[weight]"}, "SIGSEGV: "),
+    "source_size_short": Lie({f"{MEMORY}[weight]"}, "SIGSEGV: "),
     "packs_before_weights": Lie({f"{MEMORY}[weight]"}, "pack_weight wrote byte 1 before the"),
     "act_size_short": Lie({f"{MEMORY}[act]"}, "SIGSEGV: ", PROPERTIES | EVERY_OPERAND),
     "packs_behind_acts": Lie({f"{MEMORY}[act]"}, "SIGSEGV: "),

@@ -50,6 +50,8 @@ constexpr ktk_variant kVariant = {
     .num_ukernels = 1,
     .enter = nullptr,
     .leave = nullptr,
+    .source_size = nullptr,
+    .pack_sized = nullptr,
 };
 constexpr ktk_format kFormats[] = {kQ8, kQ4, kF32};
 constexpr ktk_accept kAccepts[] = {{kQ8, 0}, {kQ4, 1}, {kF32, 2}};

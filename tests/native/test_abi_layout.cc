@@ -8,7 +8,7 @@
 #define OFFSET(type, field, offset) static_assert(offsetof(type, field) == (offset))
 
 static_assert(sizeof(void*) == 8, "ktk is for 64-bit systems");
-static_assert(KTK_ABI_MAJOR == 1 && KTK_ABI_MINOR == 0);
+static_assert(KTK_ABI_MAJOR == 1 && KTK_ABI_MINOR == 1);
 static_assert(KTK_ALIGNMENT == 64);
 
 static_assert(KTK_ISA_AVX2 == 1u << 0);
@@ -77,14 +77,15 @@ OFFSET(ktk_fetch, ahead, 0);
 OFFSET(ktk_fetch, cache, 4);
 OFFSET(ktk_fetch, order, 6);
 
-static_assert(sizeof(ktk_prefetch) == 56);
+static_assert(sizeof(ktk_prefetch) == 64);
 OFFSET(ktk_prefetch, struct_size, 0);
 OFFSET(ktk_prefetch, few_products, 8);
-OFFSET(ktk_prefetch, few, 16);
-OFFSET(ktk_prefetch, one, 24);
-OFFSET(ktk_prefetch, pair, 32);
-OFFSET(ktk_prefetch, many, 40);
-OFFSET(ktk_prefetch, decode, 48);
+OFFSET(ktk_prefetch, in_order_products, 16);
+OFFSET(ktk_prefetch, few, 24);
+OFFSET(ktk_prefetch, one, 32);
+OFFSET(ktk_prefetch, pair, 40);
+OFFSET(ktk_prefetch, many, 48);
+OFFSET(ktk_prefetch, decode, 56);
 
 static_assert(sizeof(ktk_ukernel) == 40);
 OFFSET(ktk_ukernel, struct_size, 0);
@@ -93,7 +94,7 @@ OFFSET(ktk_ukernel, m_max, 16);
 OFFSET(ktk_ukernel, scratch_size, 24);
 OFFSET(ktk_ukernel, run, 32);
 
-static_assert(sizeof(ktk_variant) == 176);
+static_assert(sizeof(ktk_variant) == 192);
 OFFSET(ktk_variant, struct_size, 0);
 OFFSET(ktk_variant, name, 8);
 OFFSET(ktk_variant, required_isa, 16);
@@ -113,6 +114,8 @@ OFFSET(ktk_variant, ukernels, 144);
 OFFSET(ktk_variant, num_ukernels, 152);
 OFFSET(ktk_variant, enter, 160);
 OFFSET(ktk_variant, leave, 168);
+OFFSET(ktk_variant, source_size, 176);
+OFFSET(ktk_variant, pack_sized, 184);
 
 static_assert(sizeof(ktk_accept) == 24);
 OFFSET(ktk_accept, given, 0);

@@ -42,24 +42,26 @@ TEST(any_cpu_has_one) {
 }
 
 TEST(entries_of_a_setting_take_the_place_of_those_of_the_cpu) {
-  const ktk_prefetch p =
-      prefetch_for(kZen4, kAvx512, "few=4096:l1,many=32768:l2:pages,few_products=7");
+  const ktk_prefetch p = prefetch_for(
+      kZen4, kAvx512, "few=4096:l1,many=32768:l2:pages,few_products=7,in_order_products=0");
   CHECK_EQ(p.few.ahead, 4096u);
   CHECK_EQ(p.few.cache, 1);
   CHECK_EQ(p.many.order, KTK_FETCH_BY_PAGES);
   CHECK_EQ(p.few_products, 7u);
+  CHECK_EQ(p.in_order_products, 0u);
   CHECK_EQ(p.one.ahead, prefetch_for(kZen4, kAvx512, "").one.ahead);
 }
 
 TEST(what_is_described_is_a_setting) {
-  const std::string text = "few=1:l1,one=2:l2,pair=3:l1:pages,many=4:l2,decode=0:l2,few_products=5";
+  const std::string text =
+      "few=1:l1,one=2:l2,pair=3:l1:pages,many=4:l2,decode=0:l2,few_products=5,in_order_products=6";
   CHECK_EQ(setting(kZen5, kAvx512, text.c_str()), text);
 }
 
 TEST(nonsense_is_refused_by_name) {
   for (const char* text : {"zen9", "few", "few=", "few=1", "few=l1", "few=-1:l1", "few=1:l3",
                            "few=1:l1:", "few=1:l1:page", "few=4294967296:l1", "some=1:l1",
-                           "few_products=x", "zen5,", ","}) {
+                           "few_products=x", "in_order_products=", "zen5,", ","}) {
     CHECK_THROWS(ktk::SettingError, prefetch_for(kZen5, kAvx512, text));
   }
 }

@@ -1,5 +1,7 @@
 // What the core makes of a backend's table, and of one that was built against an older header.
 #include <cstddef>
+#include <cstring>
+#include <vector>
 
 #include "a_table.h"
 #include "check.h"
@@ -26,7 +28,7 @@ TEST(a_table_of_a_later_minor_has_fields_behind_those_of_this_one) {
   later.known.struct_size = sizeof later;
   const auto table = table_of(later.known);
   CHECK_EQ(table->select("").struct_size, sizeof(ktk_variant));
-  later.known.struct_size = sizeof(ktk_variant) - sizeof(void*);
+  later.known.struct_size = offsetof(ktk_variant, leave);
   CHECK_THROWS(std::invalid_argument, table_of(later.known));
 }
 
@@ -45,6 +47,60 @@ TEST(without_act_format_equal_weights_alone_share_activations) {
   const ktk::Variant& variant = table->select("");
   CHECK(variant.share_acts({1, 256, kQ4}, {1, 256, kQ4}));
   CHECK(!variant.share_acts({1, 256, kQ4}, {1, 256, kQ8}));
+}
+
+// As many bytes as the first weight of a range says, which are filled with it.
+size_t size_of_first(const ktk_matrix*, const ktk_source* source, size_t n_begin, size_t) {
+  const char* row = static_cast<const char*>(source->data) + n_begin * source->data_stride;
+  return static_cast<size_t>(*reinterpret_cast<const float*>(row));
+}
+void fill(const ktk_matrix*, const ktk_source*, size_t n_begin, size_t, void* packed,
+          size_t bytes) {
+  if (n_begin == 0) std::memset(packed, static_cast<int>(bytes / 64), bytes);
+}
+
+TEST(an_expert_that_takes_more_bytes_than_others_has_memory_of_its_own) {
+  ktk_variant variant = kVariant;
+  variant.source_size = size_of_first;
+  variant.pack_sized = fill;
+  const auto table = table_of(variant);
+  const ktk::Config config{.num_experts = 3, .top_k = 1, .hidden = 64, .intermediate = 64};
+  std::vector<float> few(64 * 64, 64.0f), many = few;
+  many[32 * 64] = 640.0f;  // in the second range of rows
+  const auto matrix = [](const std::vector<float>& of) {
+    return ktk_source{kF32, of.data(), nullptr, nullptr, 64 * sizeof(float), 0, 0};
+  };
+  ktk::ExpertSource small{};
+  small.gate = small.up = small.down = matrix(few);
+  ktk::ExpertSource large = small;
+  large.up = matrix(many);
+  ktk::WorkerPool pool({.threads = 1, .cpus = {}, .pin = false});
+  ktk::Weights weights(config, table->select(""), {kF32, kF32, kF32}, small, {-1});
+  for (size_t e = 0; e < 3; ++e) weights.load(e, e == 1 ? large : small, pool);
+  const ktk::Slice& slice = weights.slices()[0];
+  const auto holds = [&](size_t expert, int gate, int up, int down) {
+    const char *at = slice.gate_at(expert), *up_at = slice.up_at(expert),
+               *down_at = slice.down_at(expert);
+    CHECK_EQ(up_at - at, gate * 64);
+    CHECK_EQ(down_at - up_at, up * 64);
+    CHECK(at[0] == gate && up_at[0] == up && down_at[0] == down && down_at[down * 64 - 1] == down);
+  };
+  const auto have = [&](size_t own) {
+    holds(0, 1, 1, 1);
+    holds(2, 1, 1, 1);
+    holds(1, 1, own ? 10 : 1, 1);
+    CHECK((slice.own_of(1) != nullptr) == (own != 0));
+    CHECK_EQ(weights.bytes(), 9 * 64 + own);
+    CHECK_EQ(weights.expert_bytes(), 3u * 64);
+  };
+  have(9 * 64);
+  weights.load(1, small, pool);
+  have(0);
+  weights.load(1, large, pool);
+  have(9 * 64);
+  weights.leave_out(1);
+  CHECK_EQ(weights.bytes(), 6u * 64);
+  CHECK(!slice.own_of(1));
 }
 
 TEST(shards_of_down_are_whole_blocks) {

@@ -28,6 +28,9 @@ std::string refused_format(const ktk_format& format) {
   });
 }
 
+size_t size_of_source(const ktk_matrix*, const ktk_source*, size_t, size_t) { return 0; }
+void pack_sized(const ktk_matrix*, const ktk_source*, size_t, size_t, void*, size_t) {}
+
 TEST(a_struct_that_is_too_small_says_what_is_missing) {
   CHECK_EQ(refused([](ktk_variant& v) { v.struct_size = 40; }),
            "TEST, variants[0]: struct_size is 40, but a struct up to its field leave has 176 "
@@ -56,6 +59,10 @@ TEST(pointers_that_must_not_be_null_are_named) {
            "TEST, variant any: ukernels is NULL");
   CHECK_EQ(refused([](ktk_variant& v) { v.enter = [] {}; }),
            "TEST, variant any: has enter, but leave is NULL");
+  CHECK_EQ(refused([](ktk_variant& v) { v.source_size = size_of_source; }),
+           "TEST, variant any: has source_size, but pack_sized is NULL");
+  CHECK_EQ(refused([](ktk_variant& v) { v.pack_sized = pack_sized; }),
+           "TEST, variant any: has pack_sized, but source_size is NULL");
   CHECK_EQ(refused_backend([](ktk_backend& b) { b.name = nullptr; }), "backend: name is NULL");
   CHECK_EQ(refused_backend([](ktk_backend& b) { b.formats = nullptr; }), "TEST: formats is NULL");
   CHECK_EQ(refused_backend([](ktk_backend& b) { b.num_accepts = SIZE_MAX; }),
@@ -142,6 +149,31 @@ TEST(sizes_that_cannot_be_are_refused_when_they_are_asked_for) {
   }
   said = 0;
   CHECK_EQ(v.scratch_bytes(v.kernels[0], matrix, 1), 0u);
+}
+
+TEST(a_source_takes_no_less_than_its_extents_do) {
+  ktk_variant variant = kVariant;
+  variant.source_size = size_of_source;
+  variant.pack_sized = pack_sized;
+  variant.pack_weight = nullptr;
+  const auto table = table_of(variant);
+  const ktk::Variant& v = table->select("");
+  const ktk_matrix matrix = {16, 32, kF32};
+  CHECK_EQ(v.weight_bytes(matrix, 64), 64u);
+  CHECK_EQ(v.weight_bytes(matrix, 640), 640u);
+  CHECK_EQ(CHECK_THROWS(std::runtime_error, v.weight_bytes(matrix, 96)),
+           "TEST, variant any: source_size says 96 bytes for a weight [16, 32] in f32; expected a "
+           "positive multiple of 64");
+  variant.weight_size = lie;
+  said = 128;
+  const auto larger = table_of(variant);
+  CHECK_EQ(CHECK_THROWS(std::runtime_error, larger->select("").weight_bytes(matrix, 64)),
+           "TEST, variant any: source_size says 64 bytes for a weight [16, 32] in f32; expected "
+           "the 128 of weight_size, or more");
+  // Whoever does not know the field is asked nothing.
+  variant.struct_size = offsetof(ktk_variant, source_size);
+  variant.pack_weight = pack;
+  CHECK_EQ(table_of(variant)->select("").weight_bytes(matrix, 64), 128u);
 }
 
 TEST(sizes_of_a_layer_do_not_wrap) {

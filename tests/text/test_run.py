@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,23 @@ def test_json_has_what_the_reply_took(model: Path, expected: str, run: Command) 
     assert document["bytes_per_token"]["head"] == 512 * 64 * 2
     assert document["peak_memory"] > 10**8
     assert document["load_seconds"] > 0
+
+
+def test_a_full_context_is_not_blamed_on_an_option(
+    tmp_path: Path, model: Path, run: Command
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "short")
+    config = json.loads((folder / "config.json").read_text())
+    ids = text_models.tokenizer()(PROMPT).input_ids
+    config["max_position_embeddings"] = len(ids) + 5
+    (folder / "config.json").write_text(json.dumps(config))
+    arguments = (str(folder), "-p", PROMPT, "--raw", "--greedy", "-n", "20")
+    done = run(*arguments)
+    assert "reply 5 tokens" in done.stderr
+    assert "the context of this model is full" in done.stderr
+    assert "--max-tokens" not in done.stderr
+    document = json.loads(run(*arguments, "--json").stdout)
+    assert (document["tokens"], document["finish"]) == (5, "context")
 
 
 def test_a_model_without_a_template_goes_on_with_the_prompt(

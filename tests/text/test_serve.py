@@ -147,7 +147,7 @@ def test_without_a_server_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
     text = str(caught.value)
     for name in ("transformers: ", "vllm: ", "sglang: ", "pip install 'ktk[serve]'"):
         assert name in text
-    with pytest.raises(ValueError, match="no engine 'tgi'; there are transformers, vllm, sglang"):
+    with pytest.raises(ValueError, match="no engine 'tgi'; there are vllm, sglang, transformers"):
         engines.choose("tgi")
 
 
@@ -161,4 +161,78 @@ def test_others_serve_where_ktk_is_plugged_into_them(monkeypatch: pytest.MonkeyP
     engine = engines.choose()
     assert engine.name == "vllm"
     command = engine.command(Request(Path("/m"), port=7))
-    assert command == ["vllm", "serve", "/m", "--host", "127.0.0.1", "--port", "7"]
+    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[3:] == ["--model", "/m", "--host", "127.0.0.1", "--port", "7"]
+    assert engine.environment(Request(Path("/m"))) == {"KTK_VLLM": "1"}
+    asked = engine.environment(Request(Path("/m"), backend="AMXINT8"))
+    assert asked == {"KTK_VLLM": "1", "KTK_BACKEND": "AMXINT8"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        (Request(Path("/m/x.gguf")), "it reads no GGUF files"),
+        (Request(Path("/m"), experts=Path("/e")), "it reads no packed experts"),
+        (Request(Path("/m"), head="BF16", threads=2), "it has no --head and no --threads"),
+    ],
+)
+def test_what_vllm_does_not_serve_goes_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, request_: Request, reason: str
+) -> None:
+    plugged = EntryPoint("ktk", "ktk.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr(engines, "entry_points", lambda group: [plugged])
+    monkeypatch.setattr(engines, "find_spec", lambda name: name)
+    assert engines.choose(None, Request(Path("/m"))).name == "vllm"
+    assert engines.choose(None, request_).name == "transformers"
+    with pytest.raises(ImportError, match=f"vllm: {reason}"):
+        engines.choose("vllm", request_)
+
+
+@pytest.fixture
+def sglang(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """SGLang and transformers are installed, and ktk is plugged in."""
+    plugged = EntryPoint("ktk", "ktk.sglang:register", "sglang.srt.plugins")
+    monkeypatch.setattr(engines, "entry_points", lambda group: [plugged])
+    monkeypatch.setattr(engines, "find_spec", lambda name: None if name == "vllm" else name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("flags", [{"avx2"}, {"avx2", "amx_tile"}])
+def test_sglang_serves_on_a_cpu(sglang: pytest.MonkeyPatch, flags: set[str]) -> None:
+    sglang.setattr(engines, "_has_gpu", lambda: False)
+    sglang.setattr(engines, "cpu_flags", lambda: flags)
+    engine = engines.choose(None, Request(Path("/m")))
+    assert engine.name == "sglang"
+    command = engine.command(Request(Path("/m"), port=7))
+    start = [sys.executable, "-m", "sglang.launch_server", "--model-path", "/m", "--device", "cpu"]
+    torch = [] if "amx_tile" in flags else ["--attention-backend", "torch_native"]
+    assert command == [*start, *torch, "--host", "127.0.0.1", "--port", "7"]
+    assert engine.environment(Request(Path("/m"), backend="AMXINT8")) == {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "KTK_SGLANG": "1",
+        "KTK_BACKEND": "AMXINT8",
+    }
+    for request in (
+        Request(Path("/m.gguf")),
+        Request(Path("/m"), experts=Path("/e")),
+        Request(Path("/m"), threads=2),
+        Request(Path("/m"), linears="BF16"),
+    ):
+        assert engines.choose(None, request).name == "transformers"
+
+
+def test_sglang_has_ktk_beside_a_gpu(sglang: pytest.MonkeyPatch, model: Path) -> None:
+    sglang.setattr(engines, "_has_gpu", lambda: True)
+    engine = engines.choose(None, Request(model, threads=4))
+    assert engine.name == "sglang"
+    assert engine.environment(Request(model)) == {}
+    command = engine.command(Request(model, threads=4))
+    at = command.index("--kt-weight-path")
+    own = ["--kt-weight-path", str(model), "--kt-method", "BF16", "--kt-cpuinfer", "4"]
+    assert command[at : at + 8] == [*own, "--kt-num-gpu-experts", "0"]
+    packed = Request(Path("/m"), experts=Path("/e"), backend="AMXINT4")
+    assert engines.choose(None, packed).name == "sglang"
+    command = engine.command(packed)
+    assert command[command.index("--kt-weight-path") + 1] == "/e"
+    assert command[command.index("--kt-method") + 1] == "AMXINT4"
+    assert engines.choose(None, Request(model, head="BF16")).name == "transformers"

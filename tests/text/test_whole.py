@@ -38,6 +38,18 @@ def test_prompts_and_single_tokens_are_timed(model: Path, command: Command) -> N
         assert word in table
 
 
+def test_dense_layers_and_the_head_have_options(model: Path, command: Command) -> None:
+    def reads(*more: str) -> Any:
+        done = command("bench", "--checkpoint", str(model), *WHOLE, "--json", *more)
+        return json.loads(done.stdout.splitlines()[0])["bytes_per_token"]
+
+    plain = reads()
+    codes = reads("--linears", "AMXINT8")
+    assert codes["linears"] < 0.7 * plain["linears"]
+    assert codes["head"] == plain["head"]
+    assert reads("--head", "AMXINT8")["head"] < 0.7 * plain["head"]
+
+
 def test_the_share_of_experts_is_the_time_inside_them(model: Path) -> None:
     loaded: Any = load_text_model(str(model))
     # Waits in the place of the experts' forward, which hooks are around.
@@ -56,6 +68,8 @@ def test_the_share_of_experts_is_the_time_inside_them(model: Path) -> None:
     ("arguments", "what"),
     [
         (("--whole",), "needs --checkpoint"),
+        (("--linears", "BF16"), "needs --whole"),
+        (("--head", "BF16"), "needs --whole"),
         (("--whole", "--checkpoint", "{model}", "--variant", "avx2"), "--variant"),
         (("--whole", "--checkpoint", "{model}", "--tokens", "9000"), "the context of this model"),
     ],

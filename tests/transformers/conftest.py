@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,3 +22,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a folder with a model, and what it computes in float32."""
+    from tiny import FAMILIES, Reference
+
+    return Reference.of(FAMILIES["qwen3-moe"].save(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def saved_tied(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the same of a model whose head is its embedding."""
+    from dense_layers import tied
+    from tiny import Reference
+
+    return Reference.of(tied("qwen3-moe").save(tmp_path_factory.mktemp("tied")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import timeit
 from typing import Any
@@ -63,14 +64,17 @@ def test_torch_finds_nothing_wrong_with_it(layer: OpLayer) -> None:
     )
 
 
-def test_a_gradient_is_an_error_when_it_is_asked_for(layer: OpLayer) -> None:
+def test_gradients_are_those_of_the_layer(layer: OpLayer) -> None:
     x, ids, weights = call()
-    out = layer(x.requires_grad_(), ids, weights)
-    assert out.requires_grad
-    with pytest.raises(RuntimeError, match="no backward"):
-        out.sum().backward()
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(5)).to(x.dtype)
+    wanted = layer.moe.backward(grad, x, ids, weights)
+    for compute in (layer, functools.partial(torch.ops.ktk.moe, layer=layer.number)):
+        one, other = x.clone().requires_grad_(), weights.clone().requires_grad_()
+        compute(one, ids, other).backward(grad)
+        assert torch.equal(one.grad, wanted.hidden)
+        assert torch.equal(other.grad, wanted.topk_weights)
     with torch.no_grad():
-        assert not layer(x, ids, weights).requires_grad
+        assert not layer(one, ids, weights).requires_grad
 
 
 def test_copies_share_the_packed_weights_and_pickles_are_refused(layer: OpLayer) -> None:

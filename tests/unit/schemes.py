@@ -49,14 +49,16 @@ def sources(fmt: Format, seed: int = 0) -> dict[tuple[str, int], formats.Source]
 
 def with_zeros(low: int, high: int) -> dict[tuple[str, int], formats.Source]:
     """Matrices with zero points, those that a packing of four bits can hold."""
-    found = {}
-    for key, source in sources(U4_ZERO).items():
-        zero = np.clip(source.zero, low, high)
-        _, k = source.values.shape
-        moved = (source.zero.astype(float) - zero) * source.scale.astype(float)
-        values = source.values + moved.repeat(source.format.group_k, axis=1)[:, :k]
-        found[key] = dataclasses.replace(source, zero=zero, values=values)
-    return found
+    return {key: clipped(source, low, high) for key, source in sources(U4_ZERO).items()}
+
+
+def clipped(source: formats.Source, low: int, high: int) -> formats.Source:
+    """Bring the zero points of a matrix into a range."""
+    zero = np.clip(source.zero, low, high)
+    _, k = source.values.shape
+    moved = (source.zero.astype(float) - zero) * source.scale.astype(float)
+    values = source.values + moved.repeat(source.format.group_k, axis=1)[:, :k]
+    return dataclasses.replace(source, zero=zero, values=values)
 
 
 def codes_of(source: formats.Source) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,14 +16,15 @@ from ktk import _core
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
 
 from prefetch.cases import LINE_PRODUCTS, Case, cases_of, choose_variants, tile_rows
-from prefetch.choose import Ratio, choose_few, decide, over_cases, rank, verdict
-from prefetch.policy import Fetch, Policy, candidates
+from prefetch.choose import Ratio, choose_few, choose_in_order, decide, over_cases, rank, verdict
+from prefetch.policy import ALL_IN_ORDER, Fetch, Policy, candidates
 from prefetch.row import instruction_sets, row
 from prefetch.timing import Clock, duel, survey
 
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Fetch(512, 2), Fetch(8192, 2)
-TEXT = "few=512:l2,one=8192:l2,pair=16384:l2,many=32768:l2:pages,decode=8192:l1,few_products=4"
+TEXT = "few=512:l2,one=8192:l2,pair=16384:l2,many=32768:l2:pages,decode=8192:l1,"
+TEXT += "few_products=4,in_order_products=3"
 PRESENT = Policy.parse(TEXT)
 
 
@@ -128,6 +130,16 @@ def test_few_products_is_where_the_best_candidate_changes() -> None:
     assert choose_few({1: [near], 2: [near]}, present=4) == 4, "one class is not compared"
 
 
+def test_the_order_of_use_changes_where_times_cross() -> None:
+    follows, computes = (1.1, 1.0), (1.0, 1.2)
+    cases = {1: [follows], 2: [follows, (1.0, 1.02)], 8: [computes], 16: [computes]}
+    assert choose_in_order(cases, present=ALL_IN_ORDER) == 2
+    assert choose_in_order({1: [computes], 2: [computes]}, present=ALL_IN_ORDER) == 0
+    assert choose_in_order({1: [follows], 2: [follows]}, present=0) == ALL_IN_ORDER
+    assert choose_in_order({1: [(1.0, 1.005)], 2: [(1.0, 1.0)]}, present=1) == 1, "too little"
+    assert choose_in_order({}, present=3) == 3
+
+
 def test_a_border_moves_only_if_the_class_that_grows_gains() -> None:
     gain = verdict(NEAR, {FAR: {"c": noisy(0.8, spread=0.01)}}, {"c": [1.0] * 15})
     none = verdict(FAR, {NEAR: {"c": noisy(1.0, spread=0.01)}}, {"c": [1.0] * 15})
@@ -142,9 +154,11 @@ def test_a_row_is_the_initializer_of_the_table() -> None:
     assert text == (
         "    // few 0.9\n"
         '    {"NAME", "GenuineIntel", 0x6, 0xcf, 0xcf, KTK_ISA_AVX512,\n'
-        "     policy(4, {512, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, "
+        "     policy(4, 3, {512, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, "
         "{32768, 2, kByPages}, {8192, 1, kInOrder})},"
     )
+    everywhere = replace(PRESENT, in_order_products=ALL_IN_ORDER)
+    assert "policy(4, kAll, {" in row(everywhere, ("", 0, 0), "KTK_ISA_NEON", [])
     assert "kAnyModel, KTK_ISA_NEON," in row(PRESENT, ("", 0, 0), "KTK_ISA_NEON", [])
 
 

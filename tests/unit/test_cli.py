@@ -52,6 +52,7 @@ COMMANDS = (
     "backends",
     "bench",
     "chat",
+    "compat",
     "config",
     "convert",
     "demo",
@@ -64,7 +65,7 @@ COMMANDS = (
     "version",
 )
 # What these do is no document.
-WITHOUT_JSON = ("chat", "serve")
+WITHOUT_JSON = ("chat", "compat", "serve")
 OF_MODEL = ("list", "info", "verify")
 ALL = [*(name for name in COMMANDS if name != "model"), *(f"model {name}" for name in OF_MODEL)]
 

@@ -185,3 +185,18 @@ def test_backends_that_cannot_be_used_come_last() -> None:
     uses = {"A": contents.Use(reason="-"), "B": contents.Use(5, "x"), "C": contents.Use(7, "y")}
     table = contents._backend_table([contents.LayerReport(0, backends=uses)])
     assert list(table.columns[0].cells) == ["B", "C", "A"]
+
+
+def test_training_says_what_memory_it_takes(tmp_path: Path) -> None:
+    folder = str(write(tmp_path, tensors()))
+    memory = json.loads(invoke(folder, "--training", "--rank", "4", "--json"))["training"]
+    factors = len(LAYERS) * 3 * E * 4 * (H + I)
+    assert memory["rank"] == 4
+    assert memory["factors"] == 4 * factors
+    assert memory["optimizer"] == 12 * factors
+    assert memory["products_per_token"] == len(LAYERS) * K * 2 * I * 2
+    assert memory["hidden_per_token"] == len(LAYERS) * H * 2
+    backends = json.loads(invoke(folder, "--json"))
+    assert "training" not in backends
+    assert memory["experts"] == backends["backends"]["BF16"]["nbytes"]
+    assert "adapter of rank 4" in invoke(folder, "--training", "--rank", "4")

@@ -17,6 +17,8 @@ ROOT = next(folder / "ktk" for folder in Path(__file__).parents if (folder / "kt
 # An alternative constructor belongs to its class, and calls what is made of it.
 LAZY = {
     ("ktk.linear", "ktk.registry"): "Linear takes a backend by its name",
+    ("ktk.training", "ktk.names"): "any layer is trained with the products of the bf16 backend",
+    ("ktk.training", "ktk.registry"): "which is loaded by its name",
     ("ktk.moe", "ktk.loading"): "MoE.from_checkpoint loads a layer, which is above layers",
 }
 Graph = Mapping[str, set[str]]

@@ -22,6 +22,7 @@ HANDED_DOWN = "KTK_PEER_BACKENDS"
 # runner's own functions, so that rivals of a format compute with the very same values.
 PEERS = {
     "bf16": ("BF16", "bf16", "floats", None),
+    "bf16z": ("BF16Z", "bf16", "floats", None),
     "amxint8": ("AMXINT8", "int8-row", "floats", None),
     "amxint4": ("AMXINT4", "int4-g128", "floats", "g128"),
     "amxint4-g32": ("AMXINT4", "int4-g32", "floats", "g32"),

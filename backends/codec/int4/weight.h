@@ -8,6 +8,7 @@
 #pragma once
 
 #include <immintrin.h>
+#include <string.h>
 
 #include "codec/int4/layout.h"
 #include "simd/bf16.h"
@@ -119,7 +120,20 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
       const float zero = has_zeros(matrix) ? f32_from_bf16(scales[kBlockCols]) : kFixedZero;
       const uint8_t* codes = group + header_bytes(matrix) + 4 * column;
       const size_t end = smaller(begin + depth, matrix->k);
-      for (size_t k = begin; k < end; ++k) {
+      size_t k = begin;
+      const __m128i nibble = _mm_set1_epi8(15);
+      for (; k + kStepDepth <= end; k += kStepDepth) {
+        int32_t pairs;
+        memcpy(&pairs, codes + (k - begin) / kStepDepth * kStepBytes, sizeof pairs);
+        const __m128i both = _mm_cvtsi32_si128(pairs);
+        const __m128i low = _mm_and_si128(both, nibble);
+        const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), nibble);
+        const __m256 values =
+            _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(low, high)));
+        const __m256 centred = _mm256_sub_ps(values, _mm256_set1_ps(zero));
+        _mm256_storeu_ps(out + k, _mm256_mul_ps(centred, _mm256_set1_ps(scale)));
+      }
+      for (; k < end; ++k) {
         const size_t in_group = k - begin;
         const uint8_t pair = codes[in_group / kStepDepth * kStepBytes + in_group % kStepDepth / 2];
         const int code = k % 2 ? pair >> 4 : pair & 15;

@@ -189,11 +189,19 @@ struct ScaledCodec {
     for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
       const size_t col = n % kBlockCols;
       const char* block = static_cast<const char*>(packed) + Layout::offset(matrix, n - col);
-      for (size_t k = 0; k < matrix->k; ++k) {
-        const uint8_t* line = reinterpret_cast<const uint8_t*>(block) +
-                              Layout::line_offset(matrix, col / kHalfCols, k);
-        out[k] = Codes::value(line, col % kHalfCols, k % Codes::kLineDepth) *
-                 ScaleCodec::value(matrix, block, Layout::kStepBytes, col, k);
+      // No group is less deep, and none begins elsewhere.
+      constexpr size_t kSameScale = 32;
+      for (size_t begin = 0; begin < matrix->k; begin += kSameScale) {
+        const float scale = ScaleCodec::value(matrix, block, Layout::kStepBytes, col, begin);
+        const size_t end = smaller(begin + kSameScale, matrix->k);
+        for (size_t k = begin; k < end; k += Codes::kLineDepth) {
+          const uint8_t* line = reinterpret_cast<const uint8_t*>(block) +
+                                Layout::line_offset(matrix, col / kHalfCols, k);
+          const size_t depth = smaller(end - k, Codes::kLineDepth);
+          for (size_t i = 0; i < depth; ++i) {
+            out[k + i] = Codes::value(line, col % kHalfCols, i) * scale;
+          }
+        }
       }
     }
   }

@@ -32,6 +32,10 @@ void multiply_decoded(const ScaledKernel<Layout>& kernel, const char* weights, c
   using Scales = typename Layout::Scales;
   constexpr size_t kLineActBytes = Decoder::kVectors * kActBytes;
   constexpr size_t kGroupBytes = Layout::kGroupBytes * Decoder::kVectors;
+  // Two lines of operands are used at a time: what is fetched meanwhile, of codes and scales.
+  Fetch fetch = t.fetch;
+  fetch.step =
+      ceil_div(2 * fetch.step * Layout::kStepBytes, Layout::kCodeBytes * Decoder::kVectors);
   RowPointers<kRows> act(kernel.template act<kLineActBytes / Layout::kLineDepth>(t), t.act_stride);
   ZmmScales<Scales> scales(kernel.scales(t));
   const char* step = kernel.begin(t);
@@ -50,6 +54,7 @@ void multiply_decoded(const ScaledKernel<Layout>& kernel, const char* weights, c
       for (size_t i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
 #pragma GCC unroll 1
       for (; weights != end; weights += 2 * kLine) {
+        fetch.next();
         add_decoded<Decoder>(sum, weights, act);
         act.advance(kActBytes);
       }
@@ -67,25 +72,22 @@ class ZmmDecodedKernel : public ScaledKernel<Layout> {
   static constexpr size_t kMr = 12;
   static constexpr size_t kLineProducts = Decoder::kVectors;
   static constexpr size_t kRunSlabs = kRunBytes / kDecodedSlabBytes<Layout, Decoder>;
+  static constexpr bool kFetchesNextRun = true;
   static constexpr auto kTiles =
       row_table<kMr>([]<size_t kRows> { return &multiply_decoded<Decoder, Layout, kRows>; });
 
   explicit ZmmDecodedKernel(const ktk_matmul* mm)
       : Base(mm), scratch_(static_cast<char*>(mm->scratch)) {}
 
-  void begin_run(const Run& run, Fetch fetch) const {
+  void prepare_run(const Run& run) const {
     const Decoder decoder;
     char* out = scratch_;
     for (const char *line = this->begin(run), *end = this->end(run); line != end;) {
       const char* step_end = line + Layout::kStepBytes;
-      if constexpr (Layout::Scales::kLineBytes) {
-        fetch.next();
-        line += kLine;
-      }
+      if constexpr (Layout::Scales::kLineBytes) line += kLine;
       for (; line != step_end; out += 2 * Decoder::kVectors * kLine) {
 #pragma GCC unroll 2
         for (size_t half = 0; half < 2; ++half, line += kLine) {
-          fetch.next();
           const typename Decoder::Line codes = decoder.load(line);
 #pragma GCC unroll 8
           for (size_t v = 0; v < Decoder::kVectors; ++v) {

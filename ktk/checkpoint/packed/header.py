@@ -89,7 +89,7 @@ def to_bytes(header: Header) -> bytes:
     """Write everything that stands before the tensors; as long for any checksums."""
     mine = json.dumps(_entries(header), separators=(",", ":"))
     document: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "ktk": mine, "ktk_xxh3": _hex(checksum(mine.encode()))}
+        "__metadata__": {"format": "pt", "ktk": mine, "ktk_xxh3": hex_of(checksum(mine.encode()))}
     }
     experts = header.layout.config.num_experts
     for name, spec in header.layout.specs.items():
@@ -117,7 +117,7 @@ def from_metadata(metadata: Mapping[str, str] | None) -> Header:
     if metadata is None or "ktk" not in metadata:
         raise HeaderError("is no packed file of ktk: its metadata lacks the entry ktk")
     written = metadata["ktk"].encode()
-    if metadata.get("ktk_xxh3") != _hex(checksum(written)):
+    if metadata.get("ktk_xxh3") != hex_of(checksum(written)):
         raise HeaderDamage("is damaged: the checksum of its header is wrong")
     try:
         return _read(parse_object(written))
@@ -135,7 +135,7 @@ def _read(entries: Mapping[str, Any]) -> Header:
     formats = table("formats", entries.get("formats"))
     layout = Layout(
         _config(table("config", entries.get("config"))),
-        {part: _format(part, table(part, formats.get(part))) for part in PARTS},
+        {part: read_format(part, table(part, formats.get(part))) for part in PARTS},
         _parts("biases", entries.get("biases")),
         _parts("factors", entries.get("factors")),
     )
@@ -166,7 +166,7 @@ def _config(entries: Mapping[str, Any]) -> ExpertConfig:
     )
 
 
-def _format(part: str, entries: Mapping[str, Any]) -> Format:
+def read_format(part: str, entries: Mapping[str, Any]) -> Format:
     element, scale, zero = (
         text(f"{name} of {part}", entries.get(name)) for name in ("element", "scale", "zero")
     )
@@ -205,17 +205,17 @@ def _entries(header: Header) -> dict[str, Any]:
     none = (0,) * layout.config.num_experts
     return {
         "version": VERSION,
-        "writer": _writer(),
+        "writer": writer(),
         "backend": header.backend,
         "layer": header.layer,
         "source": header.source,
-        "read": _hex(header.read or 0),
+        "read": hex_of(header.read or 0),
         "config": config,
         "formats": {part: format_entries(fmt) for part, fmt in layout.formats.items()},
         "biases": list(layout.biases),
         "factors": list(layout.factors),
         "xxh3": {
-            name: "".join(map(_hex, header.checksums.get(name, none))) for name in layout.specs
+            name: "".join(map(hex_of, header.checksums.get(name, none))) for name in layout.specs
         },
     }
 
@@ -232,9 +232,9 @@ def format_entries(fmt: Format) -> dict[str, Any]:
 
 
 @cache
-def _writer() -> str:
+def writer() -> str:
     return f"ktk {version('ktk')}"
 
 
-def _hex(digest: int) -> str:
+def hex_of(digest: int) -> str:
     return f"{digest:0{_DIGITS}x}"

@@ -15,8 +15,9 @@ from ktk.checkpoint.reader import LayerReader, Storage
 from ktk.checkpoint.safetensors.families import Stored
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias, weight_parts
-from ktk.checkpoint.safetensors.split import split_matrix, split_tensor
+from ktk.checkpoint.safetensors.split import split_tensor
 from ktk.checkpoint.safetensors.storage import PLAIN, StorageError
+from ktk.checkpoint.safetensors.tensors import decoded_part
 from ktk.errors import CheckpointError
 from ktk.expert import Expert, Matrix
 
@@ -116,17 +117,12 @@ class SafetensorsLayer(LayerReader):
         stored = names.family.parts[part]
         read_data = self._index.tensor if values else self._index.stand_in
         expert = number if stored.fused else None
-        if names.scheme is PLAIN:
-            tensor = read_data(names.name(part, number), expert)
-            tensors = _split(part, tensor, stored)
-            layout = names.layout(part)
-            return {name: PLAIN.decode({"data": t}, layout) for name, t in tensors.items()}
         arrays = {
             role: (read_data if role == "data" else self._index.tensor)(name, expert)
             for role, name in self._names_of(part, number)
         }
         try:
-            return split_matrix(part, names.scheme.decode(arrays, names.layout(part)), stored)
+            return decoded_part(part, names.scheme, arrays, names.layout(part), stored)
         except StorageError as error:
             raise CheckpointError(f"{self.where(part, number)} {error}") from None
 

@@ -9,6 +9,14 @@ from ktk._core import Format
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES, Layout, Scheme, StorageError
+from ktk.checkpoint.safetensors.tensors import (
+    Header,
+    group_of,
+    has_roles,
+    role_of,
+    wrong_shapes,
+    wrong_types,
+)
 from ktk.errors import CheckpointError
 from ktk.expert import Matrix
 
@@ -105,31 +113,26 @@ def stems(index: TensorIndex) -> list[str]:
 def _as(
     scheme: Scheme, index: TensorIndex, stem: str, quantization: Quantization
 ) -> StoredMatrix | None:
-    there = {
-        part: index.shape(stem + part.suffix)
+    headers = {
+        role_of(part): Header(index.dtype(name), index.shape(name))
         for part in scheme.tensors.values()
-        if stem + part.suffix in index
+        for name in [stem + part.suffix]
+        if name in index
     }
-    for part in scheme.tensors.values():
-        if part in there and index.dtype(stem + part.suffix) not in part.dtypes:
-            return None
-        if part not in there and not part.optional:
-            return None
+    # There may be more, such as scales of activations.
+    if not has_roles(scheme, headers) or any(wrong_types(scheme, headers)):
+        return None
     # The elements say how many rows and columns there are.
     data = scheme.tensors["data"]
-    words = data.shape.split()
-    if len(words) != len(there[data]):
+    words, shape = data.shape.split(), headers[role_of(data)].shape
+    if len(words) != len(shape):
         return None
-    sizes = {"N": 0, "K": 0, "G": 0}
-    for word, extent in zip(words, there[data], strict=True):
+    sizes = {"N": 0, "K": 0}
+    for word, extent in zip(words, shape, strict=True):
         axis, _, divisor = word.partition("/")
         if axis in sizes:
             sizes[axis] = extent * int(divisor or 1)
-    # And the scales, how many columns share one.
-    scale = scheme.tensors["scale"]
-    if "K/G" in (words := scale.shape.split()) and len(words) == len(there[scale]):
-        groups = there[scale][words.index("K/G")]
-        sizes["G"] = 0 if groups <= 1 else -(-sizes["K"] // groups)
-    layout = Layout(sizes["N"], sizes["K"], sizes["G"], quantization)
-    fits = all(shape in layout.shapes(part) for part, shape in there.items())
+    n, k = sizes.values()
+    layout = Layout(n, k, group_of(scheme, headers, k, quantization), quantization)
+    fits = not any(wrong_shapes(scheme, layout, headers))
     return StoredMatrix(index, stem, scheme, layout) if fits else None

@@ -36,6 +36,7 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # Bytes of a file, rather than extents.
 _ANY = 1 << 63
 
@@ -149,3 +150,8 @@ def _tensors(document: dict[str, Any]) -> Iterator[TensorInfo]:
                 f"tensor {name} is {dtype} {list(shape)} in {end - begin} bytes, which do not fit"
             )
         yield TensorInfo(name, dtype, shape, begin, end - begin)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype as safetensors spells it, or as torch does if it has no such name."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -30,7 +30,7 @@ extern "C" {
 
 /* MAJOR: a field moved or changed its meaning. MINOR: a field was appended. */
 #define KTK_ABI_MAJOR 1
-#define KTK_ABI_MINOR 0
+#define KTK_ABI_MINOR 1
 
 /* Name (and type tag) of the PyCapsule that carries a `const ktk_backend *`; the capsule is what
  * `__ktk_backend__()` of a backend's module returns. The table must outlive the process. */
@@ -138,6 +138,9 @@ typedef struct ktk_prefetch {
   /* Up to so many products of 64 bytes for each line of weights, a tile of rows waits for memory. A
    * line of bf16 or int8 makes one for each row, a line of int4, which becomes two of int8, two. */
   size_t few_products;
+  /* Up to so many, micro-kernels that have a form for few rows which uses lines of weights in the
+   * order of memory take that: the CPU's own prefetchers follow. */
+  size_t in_order_products;
   ktk_fetch few;    /* one tile of rows, which waits for memory */
   ktk_fetch one;    /* one tile of more rows, which computes about as long */
   ktk_fetch pair;   /* two or three tiles that read the same weights and share fetching the next */
@@ -185,7 +188,8 @@ typedef struct ktk_variant {
 
   /* Weight codec. Variants of a backend that share `layout` read each other's packed weights. */
   const char* layout;
-  /* Bytes of a packed matrix, a multiple of KTK_ALIGNMENT. */
+  /* Bytes of a packed matrix, a multiple of KTK_ALIGNMENT. See source_size for those that depend on
+   * what is in it. */
   size_t (*weight_size)(const ktk_matrix* matrix);
   /* Packs [n_begin, n_end) of `source` (whose row 0 is n = 0). Memory holds anything before: ranges
    * that cover all n, in any order and at the same time, write every byte of weight_size(), and
@@ -193,7 +197,8 @@ typedef struct ktk_variant {
    * n. */
   void (*pack_weight)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                       size_t n_end, void* packed);
-  /* Writes [n_begin, n_end) as rows of f32 to out, `out_stride` floats apart. */
+  /* Writes [n_begin, n_end) as rows of f32 to out, `out_stride` floats apart. Any rows: embeddings
+   * are looked up one by one. */
   void (*unpack_weight)(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
                         float* out, size_t out_stride);
   /* Offset in bytes of where a product that begins at column n starts to read a packed matrix: what
@@ -233,6 +238,20 @@ typedef struct ktk_variant {
    * NULL, or neither. */
   void (*enter)(void);
   void (*leave)(void);
+
+  /* Since 1.1, for codecs that compress without loss, which no bound below the plain bytes can be
+   * given for. Both NULL, or neither. weight_size() then says what nearly all weights take, and
+   * pack_weight may be NULL. */
+  /* Bytes that a matrix takes packed because of what rows [n_begin, n_end) of `source` hold:
+   * weight_size() or more, a multiple of KTK_ALIGNMENT. Ranges are those of pack_weight; the
+   * largest result of ranges that cover all n is what the matrix takes. */
+  size_t (*source_size)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                        size_t n_end);
+  /* Takes the place of pack_weight: `packed` has `bytes`, the largest result of source_size() or
+   * more, the same for all ranges, which write every one of them. Whoever reads a packed matrix is
+   * not told how large it is: it has to say so itself. */
+  void (*pack_sized)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                     size_t n_end, void* packed, size_t bytes);
 } ktk_variant;
 
 /* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */

@@ -14,7 +14,8 @@
 //   };
 //   KTK_EXPORT_VARIANT(bf16, Variant)
 //
-//   Weight    kLayout, kNStep; size(), pack(), unpack(); perhaps offset(), write()
+//   Weight    kLayout, kNStep; size(), pack(), unpack(); perhaps offset(), write(); where bytes
+//             depend on what is packed, source_size() and pack_sized() in place of pack()
 //   Act       kFormat, kKStep; size(), pack(), unpack(); perhaps format()
 //
 // which are static, and take what the functions of ktk_variant (abi.h) take that they become. No
@@ -31,9 +32,11 @@ concept WeightCodec = requires {
   static_cast<const char*>(T::kLayout);
   static_cast<uint32_t>(T::kNStep);
   static_cast<decltype(ktk_variant::weight_size)>(T::size);
-  static_cast<decltype(ktk_variant::pack_weight)>(T::pack);
   static_cast<decltype(ktk_variant::unpack_weight)>(T::unpack);
-};
+} && (requires { static_cast<decltype(ktk_variant::pack_weight)>(T::pack); } || requires {
+  static_cast<decltype(ktk_variant::source_size)>(T::source_size);
+  static_cast<decltype(ktk_variant::pack_sized)>(T::pack_sized);
+});
 
 template <class T>
 concept ActCodec = requires {
@@ -84,7 +87,7 @@ constexpr ktk_variant make_variant() {
   if constexpr (requires { V::kMStep; }) v.tile.m_step = V::kMStep;
   v.layout = Weight::kLayout;
   v.weight_size = Weight::size;
-  v.pack_weight = Weight::pack;
+  if constexpr (requires { Weight::pack; }) v.pack_weight = Weight::pack;
   v.unpack_weight = Weight::unpack;
   if constexpr (requires { Weight::offset; }) v.weight_offset = Weight::offset;
   if constexpr (requires { Weight::write; }) v.export_weight = Weight::write;
@@ -98,6 +101,10 @@ constexpr ktk_variant make_variant() {
   if constexpr (requires { V::enter; }) {
     v.enter = V::enter;
     v.leave = V::leave;
+  }
+  if constexpr (requires { Weight::pack_sized; }) {
+    v.source_size = Weight::source_size;
+    v.pack_sized = Weight::pack_sized;
   }
   return v;
 }

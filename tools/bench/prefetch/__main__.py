@@ -7,8 +7,10 @@ python tools/bench/prefetch --quick    # three, and less sure
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,8 +21,8 @@ from ktk import _core
 from ktk.bench.limits import LimitProbe
 from ktk.bench.machine import check_threads
 from prefetch.cases import Case, cases_of, choose_variants
-from prefetch.choose import Verdict, choose_few, decide, rank, verdict
-from prefetch.policy import CLASSES, Fetch, Policy, candidates
+from prefetch.choose import Verdict, choose_few, choose_in_order, decide, rank, verdict
+from prefetch.policy import ALL_IN_ORDER, CLASSES, Fetch, Policy, candidates
 from prefetch.row import instruction_sets, row
 from prefetch.timing import FULL, QUICK, Clock, Duels, Effort, Layers, duel, survey
 
@@ -78,6 +80,18 @@ class Machine:
             say(f"    now {self.rate(case, found)}, others used {found.others:.0%} of the CPUs")
         return verdict(present, ratios, itself)
 
+    def order(self, cases: list[Case]) -> int:
+        """Return up to how many products weights are best used in the order of memory."""
+        ratios: dict[int, list[tuple[float, float]]] = {}
+        settings = [f"in_order_products={number}" for number in (0, ALL_IN_ORDER)]
+        for case in cases:
+            say(f"order of use: comparing in {case}")
+            found = duel(self.clock(case), settings, self.effort.duel_rounds)
+            never, always = map(statistics.median, found.ratios)
+            ratios.setdefault(case.products, []).append((never, always))
+            say(f"    never {never:.3f}, always {always:.3f} of the present time")
+        return choose_in_order(ratios, self.present.in_order_products)
+
     def rate(self, case: Case, found: Duels) -> str:
         """Return the weights read in a second by the present policy, its fastest sample."""
         hit = self.layers(case.backend, case.variant).layers[0].config.num_experts_per_tok
@@ -95,8 +109,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure(machine: Machine, wanted: Iterable[str]) -> tuple[dict[str, Verdict], int]:
-    """Return the verdicts of classes, and the most products of a line that are few."""
+def measure(machine: Machine, wanted: Iterable[str]) -> tuple[dict[str, Verdict], Policy]:
+    """Return the verdicts of classes, and the policy that they make."""
     single = [case for case in machine.cases if case.kind == "single"]
     present = machine.present.few_products
     few_products = present
@@ -114,12 +128,14 @@ def measure(machine: Machine, wanted: Iterable[str]) -> tuple[dict[str, Verdict]
         for name in wanted
         if groups[name]
     }
-    return verdicts, few_products
-
-
-def report(machine: Machine, verdicts: Mapping[str, Verdict], few_products: int) -> None:
-    """Print what was found, then the row."""
     chosen = decide(machine.present, verdicts, few_products)
+    if {"few", "one"} <= set(wanted):
+        chosen = replace(chosen, in_order_products=machine.order(single))
+    return verdicts, chosen
+
+
+def report(machine: Machine, verdicts: Mapping[str, Verdict], chosen: Policy) -> None:
+    """Print what was found, then the row."""
     for name, found in verdicts.items():
         print(
             f"{name}: {found.present} now, {found.best} takes {found.ratio} of its time; ", end=""
@@ -167,11 +183,11 @@ def main() -> int:
         print(f"{_core.cpu_model()}, {_core.cpu_id()}, {machine.pool.size} threads")
         print(f"memory is read at {probe.read(0.5) / 1e9:.1f} GB/s; policy now: {machine.present}")
         del probe
-        verdicts, few_products = measure(machine, wanted)
+        verdicts, chosen = measure(machine, wanted)
     except (ValueError, OSError, MemoryError) as error:
         say(f"prefetch: {error}")
         return 1
-    report(machine, verdicts, few_products)
+    report(machine, verdicts, chosen)
     return 0
 
 

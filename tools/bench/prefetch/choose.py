@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prefetch.policy import Fetch, Policy
+from prefetch.policy import ALL_IN_ORDER, Fetch, Policy
 
 LEAST_GAIN = 0.01  # what is not worth a row
 
@@ -78,6 +78,30 @@ def choose_few(survey: Mapping[int, Sequence[Mapping[Fetch, float]]], present: i
 
     best = min(sorted(survey)[:-1], key=cost, default=present)
     return best if cost(best) < cost(present) - LEAST_GAIN else present
+
+
+def choose_in_order(ratios: Mapping[int, Sequence[tuple[float, float]]], present: int) -> int:
+    """Return the most products of a line for which weights are used in the order of memory.
+
+    Parameters
+    ----------
+    ratios
+        For each number of products, of all cases that have it, the times never in order and always
+        in order, both relative to the present policy.
+    present
+        What is kept where no other number gains `LEAST_GAIN` on average.
+    """
+    count = sum(len(cases) for cases in ratios.values())
+
+    def cost(border: int) -> float:
+        times = (
+            case[products <= border] for products, cases in ratios.items() for case in cases
+        )  # fmt: skip
+        return sum(map(math.log, times)) / count
+
+    borders = [0, *sorted(ratios)[:-1], ALL_IN_ORDER]
+    best = min(borders, key=cost) if ratios else present
+    return best if ratios and cost(best) < cost(present) - LEAST_GAIN else present
 
 
 @dataclass(frozen=True)

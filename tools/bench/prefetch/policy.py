@@ -6,6 +6,9 @@ from dataclasses import dataclass, fields, replace
 
 #: The classes of products that a policy has an entry for.
 CLASSES = ("few", "one", "pair", "many", "decode")
+NUMBERS = ("few_products", "in_order_products")
+#: `in_order_products` of a CPU that wants the order of memory wherever it can be had.
+ALL_IN_ORDER = 64
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,11 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Policy:
-    """An entry for every class, and the most multiply instructions for a line that are few."""
+    """An entry for every class, and two numbers of multiply instructions for a line of weights.
+
+    Up to `few_products` are few. Up to `in_order_products`, kernels that have a form for it use
+    weights in the order of memory.
+    """
 
     few: Fetch
     one: Fetch
@@ -36,13 +43,15 @@ class Policy:
     many: Fetch
     decode: Fetch
     few_products: int
+    in_order_products: int
 
     @staticmethod
     def parse(text: str) -> Policy:
         """Read a whole policy, as `ktk._core.prefetch` returns it."""
         entries = dict(part.split("=") for part in text.split(","))
         fetches = {name: Fetch.parse(entries[name]) for name in CLASSES}
-        return Policy(**fetches, few_products=int(entries["few_products"]))
+        numbers = {name: int(entries[name]) for name in NUMBERS}
+        return Policy(**fetches, **numbers)
 
     def with_entry(self, name: str, fetch: Fetch) -> Policy:
         """Return the same policy with another entry for one class."""

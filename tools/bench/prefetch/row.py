@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from prefetch.policy import CLASSES, Fetch, Policy
+from prefetch.policy import ALL_IN_ORDER, CLASSES, Fetch, Policy
 
 
 def instruction_sets(allowed: Collection[str]) -> str:
@@ -34,9 +34,14 @@ def row(policy: Policy, cpu: tuple[str, int, int], isa: str, comment: list[str])
     lines = [f"    // {line}" for line in comment]
     lines += [
         f'    {{"NAME", "{vendor}", {family:#x}, {model:#x}, {last_model}, {isa},',
-        f"     policy({policy.few_products}, {', '.join(fetches)})}},",
+        f"     policy({policy.few_products}, {_in_order(policy)}, {', '.join(fetches)})}},",
     ]
     return "\n".join(lines)
+
+
+def _in_order(policy: Policy) -> str:
+    number = policy.in_order_products
+    return "kAll" if number == ALL_IN_ORDER else str(number)
 
 
 def _initializer(fetch: Fetch) -> str:

@@ -1,0 +1,28 @@
+"""Layers by number, and their inputs: arguments of an operator are tensors and numbers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+#: Each `OpLayer` that lives, by its `number`.
+LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+NUMBERS = itertools.count()
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_IDS = (torch.int64, torch.int32)
+
+
+def plain_inputs(
+    hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the inputs of a call as a layer takes them."""
+    if hidden.stride(-1) != 1:
+        hidden = hidden.contiguous()
+    if topk_ids.dtype not in _IDS:
+        topk_ids = topk_ids.long()
+    if topk_weights.dtype not in _FLOATS:
+        topk_weights = topk_weights.float()
+    return hidden.detach(), topk_ids.contiguous(), topk_weights.detach().contiguous()

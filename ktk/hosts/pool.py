@@ -1,0 +1,59 @@
+"""The workers of ktk in one worker process of an engine: on the CPUs that this process has."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ktk._core import WorkerPool, topology
+
+
+@functools.cache
+def worker_pool(rank: int, ranks: int) -> WorkerPool:
+    """Return the pool of this process.
+
+    vLLM, for one, binds the threads of OpenMP to the CPUs of a worker process, and the workers take
+    the same ones: the two compute in turns. Where an engine does not, each process gets an even
+    share of all.
+
+    Parameters
+    ----------
+    rank, ranks
+        Which of the worker processes on this machine it is.
+    """
+    # OpenMP may have bound this thread, and with it what it starts, to the first of its CPUs.
+    before, bound = os.sched_getaffinity(0), bound_cpus(os.environ)
+    os.sched_setaffinity(0, before | set(bound))
+    try:
+        cores = [core for node in topology()["nodes"] for core in node["cores"]]
+        cpus = bound or share(cores, rank, ranks)
+        return WorkerPool(threads=len(cpus), cpus=cpus)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def bound_cpus(environment: Mapping[str, str]) -> list[int]:
+    """Return the CPUs that OpenMP's threads are bound to, as its variables say; none if not."""
+    lists = {
+        "GOMP_CPU_AFFINITY": r"([\d\s,-]+)",
+        "KMP_AFFINITY": r".*proclist=\[([\d,-]+)\].*",
+        "OMP_PLACES": r"\{([\d,-]+)\}",
+    }
+    for name, pattern in lists.items():
+        if match := re.fullmatch(pattern, environment.get(name, "")):
+            return list(dict.fromkeys(_numbers(match[1])))
+    return []
+
+
+def share(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
+    """Return the CPUs of one of several processes: its own, as long as there are enough."""
+    first, behind = (len(cores) * at // ranks for at in (rank, rank + 1))
+    return list(cores[first:behind]) or [cores[rank % len(cores)]]
+
+
+def _numbers(text: str) -> Iterator[int]:
+    for span in re.split(r"[\s,]+", text.strip()):
+        first, _, last = span.partition("-")
+        yield from range(int(first), int(last or first) + 1)

@@ -1,0 +1,72 @@
+"""Which tensors a matrix has in a checkpoint, as its quantization_config says: for hosts that want
+to know before the first tensor comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ktk.checkpoint.entries import EntryError
+from ktk.checkpoint.quantization import read_quantization
+
+#: What else may come with a matrix, and says nothing that products need.
+IGNORED = ("input_scale", "input_global_scale", "input_zero_point")
+# What stands in the place of `method`, for those whose tensors have one set of names.
+_METHODS = {
+    "gptq": ("qweight", "scales", "qzeros"),
+    "awq": ("qweight", "scales", "qzeros"),
+    "mxfp4": ("blocks", "scales"),
+    "gpt_oss_mxfp4": ("blocks", "scales"),
+    "mxfp8": ("weight", "weight_scale_inv"),
+}
+
+
+def roles_of(quantization: Mapping[str, Any] | None) -> tuple[str, ...] | None:
+    """Return the roles of a matrix's tensors, as :class:`ktk.ExpertCollector` takes them.
+
+    Parameters
+    ----------
+    quantization
+        The quantization_config of config.json; None or empty where weights are floats.
+
+    Returns
+    -------
+    tuple of str or None
+        None: ktk reads no such matrices, or knows no such config.
+    """
+    if not quantization:
+        return ("weight",)
+    try:
+        found = read_quantization({"quantization_config": quantization})
+    except EntryError:
+        return None
+    if found.method == "fp8":
+        blocks = quantization.get("weight_block_size")
+        return ("weight", "weight_scale_inv" if blocks else "weight_scale")
+    if found.method == "compressed-tensors":
+        return _compressed_tensors(quantization, found.bits, found.is_float, found.symmetric)
+    if found.method in ("gptq", "awq") and found.bits != 4:
+        return None
+    if found.method == "gptq" and quantization.get("desc_act"):
+        return None
+    return _METHODS.get(found.method)
+
+
+def _compressed_tensors(
+    quantization: Mapping[str, Any], bits: int | None, is_float: bool, symmetric: bool | None
+) -> tuple[str, ...] | None:
+    groups = quantization["config_groups"].values() if "config_groups" in quantization else ()
+    weights = [group.get("weights") or {} for group in groups]
+    if bits == 8:
+        return ("weight", "weight_scale")
+    if bits != 4 or any(one.get("actorder") in (True, "group") for one in weights):
+        return None
+    if is_float:  # MXFP4; NVFP4 has groups of 16, with a scale of their scales
+        return ("weight_packed", "weight_scale") if _groups(weights) == {32} else None
+    zero = ("weight_zero_point",) if symmetric is False else ()
+    return ("weight_packed", "weight_scale", "weight_shape", *zero)
+
+
+def _groups(weights: list[Mapping[str, Any]]) -> set[Any]:
+    return {one.get("group_size") for one in weights}

@@ -1,0 +1,19 @@
+"""Fine-tuning of models whose experts lie packed; docs/training.md tells users.
+
+::
+
+    import ktk.sft, ktk.transformers
+    model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="ktk")
+    ktk.sft.add_lora(model, rank=8, alpha=16)       # and PEFT for attention, or whatever else
+    Trainer(model, ...).train()
+    ktk.sft.save_adapter(model, "adapter")
+
+Weights of experts stay packed and frozen, for any backend. Factors are ordinary parameters of the
+modules of experts. `experts` adds, removes and merges them, `files` reads and writes adapters, and
+`names` knows what adapters call their tensors.
+"""
+
+from ktk.sft.experts import add_lora, merge, remove_lora
+from ktk.sft.files import load_adapter, save_adapter
+
+__all__ = ["add_lora", "load_adapter", "merge", "remove_lora", "save_adapter"]

@@ -1,0 +1,47 @@
+"""Factors of low rank on modules of experts: ordinary parameters beside what is packed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ktk.lora import FACTORS, Lora
+
+# What an adapter's factors are multiplied with, on each module.
+_SCALE = "ktk_lora_scale"
+
+
+def parameter_of(factor: str) -> str:
+    """Return what a module calls a factor of `ktk.Lora`: gate_lora_a for gate_a."""
+    part, _, side = factor.rpartition("_")
+    return f"{part}_lora_{side}"
+
+
+def lora_of(module: Any) -> Lora | None:
+    """Return the adapter of a module of experts, of its own parameters; None if it has none."""
+    scale = getattr(module, _SCALE, None)
+    if scale is None:
+        return None
+    names = {factor: parameter_of(factor) for factor in FACTORS}
+    found = {
+        factor: getattr(module, name) for factor, name in names.items() if hasattr(module, name)
+    }
+    return Lora(**found, scale=scale)
+
+
+def put_lora(module: Any, lora: Lora) -> None:
+    """Give a module of experts parameters of an adapter, in the place of those that it has."""
+    remove_lora(module)
+    for factor, value in lora.factors():
+        parameter = torch.nn.Parameter(value.detach())
+        module.register_parameter(parameter_of(factor), parameter)
+    setattr(module, _SCALE, float(lora.scale))
+
+
+def remove_lora(module: Any) -> None:
+    """Take the adapter off a module of experts, if it has one."""
+    for factor in FACTORS:
+        module._parameters.pop(parameter_of(factor), None)
+    if hasattr(module, _SCALE):
+        delattr(module, _SCALE)

@@ -1,0 +1,38 @@
+"""Makes a step of one token fast, beside the products: what it costs to call many small things."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ktk.hosts.linear import compute_together
+from ktk.transformers.attention import share_keys
+from ktk.transformers.dense import KtkLinear, packed_linears
+from ktk.transformers.norms import speed_up_norms
+
+#: Names of dense layers side by side that models call with the same input, one after the other.
+TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+
+
+def speed_up(model: Any) -> None:
+    """Let a model of ktk decode fast: attention and, where dense layers are packed, all beside it.
+
+    Calling it again sees to what has come since.
+    """
+    share_keys(model)
+    if not packed_linears(model):
+        return
+    speed_up_norms(model)
+    for module in model.modules():
+        for names in TOGETHER:
+            found = [getattr(module, name, None) for name in names]
+            layers = [one.layer for one in found if isinstance(one, KtkLinear)]
+            widths = {layer.linear.in_features for layer in layers}
+            if len(layers) > 1 and len(widths) == 1:
+                compute_together(layers)

@@ -1,0 +1,255 @@
+"""vLLM's dense layers on ktk, as their codes are stored, where vLLM has no kernel for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+
+from ktk._core import Format
+from ktk.backend import Backend
+from ktk.checkpoint.quantization import read_quantization
+from ktk.checkpoint.safetensors.storage import StorageError
+from ktk.checkpoint.safetensors.tensors import read_tensors
+from ktk.errors import BackendError, CheckpointError
+from ktk.expert import Matrix
+from ktk.hosts.linear import OpLinear
+from ktk.hosts.stored import IGNORED, roles_of
+from ktk.linear import Linear
+from ktk.loading.cut import cut_columns, cut_rows
+from ktk.names import PREFERRED
+from ktk.quantize import dequantize
+from ktk.registry import load_backend
+from ktk.vllm.choice import say_once
+from ktk.vllm.place import loads_dummies, number_of, pool_here
+
+_FLOAT = "bf16"
+
+
+def stock_or_ktk(
+    stock: Any, layer: Any, prefix: str, quantization: Any, refusals: tuple[type[Exception], ...]
+) -> Any:
+    """Return what computes a dense layer: vLLM's own method, or ktk where that has no kernel.
+
+    Parameters
+    ----------
+    stock
+        vLLM's configuration of the checkpoint.
+    layer, prefix
+        The layer and its name.
+    quantization
+        The quantization_config of the checkpoint.
+    refusals
+        What it raises where it has none: for the method, or when that makes its weights.
+    """
+    try:
+        method = stock.get_quant_method(layer, prefix)
+    except refusals as error:
+        return KtkDense(prefix, quantization, error)
+    if method is None or isinstance(method, UnquantizedLinearMethod):
+        return method or UnquantizedLinearMethod()
+    create = method.create_weights
+
+    @functools.wraps(create)
+    def create_weights(layer: Any, *args: Any, **kwargs: Any) -> None:
+        before = set(layer._parameters)
+        try:
+            create(layer, *args, **kwargs)
+        except refusals as error:
+            for name in set(layer._parameters) - before:
+                del layer._parameters[name]
+            layer.quant_method = KtkDense(prefix, quantization, error)
+            layer.quant_method.create_weights(layer, *args, **kwargs)
+
+    method.create_weights = create_weights
+    return method
+
+
+class KtkDense(LinearMethodBase):  # type: ignore[misc]
+    """A dense layer of codes: its parts (q, k and v, say) are packed when all of them are there."""
+
+    def __init__(self, name: str, quantization: Any, refusal: Exception) -> None:
+        super().__init__()
+        roles = roles_of(quantization)
+        if roles is None:
+            raise refusal
+        self._roles = roles
+        self._name = name
+        self._quantization = read_quantization({"quantization_config": quantization})
+        self._held: dict[Hashable, dict[str, torch.Tensor]] = {}
+        self._packed: OpLinear | None = None
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Register a parameter without elements for each kind of tensor: loading them fills ktk."""
+        self._columns = (input_size, input_size_per_partition)
+        self._rows = list(output_partition_sizes)
+        self._is_dummy = loads_dummies()
+        self.number, self.width = number_of(self._name), sum(output_partition_sizes)
+        for role in (*self._roles, *IGNORED):
+            param = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+            take = functools.partial(self._take, layer, role)
+            param.weight_loader = take  # type: ignore[attr-defined]
+            layer.register_parameter(role, param)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Check that the layer is there; make one up where vLLM is to measure and not to read."""
+        if self._packed is None and self._is_dummy:
+            random = torch.randn(self.width, self._columns[1]).bfloat16() / 64
+            self._load([Matrix(Format(_FLOAT), random)])
+        if self._packed is None:
+            came = {str(part): sorted(tensors) for part, tensors in self._held.items()}
+            raise CheckpointError(
+                f"{self._name} is not whole: it has {len(self._rows)} parts of "
+                f"{', '.join(self._roles)} each, and these came: {came or 'none'}"
+            )
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute rows."""
+        result: torch.Tensor = torch.ops.ktk.linear(x, self.number, self.width)
+        return result if bias is None else result + bias
+
+    def _take(
+        self,
+        layer: Any,
+        role: str,
+        param: Any,
+        loaded_weight: torch.Tensor,
+        loaded_shard_id: Hashable = None,
+    ) -> None:
+        """Take a tensor of one part, or of all in one; vLLM calls this for each that it reads."""
+        if role in IGNORED:
+            return
+        held = self._held.setdefault(loaded_shard_id, {})
+        held[role] = loaded_weight.detach()
+        parts = self._parts(layer)
+        if loaded_shard_id is not None and loaded_shard_id not in parts:
+            raise CheckpointError(f"{self._name} has no part {loaded_shard_id!r}")
+        expected = [None] if None in self._held else list(parts)
+        if all(set(self._held.get(part, ())) == set(self._roles) for part in expected):
+            self._pack(layer)
+
+    def _parts(self, layer: Any) -> dict[Hashable, tuple[int, int]]:
+        """Return the parts: the rows of each in the checkpoint, and the first that is ours."""
+        rank, ranks = layer.tp_rank, layer.tp_size
+        if hasattr(layer, "num_kv_head_replicas"):
+            query, key, value = self._rows
+            copies = layer.num_kv_head_replicas
+            shared = rank // copies
+            return {
+                "q": (query * ranks, query * rank),
+                "k": (key * ranks // copies, key * shared),
+                "v": (value * ranks // copies, value * shared),
+            }
+        if self._columns[0] != self._columns[1]:
+            ranks, rank = 1, 0  # divided by columns
+        whole = getattr(layer, "output_sizes", None)
+        if len(self._rows) == 1:
+            whole = [layer.output_size]
+        if whole is None or len(whole) != len(self._rows):
+            raise CheckpointError(f"{self._name}: ktk does not know {type(layer).__name__} of vLLM")
+        if ranks > 1 and self._rows == list(whole):
+            ranks, rank = 1, 0  # not divided
+        return {i: (n, n // ranks * rank) for i, n in enumerate(whole)}
+
+    def _pack(self, layer: Any) -> None:
+        parts, matrices = self._parts(layer), []
+        held, self._held = self._held, {}
+        if None in held:
+            whole = self._read(held[None], sum(n for n, _ in parts.values()), "")
+            at = 0
+            for n, _ in parts.values():
+                matrices.append(_rows_of(whole, at, at + n))
+                at += n
+        else:
+            matrices = [self._read(held[part], n, f" {part}") for part, (n, _) in parts.items()]
+        mine = [
+            _rows_of(matrix, first, first + rows)
+            for matrix, rows, (_, first) in zip(matrices, self._rows, parts.values(), strict=True)
+        ]
+        whole_columns, columns = self._columns
+        if columns != whole_columns:
+            first = columns * layer.tp_rank
+            mine = [_columns_of(matrix, first, first + columns) for matrix in mine]
+        self._load(mine)
+
+    def _load(self, parts: list[Matrix]) -> None:
+        backend = _backend_of(parts)
+        if backend is None:
+            backend = load_backend(PREFERRED[_FLOAT][0])
+            parts = [_decoded(matrix) for matrix in parts]
+        linear = Linear(backend, self._columns[1], self.width, pool=pool_here()).load(parts)
+        self._packed = OpLinear(linear, self._name, self.number)
+        formats = ", ".join(dict.fromkeys(map(str, linear.formats)))
+        say_once(f"ktk computes dense layers with {backend.name}/{linear.variant}: {formats}")
+
+    def _read(self, tensors: Mapping[str, torch.Tensor], n: int, part: str) -> Matrix:
+        cpu = {role: tensor.cpu() for role, tensor in tensors.items()}
+        try:
+            return read_tensors(cpu, n, self._columns[0], self._quantization)
+        except StorageError as error:
+            raise CheckpointError(f"{self._name}{part} {error}") from None
+
+
+def _rows_of(matrix: Matrix, first: int, behind: int) -> Matrix:
+    """Return rows; where a scale is for more rows than these, of floats."""
+    if (first, behind) == (0, matrix.data.shape[0]):
+        return matrix
+    extent = _format(matrix).group_n
+    if extent and first % extent:
+        matrix = _decoded(matrix)
+    return cut_rows(matrix, first, behind)
+
+
+def _columns_of(matrix: Matrix, first: int, behind: int) -> Matrix:
+    extent = _format(matrix).group_k
+    if extent and first % extent:
+        matrix = _decoded(matrix)
+    return cut_columns(matrix, first, behind)
+
+
+def _decoded(matrix: Matrix) -> Matrix:
+    if _format(matrix).element == _FLOAT:
+        return matrix
+    values = dequantize(matrix)
+    assert isinstance(values, torch.Tensor)
+    return replace(matrix, format=Format(_FLOAT), data=values.bfloat16(), scale=None, zero=None)
+
+
+def _backend_of(matrices: list[Matrix]) -> Backend | None:
+    """Return the backend that stores all of them as they are; None if there is none."""
+    for name in _names({_format(matrix).element for matrix in matrices}):
+        try:
+            backend = load_backend(name)
+            for matrix in matrices:
+                fmt, (n, items) = _format(matrix), matrix.data.shape
+                shape = n, items * (2 if fmt.block[0] == 2 else 1)
+                if not backend.core.stored_as(fmt, *shape).same_as(fmt, *shape):
+                    break
+            else:
+                return backend
+        except (BackendError, ValueError):
+            continue
+    return None
+
+
+def _names(elements: set[str]) -> Iterator[str]:
+    lists = [PREFERRED.get(element, ()) for element in elements]
+    yield from (name for name in lists[0] if all(name in other for other in lists))
+
+
+def _format(matrix: Matrix) -> Format:
+    assert matrix.format is not None, "schemes know what they decode"
+    return matrix.format

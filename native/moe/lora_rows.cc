@@ -1,0 +1,122 @@
+#include "moe/lora_rows.h"
+
+#include <algorithm>
+
+#include "core/size.h"
+
+namespace ktk {
+namespace {
+
+template <typename T>
+const T& part_of(const Parts<T>& parts, LoraRows::Part part) {
+  return part == LoraRows::kGate ? parts.gate : part == LoraRows::kUp ? parts.up : parts.down;
+}
+
+size_t most_rank(const Lora& lora) {
+  size_t most = 0;
+  for (const Adapter& adapter : lora.adapters) most = std::max(most, adapter.rank);
+  return most;
+}
+
+}  // namespace
+
+std::vector<RowBlock> row_blocks(const Route& route, size_t most) {
+  std::vector<RowBlock> blocks;
+  for (size_t i = 0; i < route.active.size(); ++i) {
+    const Route::Active& active = route.active[i];
+    for (size_t done = 0; done < active.count; done += most) {
+      blocks.push_back({i, active.first + done, std::min<size_t>(active.count - done, most)});
+    }
+  }
+  return blocks;
+}
+
+LoraRows::LoraRows(const Lora& lora, const Config& config)
+    : lora_(lora), config_(config), width_(LowRank::width(most_rank(lora))) {}
+
+void LoraRows::place(const Route& route, size_t begin, Carver& shared) {
+  route_ = &route;
+  begin_ = begin;
+  blocks_ = row_blocks(route, kMaxRows);
+  for (size_t& at : at_) at = shared.add(route.tokens.size(), product(width_, sizeof(float)));
+}
+
+size_t LoraRows::own_bytes() const {
+  return sum(LowRank::own_bytes(width_), product(kMaxRows, LowRank::kBlock, sizeof(float)));
+}
+
+LowRank LoraRows::factors(const Adapter& adapter, Part part, size_t active) const {
+  const size_t h = config_.hidden, i = config_.intermediate;
+  return {adapter.rank,
+          part_of(adapter.a, part),
+          part_of(adapter.b, part),
+          route_->active[active].expert,
+          part == kDown ? h : i,
+          part == kDown ? i : h};
+}
+
+void LoraRows::reduce_hidden(const RowBlock& block, const Rows& hidden, char* own) const {
+  float* const x = reinterpret_cast<float*>(own + LowRank::own_bytes(width_));
+  const size_t columns = config_.hidden;
+  for (const Part part : {kGate, kUp}) {
+    std::fill_n(row(part, block.first), block.count * width_, 0.0f);
+  }
+  for (size_t at = 0; at < columns; at += LowRank::kBlock) {
+    const size_t end = std::min(at + LowRank::kBlock, columns);
+    for (size_t i = 0; i < block.count; ++i) {
+      const size_t token = begin_ + route_->tokens[block.first + i];
+      ops().to_f32(hidden.at(token, at), hidden.type, end - at, x + i * LowRank::kBlock);
+    }
+    for_adapters(lora_, *route_, begin_, block.first, block.count,
+                 [&](const Adapter& adapter, size_t first, size_t count) {
+                   const float* const rows = x + (first - block.first) * LowRank::kBlock;
+                   for (const Part part : {kGate, kUp}) {
+                     if (!part_of(adapter.a, part)) continue;
+                     factors(adapter, part, block.active)
+                         .reduce(at, end, count, rows, LowRank::kBlock, row(part, first), width_,
+                                 own);
+                   }
+                 });
+  }
+  for_adapters(lora_, *route_, begin_, block.first, block.count,
+               [&](const Adapter& adapter, size_t first, size_t count) {
+                 for (const Part part : {kGate, kUp}) {
+                   ops().scale(adapter.scale, count, width_, row(part, first), width_);
+                 }
+               });
+}
+
+void LoraRows::clear_down(const RowBlock& block) const {
+  std::fill_n(row(kDown, block.first), block.count * width_, 0.0f);
+}
+
+void LoraRows::reduce_down(const RowBlock& block, size_t begin, size_t end, const float* h,
+                           size_t h_row, char* own) const {
+  for_adapters(lora_, *route_, begin_, block.first, block.count,
+               [&](const Adapter& adapter, size_t first, size_t count) {
+                 if (!adapter.a.down) return;
+                 factors(adapter, kDown, block.active)
+                     .reduce(begin, end, count, h + (first - block.first) * h_row, h_row,
+                             row(kDown, first), width_, own);
+               });
+}
+
+void LoraRows::finish_down(const RowBlock& block) const {
+  for_adapters(lora_, *route_, begin_, block.first, block.count,
+               [&](const Adapter& adapter, size_t first, size_t count) {
+                 ops().scale(adapter.scale, count, width_, row(kDown, first), width_);
+               });
+}
+
+void LoraRows::add(Part part, const RowBlock& block, size_t begin, size_t end, float* panel,
+                   size_t stride, char* own) const {
+  for_adapters(lora_, *route_, begin_, block.first, block.count,
+               [&](const Adapter& adapter, size_t first, size_t count) {
+                 if (!part_of(adapter.b, part)) return;
+                 factors(adapter, part, block.active)
+                     .expand(begin, end, count, row(part, first), width_,
+                             panel + (first - block.first) * stride, stride, own);
+               });
+}
+
+}  // namespace ktk

@@ -1,0 +1,66 @@
+// What a call of a layer computes with adapters: rows of low rank, and what they add to panels.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "moe/lora.h"
+#include "moe/rows.h"
+
+namespace ktk {
+
+// Rows [first, first + count) of one active expert.
+struct RowBlock {
+  size_t active, first, count;
+};
+
+// The rows of each active expert in blocks of no more than `most`.
+std::vector<RowBlock> row_blocks(const Route& route, size_t most);
+
+// x A^T for the rows of a chunk of tokens, in memory that workers share. Any number of workers, and
+// any division of the rows among them, gives the same bits.
+class LoraRows {
+ public:
+  static constexpr size_t kMaxRows = 256;
+
+  LoraRows(const Lora& lora, const Config& config);
+
+  // Memory for `route`, whose tokens are counted from `begin`.
+  void place(const Route& route, size_t begin, Carver& shared);
+  void use(char* shared) { shared_ = shared; }
+  size_t own_bytes() const;
+  const std::vector<RowBlock>& blocks() const { return blocks_; }
+
+  // Fills the rows of gate and up for a block of them.
+  void reduce_hidden(const RowBlock& block, const Rows& hidden, char* own) const;
+  // Adds what columns [begin, end) of the intermediate activations make of the rows of down;
+  // clear() comes before the first of them, finish() after the last.
+  void clear_down(const RowBlock& block) const;
+  void reduce_down(const RowBlock& block, size_t begin, size_t end, const float* h, size_t h_row,
+                   char* own) const;
+  void finish_down(const RowBlock& block) const;
+
+  // Adds what adapters add to columns [begin, end) of a product, whose rows are those of a block.
+  enum Part { kGate, kUp, kDown };
+  void add(Part part, const RowBlock& block, size_t begin, size_t end, float* panel, size_t stride,
+           char* own) const;
+
+  // Rows of low rank, times the adapter's scale.
+  float* row(Part part, size_t row) const {
+    return reinterpret_cast<float*>(shared_ + at_[part]) + row * width_;
+  }
+  size_t width() const { return width_; }
+
+ private:
+  LowRank factors(const Adapter& adapter, Part part, size_t active) const;
+
+  const Lora& lora_;
+  const Config& config_;
+  const Route* route_ = nullptr;
+  size_t begin_ = 0, width_ = 0;
+  std::vector<RowBlock> blocks_;
+  size_t at_[3] = {};
+  char* shared_ = nullptr;
+};
+
+}  // namespace ktk

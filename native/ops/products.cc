@@ -1,0 +1,215 @@
+// Vectors are gcc's own, which it maps to the registers of each target.
+#include "ops/products.h"
+
+#include "ktk/target.h"
+
+namespace {
+
+// 16 floats: one register of AVX-512, two of AVX2, four of NEON.
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+constexpr size_t kLanes = 16;
+
+// Sums of a tile stay in registers.
+#if defined(__AVX512F__)
+constexpr size_t kMr = 12, kVectors = 2;
+#else
+constexpr size_t kMr = 6, kVectors = 1;
+#endif
+constexpr size_t kNr = kVectors * kLanes;
+// Rows of b that a panel of kNr columns keeps in L1 while rows of a pass it.
+constexpr size_t kDepth = 256;
+
+struct Operands {
+  size_t k;
+  const float* a;
+  size_t a_row, a_column;
+  const float* b;
+  size_t b_row;
+  float* c;
+  size_t c_row;
+};
+
+template <size_t kRows, size_t kWidth>
+void tile(const Operands& o) {
+  Floats sums[kRows][kWidth];
+#pragma GCC unroll 12
+  for (size_t i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (size_t v = 0; v < kWidth; ++v) {
+      sums[i][v] = *reinterpret_cast<const Floats*>(o.c + i * o.c_row + v * kLanes);
+    }
+  }
+  const float* a = o.a;
+  const float* b = o.b;
+  for (size_t l = 0; l < o.k; ++l, a += o.a_column, b += o.b_row) {
+    Floats row[kWidth];
+#pragma GCC unroll 2
+    for (size_t v = 0; v < kWidth; ++v) row[v] = *reinterpret_cast<const Floats*>(b + v * kLanes);
+#pragma GCC unroll 12
+    for (size_t i = 0; i < kRows; ++i) {
+      const float factor = a[i * o.a_row];
+#pragma GCC unroll 2
+      for (size_t v = 0; v < kWidth; ++v) sums[i][v] += factor * row[v];
+    }
+  }
+#pragma GCC unroll 12
+  for (size_t i = 0; i < kRows; ++i) {
+#pragma GCC unroll 2
+    for (size_t v = 0; v < kWidth; ++v) {
+      *reinterpret_cast<Floats*>(o.c + i * o.c_row + v * kLanes) = sums[i][v];
+    }
+  }
+}
+
+template <size_t kWidth, size_t kRows = kMr>
+void tile_of(size_t rows, const Operands& o) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return tile<kRows, kWidth>(o);
+    tile_of<kWidth, kRows - 1>(rows, o);
+  }
+}
+
+// Rows are dealt out evenly over tiles.
+template <size_t kWidth>
+void columns(size_t m, const Operands& all) {
+  const size_t tiles = (m + kMr - 1) / kMr;
+  for (size_t t = 0, row = 0; t < tiles; ++t) {
+    const size_t end = m * (t + 1) / tiles;
+    Operands o = all;
+    o.a += row * o.a_row;
+    o.c += row * o.c_row;
+    tile_of<kWidth>(end - row, o);
+    row = end;
+  }
+}
+
+// Fewer columns than a vector, on copies that have one.
+void last_columns(size_t m, size_t n, const Operands& all) {
+  float b[kDepth][kLanes] = {}, c[kMr][kLanes] = {};
+  for (size_t l = 0; l < all.k; ++l) {
+    __builtin_memcpy(b[l], all.b + l * all.b_row, n * sizeof(float));
+  }
+  for (size_t row = 0; row < m; row += kMr) {
+    const size_t rows = m - row < kMr ? m - row : kMr;
+    float* const to = all.c + row * all.c_row;
+    for (size_t i = 0; i < rows; ++i) {
+      __builtin_memcpy(c[i], to + i * all.c_row, n * sizeof(float));
+    }
+    Operands o = all;
+    o.a += row * o.a_row;
+    o.b = b[0];
+    o.b_row = kLanes;
+    o.c = c[0];
+    o.c_row = kLanes;
+    tile_of<1>(rows, o);
+    for (size_t i = 0; i < rows; ++i) {
+      __builtin_memcpy(to + i * all.c_row, c[i], n * sizeof(float));
+    }
+  }
+}
+
+void gemm(size_t m, size_t n, size_t k, const float* a, size_t a_row, size_t a_column,
+          const float* b, size_t b_row, float* c, size_t c_row) {
+  for (size_t l = 0; l < k; l += kDepth) {
+    const size_t depth = k - l < kDepth ? k - l : kDepth;
+    Operands o = {depth, a + l * a_column, a_row, a_column, b + l * b_row, b_row, c, c_row};
+    size_t j = 0;
+    for (; j + kNr <= n; j += kNr, o.b += kNr, o.c += kNr) columns<kVectors>(m, o);
+    for (; j + kLanes <= n; j += kLanes, o.b += kLanes, o.c += kLanes) columns<1>(m, o);
+    if (j < n) last_columns(m, n - j, o);
+  }
+}
+
+// --- transpose ----------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int kSide = 16;
+#elif defined(__AVX2__)
+constexpr int kSide = 8;
+#else
+constexpr int kSide = 4;
+#endif
+typedef float Side __attribute__((vector_size(kSide * 4), aligned(4), may_alias));
+typedef uint32_t SideBits __attribute__((vector_size(kSide * 4)));
+typedef uint16_t SideHalves __attribute__((vector_size(kSide * 2), aligned(2), may_alias));
+
+// Elements of the lower (or, from kSide / 2 on, the upper) halves of two vectors, by turns.
+inline Side interleave(Side x, Side y, int from) {
+  SideBits order;
+  for (int i = 0; i < kSide; ++i) {
+    order[i] = static_cast<uint32_t>(from + i / 2 + (i % 2 ? kSide : 0));
+  }
+  return __builtin_shuffle(x, y, order);
+}
+
+inline void transpose_square(Side (&rows)[kSide]) {
+#pragma GCC unroll 4
+  for (int step = 1; step < kSide; step *= 2) {
+    Side next[kSide];
+#pragma GCC unroll 8
+    for (int i = 0; i < kSide / 2; ++i) {
+      next[2 * i] = interleave(rows[i], rows[i + kSide / 2], 0);
+      next[2 * i + 1] = interleave(rows[i], rows[i + kSide / 2], kSide / 2);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kSide; ++i) rows[i] = next[i];
+  }
+}
+
+// A NaN stays one, as in from_f32.
+inline SideHalves bf16_of(Side x) {
+  const SideBits bits = reinterpret_cast<SideBits>(x);
+  const SideBits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const SideBits nan = reinterpret_cast<SideBits>((bits & 0x7fffffff) > 0x7f800000);
+  return __builtin_convertvector((nan & (bits >> 16 | 0x40)) | (~nan & rounded), SideHalves);
+}
+
+inline void store(Side x, float* to) { *reinterpret_cast<Side*>(to) = x; }
+inline void store(Side x, uint16_t* to) { *reinterpret_cast<SideHalves*>(to) = bf16_of(x); }
+
+template <typename To>
+void transpose_to(size_t rows, size_t columns, const float* src, size_t src_row, To* dst,
+                  size_t dst_row) {
+  size_t r = 0;
+  for (; r + kSide <= rows; r += kSide) {
+    const float* const from = src + r * src_row;
+    size_t c = 0;
+    for (; c + kSide <= columns; c += kSide) {
+      Side square[kSide];
+#pragma GCC unroll 16
+      for (size_t i = 0; i < kSide; ++i) {
+        square[i] = *reinterpret_cast<const Side*>(from + i * src_row + c);
+      }
+      transpose_square(square);
+#pragma GCC unroll 16
+      for (size_t i = 0; i < kSide; ++i) store(square[i], dst + (c + i) * dst_row + r);
+    }
+    for (; c < columns; ++c) {
+      Side one;
+      for (int i = 0; i < kSide; ++i) one[i] = from[static_cast<size_t>(i) * src_row + c];
+      store(one, dst + c * dst_row + r);
+    }
+  }
+  for (; r < rows; ++r) {
+    for (size_t c = 0; c < columns; ++c) {
+      Side one = {src[r * src_row + c]};
+      To out[kSide];
+      store(one, out);
+      dst[c * dst_row + r] = out[0];
+    }
+  }
+}
+
+void transpose(size_t rows, size_t columns, const float* src, size_t src_row, ktk_element type,
+               void* dst, size_t dst_row) {
+  if (type == KTK_BF16) {
+    transpose_to(rows, columns, src, src_row, static_cast<uint16_t*>(dst), dst_row);
+  } else {
+    transpose_to(rows, columns, src, src_row, static_cast<float*>(dst), dst_row);
+  }
+}
+
+}  // namespace
+
+extern "C" const ktk_products KTK_VARIANT(products);
+extern "C" const ktk_products KTK_VARIANT(products) = {.gemm = gemm, .transpose = transpose};

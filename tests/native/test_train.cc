@@ -1,0 +1,137 @@
+// Backward passes for the sanitizers, as test_layer.cc: memory outside the arrays, races between
+// workers. The numbers are the conformance kit's business.
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "check.h"
+#include "kernels.h"
+#include "moe/layer.h"
+#include "train/backward.h"
+#include "train/linear.h"
+
+namespace {
+
+constexpr size_t kExperts = 5, kTopK = 3, kTokens = 41, kRank = 5;
+constexpr size_t kHidden = 70, kWidth = 530;
+
+std::shared_ptr<ktk::Engine> engine(int threads) {
+  return ktk::Engine::make({.threads = threads, .cpus = {}, .pin = false});
+}
+
+// Everything of one backward pass, in arrays of exactly the size it needs.
+struct Pass {
+  std::vector<uint16_t> hidden = random_bf16(kTokens * kHidden, 1, 1);
+  std::vector<uint16_t> grad = random_bf16(kTokens * kHidden, 1, 2);
+  std::vector<int32_t> ids;
+  std::vector<float> weights = std::vector<float>(kTokens * kTopK, 0.5f);
+  std::vector<uint8_t> skip = {0, 0, 0, 1, 0};
+  std::vector<uint16_t> kept = std::vector<uint16_t>(kTokens * kTopK * 2 * kWidth);
+  std::vector<float> out = std::vector<float>(kTokens * kHidden, NAN), dx = out;
+  std::vector<float> dw = std::vector<float>(kTokens * kTopK, NAN);
+  std::vector<uint16_t> a_gate = random_bf16(kExperts * kRank * kHidden, 0.1f, 3);
+  std::vector<uint16_t> b_gate = random_bf16(kExperts * kWidth * kRank, 0.1f, 4);
+  std::vector<uint16_t> a_down = random_bf16(kExperts * kRank * kWidth, 0.1f, 5);
+  std::vector<uint16_t> b_down = random_bf16(kExperts * kHidden * kRank, 0.1f, 6);
+  std::vector<std::vector<float>> sums;
+  ktk::Lora lora;
+
+  Pass() {
+    for (size_t i = 0; i < kTokens * kTopK; ++i) {
+      ids.push_back(static_cast<int32_t>(i * i % (kExperts + 2)) - 1);
+    }
+    ktk::Adapter adapter{.rank = kRank, .scale = 2, .a = {}, .b = {}};
+    adapter.a.gate = {a_gate.data(), KTK_BF16};
+    adapter.b.gate = {b_gate.data(), KTK_BF16};
+    adapter.a.down = {a_down.data(), KTK_BF16};
+    adapter.b.down = {b_down.data(), KTK_BF16};
+    lora.adapters.push_back(adapter);
+  }
+
+  float* sum(size_t count) { return sums.emplace_back(count, 0.0f).data(); }
+
+  void run(ktk::Layer& layer, bool keep) {
+    const ktk::FloatBackend floats(ktk::BackendTable::copy(&kBackend));
+    ktk::Request request;
+    request.hidden = {hidden.data(), KTK_BF16, kHidden};
+    request.choice = {ids.data(), false, kTopK, weights.data(), kTopK, kTokens, kTopK};
+    request.out = {out.data(), KTK_F32, kHidden};
+    request.skip = skip;
+    request.lora = &lora;
+    request.kept = {kept.data(), KTK_BF16, kWidth};
+    layer.forward(request);
+    if (!keep) request.kept = {};
+    request.out = {grad.data(), KTK_BF16, kHidden};
+    ktk::BackwardRequest backward;
+    backward.forward = request;
+    backward.hidden_gradient = {dx.data(), KTK_F32, kHidden};
+    backward.weights_gradient = dw.data();
+    backward.lora.a = {sum(a_gate.size()), nullptr, sum(a_down.size())};
+    backward.lora.b = {sum(b_gate.size()), nullptr, sum(b_down.size())};
+    constexpr size_t kSome = 2;
+    backward.weights.first = kExperts - kSome;
+    backward.weights.count = kSome;
+    backward.weights.weight = {sum(kSome * kWidth * kHidden), sum(kSome * kWidth * kHidden),
+                               sum(kSome * kWidth * kHidden)};
+    backward.weights.bias = {sum(kSome * kWidth), sum(kSome * kWidth), sum(kSome * kHidden)};
+    ktk::backward(layer, floats, backward);
+  }
+};
+
+std::shared_ptr<ktk::Layer> layer_of(int threads, int shards) {
+  const ktk::Config config = {kExperts, kTopK, kHidden, kWidth, {KTK_SILU, 1.0f, INFINITY, false}};
+  auto layer = std::make_shared<ktk::Layer>(ktk::BackendTable::copy(&kBackend), "", false, config,
+                                            engine(threads), shards,
+                                            ktk::Parts<std::optional<ktk_format>>{});
+  const std::vector<float> bias(kWidth, 0.25f);
+  for (unsigned e = 0; e < kExperts; ++e) {
+    const Weight gate(kGiven[0], kWidth, kHidden, 3 * e), up(kGiven[0], kWidth, kHidden, 3 * e + 1);
+    const Weight down(kGiven[0], kHidden, kWidth, 3 * e + 2);
+    ktk::ExpertSource source{{gate.source, up.source, down.source}};
+    source.gate_bias = source.up_bias = source.down_bias = bias.data();
+    layer->load(e, source);
+  }
+  return layer;
+}
+
+bool same(const std::vector<float>& a, const std::vector<float>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
+}
+
+TEST(backward_stays_inside_its_arrays_and_has_one_result) {
+  for (const int shards : {1, 3}) {
+    Pass first;
+    first.run(*layer_of(1, shards), true);
+    for (const float value : first.dx) CHECK(std::isfinite(value));
+    for (const bool keep : {true, false}) {
+      Pass other;
+      other.run(*layer_of(3, shards), keep);
+      CHECK(same(other.out, first.out));
+      CHECK(same(other.dx, first.dx));
+      CHECK(same(other.dw, first.dw));
+      for (size_t i = 0; i < first.sums.size(); ++i) CHECK(same(other.sums[i], first.sums[i]));
+    }
+  }
+}
+
+TEST(a_dense_layer_has_a_gradient) {
+  constexpr size_t kRows = 275, kColumns = 150, kCount = 300;
+  const std::vector<uint16_t> dy = random_bf16(kCount * kRows, 1, 9);
+  std::vector<std::vector<float>> found;
+  for (const int threads : {1, 3}) {
+    auto linear = std::make_shared<ktk::Linear>(ktk::BackendTable::copy(&kBackend), "", false,
+                                                kColumns, kRows, engine(threads), 1);
+    const Weight weight(kGiven[0], kRows, kColumns, 1);
+    linear->load({{.n = kRows, .source = weight.source}});
+    std::vector<float>& dx = found.emplace_back(kCount * kColumns, NAN);
+    const ktk::FloatBackend floats(ktk::BackendTable::copy(&kBackend));
+    ktk::backward(*linear, floats, {const_cast<uint16_t*>(dy.data()), KTK_BF16, kRows},
+                  {dx.data(), KTK_F32, kColumns}, kCount);
+    for (const float value : dx) CHECK(std::isfinite(value));
+  }
+  CHECK(same(found[0], found[1]));
+}
+
+}  // namespace

@@ -1,0 +1,76 @@
+"""Dense layers that a checkpoint stores in codes are computed in these."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import quantized
+import schemes
+import tiny
+import torch
+from dense_layers import check_linears
+from safetensors.torch import load_file
+
+import ktk
+import ktk.transformers
+from ktk.testing import formats
+from ktk.transformers.dense import packed_linears
+
+# How attention is stored, beside experts stored so, and who computes it.
+CODES = {
+    **dict.fromkeys(("fp8 by blocks", "fp8 by rows"), "FP8"),
+    **dict.fromkeys(("int4", "gptq, symmetric"), "RAWINT4"),
+    "mxfp4": "MXFP4",
+    "int8 by rows": "AMXINT8",
+    "gptq": "AMXINT4",
+    "awq": "AMXINT4",
+}
+
+
+def in_codes(folder: Path, name: str) -> tuple[Path, Any]:
+    """Write a model with attention and routers in codes, too; return the folder and the model."""
+    most = 15 if name == "awq" else 16
+    awq = schemes.U4_ZERO, schemes.awq, schemes.AWQ_CONFIG
+    fmt, make, quantization = awq if name == "awq" else schemes.SCHEMES[name]
+    _, exact = quantized.rewritten(folder, fmt, make, quantization, most=most)
+    tensors = load_file(folder / "model.safetensors")
+    rng = np.random.default_rng(1)
+    for tensor in [one for one in tensors if one.endswith(("_proj.weight", "mlp.gate.weight"))]:
+        if ".experts." in tensor:
+            continue
+        source = formats.make_source(fmt, tensors.pop(tensor).float().numpy(), rng)
+        source = quantized.in_four_bits(source, most)
+        stem = tensor.removesuffix(".weight")
+        tensors |= {stem + suffix: one for suffix, one in make(source).items()}
+        exact.get_parameter(tensor).data = torch.from_numpy(source.values).float()
+    quantized.rewrite(folder, tensors, quantization)
+    return folder, exact
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_codes_of_a_checkpoint_are_computed_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    folder, exact = in_codes(tmp_path, name)
+    model = ktk.transformers.load(folder, dtype=torch.float32)
+    layers = packed_linears(model)
+    assert {one.linear.backend.name for one in layers.values()} == {CODES[name]}
+    assert len(layers) == 8
+    for layer, one in layers.items():
+        weight = exact.get_submodule(layer).weight
+        # f32 multiplies a code, and maybe its zero point, with the scale.
+        allowed = 2**-20 * weight.abs().amax(1, keepdim=True)
+        assert ((torch.from_numpy(one.linear.unpack()) - weight).abs() <= allowed).all()
+    for number in range(2):  # routers are floats, whatever they were
+        gate = f"model.layers.{number}.mlp.gate.weight"
+        torch.testing.assert_close(
+            model.get_parameter(gate), exact.get_parameter(gate), rtol=2**-20, atol=2**-24
+        )
+    check_linears(model, tiny.tokens())
+
+
+def test_codes_become_others_if_that_is_asked_for(tmp_path: Path) -> None:
+    folder, _ = in_codes(tmp_path, "fp8 by blocks")
+    model = ktk.transformers.load(folder, linears="AMXINT8")
+    assert {one.linear.backend.name for one in packed_linears(model).values()} == {"AMXINT8"}

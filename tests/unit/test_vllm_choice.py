@@ -1,0 +1,175 @@
+"""When ktk takes a model of vLLM's over, and which CPUs its workers get; vLLM is not needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from schemes import AWQ_CONFIG, FP8_CONFIG, GPTQ_CONFIG, SCHEMES, ct, sources
+
+import ktk.vllm
+from ktk.hosts import stored
+from ktk.hosts.choice import Mode
+from ktk.hosts.pool import bound_cpus, share
+from ktk.vllm import choice
+from ktk.vllm.activation import activation_of
+
+INT4 = ct(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KTK_VLLM", "KTK_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+
+
+def amx(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    monkeypatch.setattr(choice, "cpu_flags", lambda: {"avx512f", *["amx_tile"] * there})
+
+
+def test_it_takes_what_vllm_has_no_kernels_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice.say_once.said.clear()
+    amx(monkeypatch, False)
+    with caplog.at_level("INFO", logger="vllm.ktk"):
+        for config in (FP8_CONFIG, GPTQ_CONFIG, AWQ_CONFIG, INT4, {"quant_method": "mxfp4"}):
+            assert choice.takes_over(config, None, True)
+            assert not choice.takes_over(config, None, False)
+            assert not choice.takes_over(config, "moe_wna16", True)
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0].startswith("ktk computes what this model stores as fp8: vLLM has no kernels")
+    assert len(lines) == len(set(lines))
+    amx(monkeypatch, True)
+    assert not choice.takes_over(FP8_CONFIG, None, True)
+    assert choice.takes_over(FP8_CONFIG, "ktk", True)
+
+
+def test_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    amx(monkeypatch, True)
+    monkeypatch.setenv("KTK_BACKEND", "AMXINT8")
+    assert choice.mode() is Mode.ALWAYS
+    assert choice.takes_over(FP8_CONFIG, None, True)
+    monkeypatch.setenv("KTK_VLLM", "0")
+    assert choice.mode() is Mode.NEVER
+    amx(monkeypatch, False)
+    assert not choice.takes_over(FP8_CONFIG, None, True)
+    monkeypatch.setenv("KTK_VLLM", "1")
+    assert choice.takes_over(FP8_CONFIG, "fp8", False)
+    assert not choice.takes_over({"quant_method": "hqq"}, None, True)
+    monkeypatch.setenv("KTK_VLLM", "yes")
+    with pytest.raises(ValueError, match="KTK_VLLM must be 0 or 1, got 'yes'"):
+        choice.mode()
+
+
+ROLES = {
+    "fp8 by blocks": ("weight", "weight_scale_inv"),
+    "fp8 by rows": ("weight", "weight_scale"),
+    "mxfp8": ("weight", "weight_scale_inv"),
+    "int8 by rows": ("weight", "weight_scale"),
+    "int4": ("weight_packed", "weight_scale", "weight_shape"),
+    "int4 of 256": ("weight_packed", "weight_scale", "weight_shape"),
+    "int4 by rows": ("weight_packed", "weight_scale", "weight_shape"),
+    "gptq": ("qweight", "scales", "qzeros"),
+    "gptq, symmetric": ("qweight", "scales", "qzeros"),
+}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_configs_say_which_tensors_come(name: str) -> None:
+    fmt, make, config = SCHEMES[name]
+    roles = stored.roles_of(config)
+    assert roles == ROLES[name]
+    made = make(next(iter(sources(fmt).values())))
+    assert {suffix.lstrip(".") for suffix in made} - {"g_idx"} == set(roles)
+
+
+def test_other_configs() -> None:
+    assert stored.roles_of(None) == ("weight",)
+    assert stored.roles_of({"quant_method": "mxfp4"}) == ("blocks", "scales")
+    assert stored.roles_of(AWQ_CONFIG) == ("qweight", "scales", "qzeros")
+    asymmetric = ct(num_bits=4, type="int", group_size=32, symmetric=False)
+    assert stored.roles_of(asymmetric) == (*ROLES["int4"], "weight_zero_point")
+    mxfp4 = ct(num_bits=4, type="float", group_size=32)
+    assert stored.roles_of(mxfp4) == ("weight_packed", "weight_scale")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**GPTQ_CONFIG, "desc_act": True},
+        {**GPTQ_CONFIG, "bits": 8},
+        {"quant_method": "hqq"},
+        {"quant_method": "fp8", "weight_block_size": "wide"},
+        ct(num_bits=4, type="int", group_size=32, actorder="group"),
+        ct(num_bits=4, type="float", group_size=16),
+        ct(num_bits=3, type="int"),
+    ],
+)
+def test_what_ktk_does_not_read(config: dict[str, Any]) -> None:
+    assert stored.roles_of(config) is None
+
+
+def moe(name: str, **changes: Any) -> Any:
+    plain = {"swiglu_alpha": None, "swiglu_limit": None, "swiglu_beta": None}
+    return SimpleNamespace(activation=SimpleNamespace(value=name), **{**plain, **changes})
+
+
+def test_activations() -> None:
+    assert activation_of(moe("silu")) == {"activation": "silu", "activation_limit": None}
+    assert activation_of(moe("swigluoai")) == {
+        "activation": "swigluoai",
+        "activation_alpha": 1.702,
+        "activation_limit": 7.0,
+    }
+    limited = activation_of(moe("swigluoai_uninterleave", swiglu_limit=5.0, swiglu_beta=1.0))
+    assert limited is not None
+    assert limited["activation_limit"] == 5.0
+    for other in (moe("gelu"), moe("relu2_no_mul"), moe("swigluoai", swiglu_beta=0.0)):
+        assert activation_of(other) is None
+
+
+def test_workers_are_where_openmp_is() -> None:
+    assert bound_cpus({"GOMP_CPU_AFFINITY": "3 1-2"}) == [3, 1, 2]
+    kmp = {"KMP_AFFINITY": "granularity=fine,explicit,proclist=[0,2,4]"}
+    assert bound_cpus(kmp) == [0, 2, 4]
+    assert bound_cpus({"OMP_PLACES": "{5,6}", "OMP_PROC_BIND": "true"}) == [5, 6]
+    assert bound_cpus({"OMP_PLACES": "cores"}) == []
+    assert bound_cpus({}) == []
+
+
+def test_shares_of_cpus_are_even_and_nobodys_else() -> None:
+    cores = [0, 2, 4, 6, 8]
+    for ranks in range(1, 6):
+        shares = [share(cores, rank, ranks) for rank in range(ranks)]
+        assert [core for one in shares for core in one] == cores
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert [share([7], rank, 3) for rank in range(3)] == [[7], [7], [7]]
+
+
+_POOL = """
+import os
+cpus = sorted(os.sched_getaffinity(0))
+os.sched_setaffinity(0, cpus[:1])
+os.environ["GOMP_CPU_AFFINITY"] = " ".join(map(str, cpus))
+from ktk.hosts.pool import worker_pool
+assert worker_pool(0, 1).cpus == cpus, worker_pool(0, 1).cpus
+assert os.sched_getaffinity(0) == {cpus[0]}
+"""
+
+
+def test_a_bound_thread_does_not_bind_the_workers() -> None:
+    subprocess.run([sys.executable, "-c", _POOL], check=True)
+
+
+def test_without_vllm_the_plug_in_only_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    if find_spec("vllm") is not None:
+        pytest.skip("vLLM is there")
+    with caplog.at_level("WARNING", logger="vllm.ktk"):
+        ktk.vllm.register()
+    assert "has its layers of experts elsewhere" in caplog.text
