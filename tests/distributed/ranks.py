@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import queue
+import runpy
 import tempfile
 import time
 from collections.abc import Callable
@@ -30,11 +32,13 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="ktk-ranks")
         self._queue = context.Queue()
+        # By file and name: a test's module has a name that only pytest knows.
+        where = (inspect.getfile(work), work.__name__)
         self.results: dict[int, Any] = {}
         self.processes = [
             context.Process(
                 target=_run,
-                args=(rank, size, f"{self._folder.name}/store", self._queue, work, arguments),
+                args=(rank, size, f"{self._folder.name}/store", self._queue, where, arguments),
                 daemon=True,
             )
             for rank in range(size)
@@ -83,7 +87,7 @@ def run(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     return results
 
 
-def _run(rank: int, size: int, store: str, results: Any, work: Any, arguments: Any) -> None:
+def _run(rank: int, size: int, store: str, results: Any, where: Any, arguments: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -101,7 +105,8 @@ def _run(rank: int, size: int, store: str, results: Any, work: Any, arguments: A
         def say(value: Any) -> None:
             results.put((rank, (False, value)))
 
-        result = work(rank, size, say, *arguments)
+        file, name = where
+        result = runpy.run_path(file)[name](rank, size, say, *arguments)
     except Exception as error:
         result = type(error)(str(error)) if type(error).__module__ == "builtins" else repr(error)
     results.put((rank, (True, result)))

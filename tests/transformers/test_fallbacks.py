@@ -178,13 +178,6 @@ def test_names_and_folders_that_are_none(folder: Path, tmp_path: Path) -> None:
         ktk.transformers.load(folder, experts=tmp_path / "none")
 
 
-def test_experts_are_not_divided_over_processes(folder: Path) -> None:
-    config = transformers.AutoConfig.from_pretrained(folder)
-    config.distributed_config = object()
-    with pytest.raises(ValueError, match="does not divide experts over processes"):
-        tiny.load(folder, config=config, experts_implementation="ktk")
-
-
 def test_a_missing_extra_is_one_sentence() -> None:
     code = "import sys; sys.modules['transformers'] = None\nimport ktk.transformers"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

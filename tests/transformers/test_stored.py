@@ -22,6 +22,7 @@ import ktk.transformers
 from ktk.checkpoint.open import open_checkpoint
 from ktk.conversion import convert
 from ktk.transformers.dense import packed_linears
+from ktk.transformers.norms import speed_up_norms
 from ktk.transformers.packed import Packed, packed_modules
 
 Writer = Callable[[Path], tuple[Path, Any]]
@@ -116,6 +117,8 @@ def check_rest(path: Path, exact: Any) -> None:
 
     for name, layer in packed_modules(model).items():
         exact.get_submodule(name).register_forward_hook(instead(layer))
+    if packed_linears(model):
+        speed_up_norms(exact)  # which test_decoding checks
     for name in packed_linears(model):  # which test_linears checks
         exact.get_submodule(name).register_forward_hook(instead(model.get_submodule(name)))
     wanted, got = tiny.logits(exact, ids), tiny.logits(model, ids)

@@ -24,10 +24,18 @@ _SHOW = "import kt_kernel; print(kt_kernel.__file__)"
 def run(
     *command: str, status: int = 0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in an environment without PYTHONPATH, or in `env`."""
+    """Run a command in an environment without PYTHONPATH, or in `env`.
+
+    The folder is one without the sources of ktk, which may not be what is installed.
+    """
     clean = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=clean if env is None else env
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=clean if env is None else env,
+        cwd=Path(__file__).parent,
     )
     assert done.returncode == status, done.stdout + done.stderr
     return done

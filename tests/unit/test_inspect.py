@@ -83,6 +83,7 @@ def test_figures_are_those_of_loaded_layers(tmp_path: Path) -> None:
         assert use["stored"] == str(model[1].format), name
         assert use["how"] == {
             "BF16": "stored as they are",
+            "BF16Z": "stored as they are",
             "LLAMAFILE": "stored as they are",
             "FP8": "decoded to f32 and quantised by ktk.quantize",
             "MXFP4": "decoded to f32 and quantised by ktk.quantize",
