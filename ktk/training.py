@@ -64,11 +64,12 @@ class MoEGradients:
 
 @functools.cache
 def float_backend() -> _core.FloatBackend:
-    """Return what gradients are multiplied with: the backend of bf16 weights."""
+    """Return what gradients are multiplied with: ktk's own backend of bf16 weights."""
     from ktk.names import PREFERRED
     from ktk.registry import load_backend
 
-    return _core.FloatBackend(load_backend(PREFERRED["bf16"][0]).core)
+    # By distribution: another package may provide a backend of this name, too.
+    return _core.FloatBackend(load_backend(PREFERRED["bf16"][0], distribution="ktk").core)
 
 
 class TrainableLayer(PackedLayer):
