@@ -45,6 +45,8 @@ size_t LoraRows::own_bytes() const {
   return sum(LowRank::own_bytes(width_), product(kMaxRows, LowRank::kBlock, sizeof(float)));
 }
 
+bool LoraRows::adapts(const Adapter& adapter, Part part) { return bool(part_of(adapter.a, part)); }
+
 LowRank LoraRows::factors(const Adapter& adapter, Part part, size_t active) const {
   const size_t h = config_.hidden, i = config_.intermediate;
   return {adapter.rank,
@@ -71,7 +73,7 @@ void LoraRows::reduce_hidden(const RowBlock& block, const Rows& hidden, char* ow
                  [&](const Adapter& adapter, size_t first, size_t count) {
                    const float* const rows = x + (first - block.first) * LowRank::kBlock;
                    for (const Part part : {kGate, kUp}) {
-                     if (!part_of(adapter.a, part)) continue;
+                     if (!adapts(adapter, part)) continue;
                      factors(adapter, part, block.active)
                          .reduce(at, end, count, rows, LowRank::kBlock, row(part, first), width_,
                                  own);
@@ -94,7 +96,7 @@ void LoraRows::reduce_down(const RowBlock& block, size_t begin, size_t end, cons
                            size_t h_row, char* own) const {
   for_adapters(lora_, *route_, begin_, block.first, block.count,
                [&](const Adapter& adapter, size_t first, size_t count) {
-                 if (!adapter.a.down) return;
+                 if (!adapts(adapter, kDown)) return;
                  factors(adapter, kDown, block.active)
                      .reduce(begin, end, count, h + (first - block.first) * h_row, h_row,
                              row(kDown, first), width_, own);
@@ -112,7 +114,7 @@ void LoraRows::add(Part part, const RowBlock& block, size_t begin, size_t end, f
                    size_t stride, char* own) const {
   for_adapters(lora_, *route_, begin_, block.first, block.count,
                [&](const Adapter& adapter, size_t first, size_t count) {
-                 if (!part_of(adapter.b, part)) return;
+                 if (!adapts(adapter, part)) return;
                  factors(adapter, part, block.active)
                      .expand(begin, end, count, row(part, first), width_,
                              panel + (first - block.first) * stride, stride, own);

@@ -22,6 +22,7 @@ std::vector<RowBlock> row_blocks(const Route& route, size_t most);
 class LoraRows {
  public:
   static constexpr size_t kMaxRows = 256;
+  enum Part { kGate, kUp, kDown };
 
   LoraRows(const Lora& lora, const Config& config);
 
@@ -41,7 +42,6 @@ class LoraRows {
   void finish_down(const RowBlock& block) const;
 
   // Adds what adapters add to columns [begin, end) of a product, whose rows are those of a block.
-  enum Part { kGate, kUp, kDown };
   void add(Part part, const RowBlock& block, size_t begin, size_t end, float* panel, size_t stride,
            char* own) const;
 
@@ -51,9 +51,11 @@ class LoraRows {
   }
   size_t width() const { return width_; }
 
- private:
+  // Whether an adapter has factors beside a matrix, and those of an active expert.
+  static bool adapts(const Adapter& adapter, Part part);
   LowRank factors(const Adapter& adapter, Part part, size_t active) const;
 
+ private:
   const Lora& lora_;
   const Config& config_;
   const Route* route_ = nullptr;

@@ -1,13 +1,12 @@
 #include "train/linear.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include "core/size.h"
-#include "moe/nodes.h"
 #include "moe/schedule.h"
 #include "ops/select.h"
+#include "train/workers.h"
 
 namespace ktk {
 namespace {
@@ -56,15 +55,7 @@ class LinearBackward {
 
   template <typename Task>
   void each(size_t count, Task task) {
-    std::atomic<size_t> next{0};
-    engine_.pool.run([&](int worker) {
-      char* const own =
-          engine_.scratch.own(worker, own_.bytes, node_id(engine_.pool.node_of(worker)));
-      const Variant& variant = transposing_.variant();
-      if (variant.enter) variant.enter();
-      for (size_t i = next++; i < count; i = next++) task(i, own);
-      if (variant.leave) variant.leave();
-    });
+    ktk::each(engine_, transposing_.variant(), own_.bytes, count, task);
   }
 
   float* sums(size_t token) const {
