@@ -109,7 +109,7 @@ def main() -> None:
         per_device_train_batch_size=4,
         learning_rate=1e-2 if not options.model else 1e-4,
         logging_steps=max(options.steps // 10, 1),
-        save_strategy="no",
+        save_strategy="no",  # or callbacks=[ktk.sft.SaveAdapters()] below
         report_to=[],
         use_cpu=True,
     )

@@ -10,10 +10,11 @@
 
 Weights of experts stay packed and frozen, for any backend. Factors are ordinary parameters of the
 modules of experts. `experts` adds, removes and merges them, `files` reads and writes adapters, and
-`names` knows what adapters call their tensors.
+`names` knows what adapters call their tensors; `trainer` is for checkpoints of a training.
 """
 
 from ktk.sft.experts import add_lora, merge, remove_lora
 from ktk.sft.files import load_adapter, save_adapter
+from ktk.sft.trainer import SaveAdapters
 
-__all__ = ["add_lora", "load_adapter", "merge", "remove_lora", "save_adapter"]
+__all__ = ["SaveAdapters", "add_lora", "load_adapter", "merge", "remove_lora", "save_adapter"]

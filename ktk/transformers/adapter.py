@@ -30,11 +30,31 @@ def lora_of(module: Any) -> Lora | None:
     return Lora(**found, scale=scale)
 
 
+def has_lora(model: torch.nn.Module) -> bool:
+    """Tell whether any experts of a model have an adapter."""
+    return any(hasattr(module, _SCALE) for module in model.modules())
+
+
+def trained_state(model: torch.nn.Module, state: Any = None) -> dict[str, torch.Tensor]:
+    """Return what of a model's tensors, or of `state`, requires gradients."""
+    names = {name for name, one in model.named_parameters() if one.requires_grad}
+    tensors = model.state_dict() if state is None else state
+    return {name: value for name, value in tensors.items() if name in names}
+
+
 def put_lora(module: Any, lora: Lora) -> None:
-    """Give a module of experts parameters of an adapter, in the place of those that it has."""
+    """Give a module of experts parameters of an adapter, in the place of those that it has.
+
+    Parameters of the same shape and dtype stay, with other values: optimizers know them.
+    """
+    old = {factor: module._parameters.get(parameter_of(factor)) for factor in FACTORS}
     remove_lora(module)
     for factor, value in lora.factors():
-        parameter = torch.nn.Parameter(value.detach())
+        parameter = old[factor]
+        if parameter is None or (parameter.shape, parameter.dtype) != (value.shape, value.dtype):
+            parameter = torch.nn.Parameter(value.detach())
+        else:
+            parameter.data.copy_(value.detach())
         module.register_parameter(parameter_of(factor), parameter)
     setattr(module, _SCALE, float(lora.scale))
 

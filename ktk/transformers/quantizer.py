@@ -19,6 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.errors import CheckpointError
+from ktk.transformers.adapter import has_lora, trained_state
 from ktk.transformers.codes import Coded, all_known, on_cpu, plan_codes
 from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.decoding import speed_up
@@ -127,6 +128,12 @@ class ExpertsQuantizer:
         for one in packed.values():
             if one.dtype is None:
                 name = one.moe.backend.name
+                if has_lora(model):
+                    say_once(
+                        f"experts that are packed for {name} are not saved, nor what else is "
+                        "frozen: only parameters that are trained are"
+                    )
+                    return trained_state(model, state), metadata
                 raise ValueError(
                     f"the experts of this model are packed for {name}, and cannot be saved as "
                     f"tensors without loss: `ktk convert SOURCE OUTPUT --backend {name}` writes "
