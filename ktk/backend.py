@@ -97,6 +97,8 @@ class Backend:
         activation_limit: float | None = None,
         activation_alpha: float = 1.702,
         clamp_gate_below: bool = False,
+        gate_softcap: float | None = None,
+        up_softcap: float | None = None,
         variant: str | None = None,
         force: bool = False,
         pool: _core.WorkerPool | None = None,
@@ -109,7 +111,7 @@ class Backend:
         ----------
         num_experts, num_experts_per_tok, hidden_size, intermediate_size : int
             Sizes, as in :class:`ktk.MoEConfig`.
-        activation, activation_limit, activation_alpha, clamp_gate_below
+        activation, activation_limit, activation_alpha, clamp_gate_below, gate_softcap, up_softcap
             The activation function, as in :class:`ktk.MoEConfig`.
         variant, force, pool, shards, weight_format
             How the layer is computed, as in :class:`ktk.MoE`.
@@ -135,6 +137,8 @@ class Backend:
             activation_limit=activation_limit,
             activation_alpha=activation_alpha,
             clamp_gate_below=clamp_gate_below,
+            gate_softcap=gate_softcap,
+            up_softcap=up_softcap,
         )
         return MoE(
             self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from numbers import Real
 
@@ -36,6 +37,18 @@ class MoEConfig:
         ``g * sigmoid(activation_alpha * g) * (u + 1)``: gpt-oss, MiniMax-M3.
     ``gelu_tanh``
         ``gelu_tanh(g) * u``, the tanh form of GELU.
+    ``gelu``
+        ``g * Phi(g) * u`` with the distribution function of the standard normal distribution.
+    ``relu``
+        ``max(g, 0) * u``: SmallThinker.
+    ``relu2``
+        ``max(g, 0)**2 * u``.
+    ``swiglustep``
+        ``silu(g) * u``, where `activation_limit` clamps ``silu(g)`` in the place of ``g``:
+        Step-3.7.
+    ``situ``
+        ``gate_softcap * tanh(g / gate_softcap) * sigmoid(g) * up_softcap * tanh(u / up_softcap)``:
+        Inkling-2 and Kimi-K3.
 
     Parameters
     ----------
@@ -57,6 +70,8 @@ class MoEConfig:
     clamp_gate_below : bool
         Also clamp ``g`` to at least ``-activation_limit``: how kt-kernel computes MiniMax-M3. The
         model itself, as published for transformers, clamps ``g`` from above only; so does gpt-oss.
+    gate_softcap, up_softcap : float, optional
+        The sizes that ``situ`` keeps its factors below; no other activation takes them.
     """
 
     num_experts: int
@@ -67,6 +82,8 @@ class MoEConfig:
     activation_limit: float | None = None
     activation_alpha: float = 1.702
     clamp_gate_below: bool = False
+    gate_softcap: float | None = None
+    up_softcap: float | None = None
 
     def __post_init__(self) -> None:
         self._check_activation()
@@ -87,6 +104,16 @@ class MoEConfig:
             raise ValueError(f"activation_alpha must be a number, got {alpha!r}")
         if not isinstance(self.clamp_gate_below, bool):
             raise ValueError(f"clamp_gate_below must be a bool, got {self.clamp_gate_below!r}")
+        self._check_softcaps()
+
+    def _check_softcaps(self) -> None:
+        for name in ("gate_softcap", "up_softcap"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, Real) and 0 < float(value) < math.inf):
+                raise ValueError(f"{name} must be a positive number or None, got {value!r}")
+            if (value is not None) != (self.activation == "situ"):
+                what = "needs" if value is None else "does not take"
+                raise ValueError(f"the activation {self.activation!r} {what} {name}")
 
     def _check_activation(self) -> None:
         if self.activation not in ACTIVATIONS:

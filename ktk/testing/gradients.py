@@ -16,13 +16,9 @@ import numpy.typing as npt
 
 from ktk.config import MoEConfig
 from ktk.lora import Lora
-from ktk.testing import bounds, formats, reference
-from ktk.testing.bounds import TINY, UNIT, Array
+from ktk.testing import activations, bounds, formats, reference
+from ktk.testing.bounds import TINY, Array
 from ktk.testing.reference import Expert, Uncertain
-
-#: Roundings of a slope that do not depend on the argument of sigmoid, and those for each unit of
-#: the argument: its own, which exp multiplies, twice because sigmoid and its complement have it.
-SLOPE_ROUNDINGS, ROUNDINGS_OF_ARGUMENT = 32, 16
 
 
 def exact(value: Array) -> Uncertain:
@@ -113,26 +109,19 @@ def _biased(x: Uncertain, bias: Array | None) -> Uncertain:
 
 
 def slopes(gate: Array, up: Array, config: MoEConfig) -> tuple[Uncertain, Uncertain]:
-    """Return the derivatives of the activation function by gate and by up."""
-    function = reference.activation_of(config)
-    g, u = reference.clamp(gate, up, config)
-    z = function.argument(g, config)
-    step = 1e-6
-    inner = g * (function.argument(g + step, config) - function.argument(g - step, config))
-    inner = inner / (2 * step)
-    sigmoid, rest = np.exp(-np.logaddexp(0, -z)), np.exp(-np.logaddexp(0, z))
-    u = u + function.up_offset
-    units = (SLOPE_ROUNDINGS + ROUNDINGS_OF_ARGUMENT * np.abs(z)) * UNIT
-    # Where the smallest normal numbers end, an implementation may take sigmoid for 0.
-    vanishes = 2 * TINY
-    # The difference quotient of a cubic is off by its third derivative.
-    differs = np.abs(g) * step * sigmoid * rest
-    of_g = Uncertain(
-        sigmoid * (1 + inner * rest) * u,
-        ((units * sigmoid + vanishes) * (1 + np.abs(inner) * rest) + differs) * (np.abs(u) + 1),
+    """Return derivatives of the activation function by gate and by up, 0 where a clamp holds."""
+    function = activations.activation_of(config)
+    after = function.clamped_after
+    g, u = gate if after else activations.clamp_gate(gate, config), activations.clamp_up(up, config)
+    held_from = function.gate.value(g, config) if after else gate
+    held_g, held_u = activations.clamp_gate(held_from, config) != held_from, u != up
+    slope_g, slope_u = (
+        Uncertain(one.slope(x, config), one.slope_error(x, config))
+        for one, x in ((function.gate, g), (function.up, u))
     )
-    of_u = Uncertain(g * sigmoid, units * np.abs(g) * sigmoid + vanishes * (1 + np.abs(g)))
-    held_g, held_u = g != gate, reference.clamp(gate, up, config)[1] != up
+    f = Uncertain(activations.of_gate(gate, config), function.gate.own_error(g, config))
+    other = Uncertain(function.up.value(u, config), function.up.own_error(u, config))
+    of_g, of_u = times(slope_g, other), times(f, slope_u)
     return (
         Uncertain(np.where(held_g, 0, of_g.value), np.where(held_g, 0, of_g.error)),
         Uncertain(np.where(held_u, 0, of_u.value), np.where(held_u, 0, of_u.error)),

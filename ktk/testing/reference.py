@@ -17,75 +17,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ktk.config import MoEConfig
-from ktk.testing import bounds, formats
+from ktk.testing import activations, bounds, formats
 from ktk.testing.bounds import TINY, UNIT, Array
 
 Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-#: What an implementation of exp may lose, in units of UNIT: four units in the last place.
-EXP_UNITS = 8
-#: Roundings of an activation function outside exp: add, divide, two products, one sum.
-GLU_ROUNDINGS = 5
-#: Roundings of sigmoid's argument: the cubic of GELU, its constants included, has the most.
-ARGUMENT_ROUNDINGS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """An activation function: ``g * sigmoid(argument) * (u + up_offset)``.
-
-    ``steepest`` bounds ``|d/dg|`` of what stands before ``(u + up_offset)``.
-    """
-
-    argument: Callable[[Array, MoEConfig], Array]
-    up_offset: float = 0.0
-    steepest: float = 1.1  # of g * sigmoid(a * g), for any a
-
-
-#: By the names of `ktk.MoEConfig`.
-ACTIVATIONS = {
-    "silu": Activation(lambda g, config: g),
-    "swigluoai": Activation(lambda g, config: config.activation_alpha * g, up_offset=1.0),
-    "gelu_tanh": Activation(
-        lambda g, config: 2 * np.sqrt(2 / np.pi) * (g + 0.044715 * g**3), steepest=1.13
-    ),
-}
-#: Options that every activation function is tested with.
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {},
-    {"activation_limit": 2.0},
-    {"activation_limit": 1.5, "activation_alpha": 1.0, "clamp_gate_below": True},
-)
-
-
-def activation_of(config: MoEConfig) -> Activation:
-    """Return the activation function of a layer."""
-    try:
-        return ACTIVATIONS[config.activation]
-    except KeyError:
-        name = config.activation
-        raise ValueError(f"the reference does not know the activation {name!r}") from None
-
-
-def clamp(gate: Array, up: Array, config: MoEConfig) -> tuple[Array, Array]:
-    """Clamp what goes into the activation function."""
-    limit = config.activation_limit
-    if limit is None:
-        return gate, up
-    low = -limit if config.clamp_gate_below else None
-    return np.clip(gate, low, limit), np.clip(up, -limit, limit)
-
 
 def glu(gate: Array, up: Array, config: MoEConfig) -> Array:
     """Return the input of the down projection."""
-    function = activation_of(config)
-    g, u = clamp(gate, up, config)
-    return g * _sigmoid(function.argument(g, config)) * (u + function.up_offset)
-
-
-def _sigmoid(x: Array) -> Array:
-    return np.exp(-np.logaddexp(0, -x))
+    return activations.of_gate(gate, config) * activations.of_up(up, config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,25 +157,18 @@ def matmul(
 
 def bounded_glu(gate: Uncertain, up: Uncertain, config: MoEConfig) -> Uncertain:
     """Apply the activation function. Clamping never makes an error larger."""
-    function = activation_of(config)
-    g, u = clamp(gate.value, up.value, config)
-    argument = function.argument(g, config)
-    u = u + function.up_offset
-    gated = g * _sigmoid(argument)
-
-    # The function itself in float32. Its argument is off by some units, which matters where
-    # sigmoid is steep; far out on the left it may be cut off to zero.
-    slope = np.abs(g * argument) * _sigmoid(argument) * _sigmoid(-argument)
-    own = (
-        bounds.gamma(EXP_UNITS + GLU_ROUNDINGS) * np.abs(gated)
-        + bounds.gamma(ARGUMENT_ROUNDINGS) * 1.001 * slope
-        + 2 * TINY * (1 + np.abs(g))
-    )
-    gated_error = function.steepest * gate.error + own
-    up_error = up.error + UNIT * np.abs(u)
-    error = gated_error * (np.abs(u) + up_error) + np.abs(gated) * up_error
-    error = error * (1 + UNIT) + UNIT * np.abs(gated * u) + TINY
-    return Uncertain(gated * u, error)
+    function = activations.activation_of(config)
+    g = gate.value if function.clamped_after else activations.clamp_gate(gate.value, config)
+    u = activations.clamp_up(up.value, config)
+    size = np.abs(g) + gate.error
+    gated = activations.of_gate(gate.value, config)
+    gated_error = function.gate.steepest(size, config) * gate.error
+    gated_error = gated_error + function.gate.own_error(g, config)
+    other = function.up.value(u, config)
+    up_error = up.error + function.up.own_error(u, config)
+    error = gated_error * (np.abs(other) + up_error) + np.abs(gated) * up_error
+    error = error * (1 + UNIT) + UNIT * np.abs(gated * other) + TINY
+    return Uncertain(gated * other, error)
 
 
 def bounded_expert(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ktk.config import MoEConfig
-from ktk.testing.reference import ACTIVATIONS, glu
+from ktk.testing.activations import ACTIVATIONS
+from ktk.testing.reference import glu
 from ktk.transformers.layout import Layout
 
 Glu = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -54,7 +55,7 @@ def activation_of(module: Any, layout: Layout) -> dict[str, Any] | None:
                 return None
             for fields in _guesses(asked):
                 expected = _formula(gate, up, **fields)
-                bound = _EPSILONS * gate.abs() * (up.abs() + 1)
+                bound = _EPSILONS * (gate.abs() * (up.abs() + 1) + expected.abs())
                 if bool(((answer - expected).abs() <= bound).all()):
                     return fields
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
@@ -72,8 +73,13 @@ def _guesses(asked: Glu) -> Iterator[dict[str, Any]]:
     constants: dict[str, Any] = {}
     if 0 < slope < 1:
         constants["activation_alpha"] = _number(math.log(slope / (1 - slope)))
-    for name in ACTIVATIONS:
+    for name, function in ACTIVATIONS.items():
         fields = {"activation": name, **constants}
+        if function.needs:
+            caps = _softcaps(asked, one, far)
+            if caps is not None:
+                yield {**fields, **caps}
+            continue
         yield fields
         unit = float(_formula(one, zero + 1, **fields)) - float(_formula(one, zero, **fields))
         offset = float(_formula(one, zero, **fields))
@@ -82,6 +88,16 @@ def _guesses(asked: Glu) -> Iterator[dict[str, Any]]:
             clamped = {**fields, "activation_limit": limit}
             yield clamped
             yield from ({**clamped, option: True} for option in _OPTIONS)
+
+
+def _softcaps(asked: Glu, one: torch.Tensor, far: torch.Tensor) -> dict[str, float] | None:
+    """Return the caps a and b of ``a tanh(g / a) sigmoid(g) * b tanh(u / b)``, were it that."""
+    most, least = float(asked(far, far)), float(asked(one, far))  # a b, and the gate's part of 1
+    part = least / most * (1 + math.exp(-1)) if most > 0 else 0.0
+    if not 0 < part < 1:
+        return None
+    a = _number(1 / math.atanh(part))
+    return {"gate_softcap": a, "up_softcap": _number(most / a)}
 
 
 def _number(value: float) -> float:

@@ -9,6 +9,8 @@ from ktk.config import ACTIVATIONS
 # Of gpt-oss, where the layer does not say it.
 _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 _OAI = ("swigluoai", "swigluoai_uninterleave")
+# Of which vLLM keeps the constants elsewhere.
+_MORE = ("swiglustep", "situ")
 
 
 def activation_of(moe: Any) -> dict[str, Any] | None:
@@ -32,6 +34,6 @@ def activation_of(moe: Any) -> dict[str, Any] | None:
             "activation_limit": _OAI_LIMIT if limit is None else limit,
         }
     # Others have the same names as in ktk.
-    if name in ACTIVATIONS and name not in _OAI and alpha is None and beta is None:
+    if name in ACTIVATIONS and name not in _OAI + _MORE and alpha is None and beta is None:
         return {"activation": name, "activation_limit": limit or None}
     return None

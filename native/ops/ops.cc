@@ -1,8 +1,9 @@
 // One source for every instruction set: plain loops that gcc vectorises with the flags of the
-// target. NaN goes through every clamp (a comparison with NaN is false and keeps the value).
+// target.
 #include "ops/ops.h"
 
 #include "ktk/target.h"
+#include "ops/activation.h"
 
 namespace {
 
@@ -11,9 +12,6 @@ using Half = __fp16;  // gcc 12 has no _Float16 in C++ there
 #else
 using Half = _Float16;
 #endif
-
-inline float from_bits(uint32_t bits) { return __builtin_bit_cast(float, bits); }
-inline uint32_t to_bits(float value) { return __builtin_bit_cast(uint32_t, value); }
 
 void to_f32(const void* src, ktk_element type, size_t n, float* dst) {
   if (type == KTK_BF16) {
@@ -45,137 +43,91 @@ void from_f32(const float* src, ktk_element type, size_t n, void* dst) {
   }
 }
 
-// e^x to about 1e-7 relative: 2^i * 2^f, with a degree 6 minimax polynomial for 2^f on [-.5, .5]
-// (its own error is 2e-9). Arguments are clamped to +-87, where e^x is a normal number. NaN stays
-// NaN.
-inline float exp_clamped(float x) {
-  x = x > 87.0f ? 87.0f : x;
-  x = x < -87.0f ? -87.0f : x;
-  // Two-part log2(e): the product with the rounded constant alone loses 7 bits at |x| = 87.
-  const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
-  const float i = shifted - 12582912.0f;
-  float f = x - i * 0.693145752f;  // ln 2, upper bits: i * this is exact
-  f = f - i * 1.42860677e-6f;      // ln 2, the rest
-  f = f * 1.44269504f;
-  float p = 1.5345811994e-04f;
-  p = p * f + 1.3399931219e-03f;
-  p = p * f + 9.6184889571e-03f;
-  p = p * f + 5.5503287770e-02f;
-  p = p * f + 2.4022646891e-01f;
-  p = p * f + 6.9314720574e-01f;
-  p = p * f + 1.0f;
-  // 2^i from the integer in the low mantissa bits; a product, so that a NaN in p stays one.
-  return p * from_bits((to_bits(shifted) << 23) + 0x3f800000);
+// What clamps leave of gate and up, before the function or, of KTK_SWIGLUSTEP, after that of gate.
+struct Bounds {
+  float high, low, gate_low;
+
+  explicit Bounds(const ktk_glu& glu)
+      : high(glu.limit),
+        low(-glu.limit),
+        gate_low(glu.clamp_gate_below ? low : -__builtin_inff()) {}
+
+  float gate(float g) const { return between(g, gate_low, high); }
+  float up(float u) const { return between(u, low, high); }
+};
+
+// The function of gate with its clamp.
+template <ktk_activation kKind>
+inline float clamped_gate(const ktk_glu& glu, const Bounds& bounds, float g) {
+  if constexpr (kKind == KTK_SWIGLUSTEP) return bounds.gate(of_gate<kKind>(glu, g));
+  return of_gate<kKind>(glu, bounds.gate(g));
 }
 
-// Exactly 0 below -87, so that g * sigmoid(g) vanishes for any finite g there.
-inline float sigmoid(float x) {
-  const float s = 1.0f / (1.0f + exp_clamped(-x));
-  return x < -87.0f ? 0.0f : s;
+void add_bias(const float* __restrict bias, size_t n, float* __restrict row) {
+  if (!bias) return;
+  for (size_t i = 0; i < n; ++i) row[i] += bias[i];
 }
 
 template <ktk_activation kKind>
-inline float apply(float g, float u, float alpha) {
-  if constexpr (kKind == KTK_SILU) return g * sigmoid(g) * u;
-  if constexpr (kKind == KTK_SWIGLUOAI) return g * sigmoid(alpha * g) * (u + 1.0f);
-  // 0.5 g (1 + tanh z) = g * sigmoid(2 z), z = sqrt(2 / pi) (g + 0.044715 g^3)
-  return g * sigmoid(1.5957691216f * (g + 0.044715f * g * g * g)) * u;
-}
-
-template <ktk_activation kKind>
-void glu_rows(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, size_t stride,
+void glu_rows(const ktk_glu* given, size_t m, size_t n, float* gate, float* up, size_t stride,
               const float* gate_bias, const float* up_bias) {
-  const float alpha = glu->alpha, high = glu->limit, low = -glu->limit;
-  const float gate_low = glu->clamp_gate_below ? low : -__builtin_inff();
+  const ktk_glu glu = *given;
+  const Bounds bounds(glu);
   for (size_t row = 0; row < m; ++row) {
     float* __restrict g = gate + row * stride;
     float* __restrict u = up + row * stride;
-    if (gate_bias) {
-      for (size_t i = 0; i < n; ++i) g[i] += gate_bias[i];
-    }
-    if (up_bias) {
-      for (size_t i = 0; i < n; ++i) u[i] += up_bias[i];
-    }
+    add_bias(gate_bias, n, g);
+    add_bias(up_bias, n, u);
     for (size_t i = 0; i < n; ++i) {
-      float gi = g[i], ui = u[i];
-      gi = gi > high ? high : gi;
-      gi = gi < gate_low ? gate_low : gi;
-      ui = ui > high ? high : ui;
-      ui = ui < low ? low : ui;
-      g[i] = apply<kKind>(gi, ui, alpha);
+      g[i] = clamped_gate<kKind>(glu, bounds, g[i]) * of_up<kKind>(glu, bounds.up(u[i]));
     }
+  }
+}
+
+// Calls `function` with the kind of an activation, as a constant.
+template <size_t kIndex = 0, class Function>
+void with_kind(ktk_activation kind, Function function) {
+  if constexpr (kIndex < sizeof(kActivations) / sizeof(*kActivations)) {
+    constexpr ktk_activation kKind = kActivations[kIndex].kind;
+    if (kind == kKind) return function.template operator()<kKind>();
+    with_kind<kIndex + 1>(kind, function);
   }
 }
 
 void glu(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, size_t stride,
          const float* gate_bias, const float* up_bias) {
-  switch (glu->kind) {
-    case KTK_SILU:
-      return glu_rows<KTK_SILU>(glu, m, n, gate, up, stride, gate_bias, up_bias);
-    case KTK_SWIGLUOAI:
-      return glu_rows<KTK_SWIGLUOAI>(glu, m, n, gate, up, stride, gate_bias, up_bias);
-    case KTK_GELU_TANH:
-      return glu_rows<KTK_GELU_TANH>(glu, m, n, gate, up, stride, gate_bias, up_bias);
-  }
-}
-
-// How apply's result changes with g and with u.
-struct Slopes {
-  float g, u;
-};
-
-// g * sigmoid(z(g)) has the slope sigmoid(z) * (1 + g * z'(g) * sigmoid(-z)).
-template <ktk_activation kKind>
-inline Slopes slopes(float g, float u, float alpha) {
-  // Beyond these bounds the slope is 0 or 1, and products would overflow.
-  const auto bounded = [](float x, float most) {
-    x = x > most ? most : x;
-    return x < -most ? -most : x;
-  };
-  float z = bounded(g, 88.0f), gz = z;  // the argument of sigmoid, and g times its slope
-  if constexpr (kKind == KTK_SWIGLUOAI) z = gz = bounded(alpha * g, 88.0f);
-  if constexpr (kKind == KTK_GELU_TANH) {
-    const float c = bounded(g, 16.0f);
-    z = 1.5957691216f * (c + 0.044715f * c * c * c);
-    gz = 1.5957691216f * (c + 0.134145f * c * c * c);
-  }
-  const float e = exp_clamped(-z), s = 1.0f / (1.0f + e);
-  const float low = z < -87.0f ? 0.0f : s;
-  const float slope = low * (1.0f + gz * (e * s));
-  return {slope * (kKind == KTK_SWIGLUOAI ? u + 1.0f : u), g * low};
+  with_kind(glu->kind, [&]<ktk_activation kKind>() {
+    glu_rows<kKind>(glu, m, n, gate, up, stride, gate_bias, up_bias);
+  });
 }
 
 template <ktk_activation kKind>
-void glu_backward_rows(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up,
+void glu_backward_rows(const ktk_glu* given, size_t m, size_t n, float* gate, float* up,
                        const float* dh, float* h, size_t stride, const float* gate_bias,
                        const float* up_bias, const float* weights, float* dots) {
   constexpr size_t kLanes = 16;
-  const float alpha = glu->alpha, high = glu->limit, low = -glu->limit;
-  const float gate_low = glu->clamp_gate_below ? low : -__builtin_inff();
+  const ktk_glu glu = *given;
+  const Bounds bounds(glu);
   for (size_t row = 0; row < m; ++row) {
     float* __restrict g = gate + row * stride;
     float* __restrict u = up + row * stride;
     float* __restrict out = h + row * stride;
     const float* __restrict d = dh + row * stride;
     const float weight = weights[row];
-    if (gate_bias) {
-      for (size_t i = 0; i < n; ++i) g[i] += gate_bias[i];
-    }
-    if (up_bias) {
-      for (size_t i = 0; i < n; ++i) u[i] += up_bias[i];
-    }
+    add_bias(gate_bias, n, g);
+    add_bias(up_bias, n, u);
     for (size_t i = 0; i < n; ++i) {
-      float gi = g[i], ui = u[i];
-      gi = gi > high ? high : gi;
-      gi = gi < gate_low ? gate_low : gi;
-      ui = ui > high ? high : ui;
-      ui = ui < low ? low : ui;
-      const Slopes slope = slopes<kKind>(gi, ui, alpha);
+      const bool after = kKind == KTK_SWIGLUSTEP;
+      const float gi = after ? g[i] : bounds.gate(g[i]), ui = bounds.up(u[i]);
+      const float value = of_gate<kKind>(glu, gi), other = of_up<kKind>(glu, ui);
+      const float of = after ? value : g[i], held = bounds.gate(of);
       const float weighted = weight * d[i];
-      out[i] = apply<kKind>(gi, ui, alpha);
+      out[i] = (after ? held : value) * other;
       // Nothing passes where a clamp holds a value.
-      g[i] = gi == g[i] || g[i] != g[i] ? weighted * slope.g : 0.0f;
-      u[i] = ui == u[i] || u[i] != u[i] ? weighted * slope.u : 0.0f;
+      g[i] = held == of || of != of ? weighted * (slope_of_gate<kKind>(glu, gi) * other) : 0.0f;
+      u[i] = ui == u[i] || u[i] != u[i]
+                 ? weighted * ((after ? held : value) * slope_of_up<kKind>(glu, ui))
+                 : 0.0f;
     }
     float lanes[kLanes] = {};
     size_t i = 0;
@@ -192,17 +144,9 @@ void glu_backward_rows(const ktk_glu* glu, size_t m, size_t n, float* gate, floa
 void glu_backward(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, const float* dh,
                   float* h, size_t stride, const float* gate_bias, const float* up_bias,
                   const float* weights, float* dots) {
-  const auto rows = [&](auto function) {
-    function(glu, m, n, gate, up, dh, h, stride, gate_bias, up_bias, weights, dots);
-  };
-  switch (glu->kind) {
-    case KTK_SILU:
-      return rows(glu_backward_rows<KTK_SILU>);
-    case KTK_SWIGLUOAI:
-      return rows(glu_backward_rows<KTK_SWIGLUOAI>);
-    case KTK_GELU_TANH:
-      return rows(glu_backward_rows<KTK_GELU_TANH>);
-  }
+  with_kind(glu->kind, [&]<ktk_activation kKind>() {
+    glu_backward_rows<kKind>(glu, m, n, gate, up, dh, h, stride, gate_bias, up_bias, weights, dots);
+  });
 }
 
 void add_weighted(const float* __restrict src, const float* __restrict bias, float weight, size_t n,

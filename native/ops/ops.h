@@ -8,9 +8,14 @@
 
 // How gate and up become the input of the down projection.
 typedef enum ktk_activation {
-  KTK_SILU = 0,       // silu(g) * u
-  KTK_SWIGLUOAI = 1,  // g * sigmoid(alpha * g) * (u + 1), gpt-oss and MiniMax-M3
-  KTK_GELU_TANH = 2,  // gelu_tanh(g) * u
+  KTK_SILU = 0,        // silu(g) * u
+  KTK_SWIGLUOAI = 1,   // g * sigmoid(alpha * g) * (u + 1), gpt-oss and MiniMax-M3
+  KTK_GELU_TANH = 2,   // gelu_tanh(g) * u
+  KTK_GELU = 3,        // g * Phi(g) * u, Phi of the standard normal distribution
+  KTK_RELU = 4,        // max(g, 0) * u, SmallThinker
+  KTK_RELU2 = 5,       // max(g, 0)^2 * u
+  KTK_SWIGLUSTEP = 6,  // silu(g) * u with silu(g), not g, clamped: Step-3.7
+  KTK_SITU = 7,  // a tanh(g / a) sigmoid(g) * b tanh(u / b), soft caps a, b: Inkling-2, Kimi-K3
 } ktk_activation;
 
 // By the names that users give them. ktk.config says what checkpoints call them.
@@ -21,14 +26,21 @@ constexpr struct {
     {"silu", KTK_SILU},
     {"swigluoai", KTK_SWIGLUOAI},
     {"gelu_tanh", KTK_GELU_TANH},
+    {"gelu", KTK_GELU},
+    {"relu", KTK_RELU},
+    {"relu2", KTK_RELU2},
+    {"swiglustep", KTK_SWIGLUSTEP},
+    {"situ", KTK_SITU},
 };
 
-// An activation with its constants. Both clamps come before the function.
+// An activation with its constants. Both clamps come before the function, but for KTK_SWIGLUSTEP.
 typedef struct ktk_glu {
   ktk_activation kind;
   float alpha;
   float limit;            // +inf: no clamp. Otherwise g <= limit and -limit <= u <= limit
   bool clamp_gate_below;  // also g >= -limit
+  float gate_softcap;     // of KTK_SITU
+  float up_softcap;
 } ktk_glu;
 
 // Calls visit(name, value) for each field of ktk.MoEConfig that is one of an activation's.
@@ -38,6 +50,8 @@ void visit_fields(ktk_glu& glu, Visit visit) {
   visit("activation_alpha", glu.alpha);
   visit("activation_limit", glu.limit);
   visit("clamp_gate_below", glu.clamp_gate_below);
+  visit("gate_softcap", glu.gate_softcap);
+  visit("up_softcap", glu.up_softcap);
 }
 
 typedef struct ktk_ops {

@@ -224,9 +224,8 @@ def test_a_folder_of_several_models_is_refused(tmp_path: Path, parts: dict[str, 
 @pytest.mark.parametrize(
     ("arch", "fields", "named"),
     [
-        ("smallthinker", {}, "'relu'"),
+        ("kimi-k3", {}, "'situ' needs gate_softcap"),
         ("newmoe", {}, "'newmoe' uses the activation 'unknown'"),
-        ("step35", {"swiglu_clamp_exp": [7.0]}, "'silu, then clamped to 7'"),
     ],
 )
 def test_an_activation_that_ktk_lacks_is_named(

@@ -35,7 +35,7 @@ struct Sizes {
     intermediate = ktk::round_up(530, step);
   }
   ktk::Config config() const {
-    return {kExperts, kTopK, hidden, intermediate, {KTK_SILU, 1.0f, INFINITY, false}};
+    return {kExperts, kTopK, hidden, intermediate, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}};
   }
 };
 

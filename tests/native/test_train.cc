@@ -81,7 +81,8 @@ struct Pass {
 };
 
 std::shared_ptr<ktk::Layer> layer_of(int threads, int shards) {
-  const ktk::Config config = {kExperts, kTopK, kHidden, kWidth, {KTK_SILU, 1.0f, INFINITY, false}};
+  const ktk::Config config = {
+      kExperts, kTopK, kHidden, kWidth, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}};
   auto layer = std::make_shared<ktk::Layer>(ktk::BackendTable::copy(&kBackend), "", false, config,
                                             engine(threads), shards,
                                             ktk::Parts<std::optional<ktk_format>>{});

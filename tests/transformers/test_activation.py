@@ -43,6 +43,17 @@ KNOWN: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "gelu": (lambda g, u: ACT2FN["gelu_pytorch_tanh"](g) * u, {"activation": "gelu_tanh"}),
     "gelu_new": (lambda g, u: ACT2FN["gelu_new"](g) * u, {"activation": "gelu_tanh"}),
+    "exact gelu": (lambda g, u: F.gelu(g) * u, {"activation": "gelu"}),
+    "relu": (lambda g, u: F.relu(g) * u, {"activation": "relu"}),
+    "relu2": (lambda g, u: F.relu(g).square() * u, {"activation": "relu2"}),
+    "clamped afterwards": (
+        lambda g, u: F.silu(g).clamp(max=7) * u.clamp(-7, 7),
+        {"activation": "swiglustep", "activation_limit": 7.0},
+    ),
+    "soft caps": (
+        lambda g, u: 9 * torch.tanh(g / 9) * torch.sigmoid(g) * 20 * torch.tanh(u / 20),
+        {"activation": "situ", "gate_softcap": 9.0, "up_softcap": 20.0},
+    ),
     "gpt-oss": (
         oai(1.702, 7.0),
         {"activation": "swigluoai", "activation_alpha": 1.702, "activation_limit": 7.0},
@@ -53,10 +64,10 @@ KNOWN: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 UNKNOWN: dict[str, Any] = {
-    "exact gelu": lambda g, u: F.gelu(g) * u,
-    "relu": lambda g, u: F.relu(g) * u,
+    "relu and a step": lambda g, u: F.relu(g).clamp(min=0.01) * u,
+    "mish": lambda g, u: F.mish(g) * u,
     "gate and up the other way round": lambda g, u: F.silu(u) * g,
-    "clamped afterwards": lambda g, u: F.silu(g).clamp(max=7) * u.clamp(-7, 7),
+    "clamped at both ends afterwards": lambda g, u: (F.silu(g) * u).clamp(-7, 7),
     "no one beside up": oai(1.702, 7.0, one=0.5),
     "limits that differ": lambda g, u: F.silu(g.clamp(max=7)) * u.clamp(-9, 9),
     "a scale": lambda g, u: 1.001 * F.silu(g) * u,

@@ -112,7 +112,7 @@ def test_functions_that_ktk_has_not_are_left_to_transformers(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = transformers.AutoConfig.from_pretrained(folder)
-    config.hidden_act = "relu"
+    config.hidden_act = "mish"
     with caplog.at_level(logging.WARNING):
         model = tiny.load(folder, config=config, experts_implementation="ktk")
         found = tiny.logits(model, tiny.tokens())

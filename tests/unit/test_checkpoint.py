@@ -192,6 +192,8 @@ def test_load_moe_passes_sizes_and_options(tmp_path: Path) -> None:
         "activation_limit": None,
         "activation_alpha": 1.702,
         "clamp_gate_below": False,
+        "gate_softcap": None,
+        "up_softcap": None,
         "variant": None,
         "force": False,
         "pool": None,
@@ -264,7 +266,7 @@ def test_activation_follows_the_configuration(
 @pytest.mark.parametrize(
     ("entries", "name"),
     [
-        ({"hidden_act": "relu2"}, "relu2"),
+        ({"hidden_act": "mish"}, "mish"),
         (
             {"expert_swiglu_limit_list": [0, 0, 4.0]},
             "silu, then clamped as expert_swiglu_limit_list says",

@@ -163,8 +163,8 @@ def test_an_expert_that_is_not_there() -> None:
         ({"shards": 0}, "shards must be at least 1, got 0"),
         ({"num_experts": 2**70}, "num_experts must be an integer from 1 to 16777216"),
         (
-            {"activation": "relu"},
-            "activation must be one of silu, swigluoai, gelu_tanh, got 'relu'",
+            {"activation": "mish"},
+            "activation must be one of silu, swigluoai, .*, got 'mish'",
         ),
         ({"activation_limit": "7"}, "activation_limit must be a positive number or None, got '7'"),
         ({"activation_alpha": None}, "activation_alpha must be a number, got None"),
@@ -191,7 +191,7 @@ def test_a_layer_of_no_configuration() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"activation": "relu"}, ValueError, r"activation must be one of .*silu.*, got 'relu'"),
+        ({"activation": "mish"}, ValueError, r"activation must be one of .*silu.*, got 'mish'"),
         ({"activation": 77}, TypeError, "activation must be a name, got 77"),
         ({"hidden_size": -1}, TypeError, "hidden_size must be a size, got -1"),
         ({"activation_limit": 0}, ValueError, "activation_limit must be positive"),
@@ -217,29 +217,62 @@ def test_the_core_reads_a_configuration_by_its_names(
 
 def test_the_reference_knows_all_activations_and_no_other() -> None:
     """And it has the same values with bounds and without."""
-    from ktk.testing import reference
+    from ktk.testing import activations, reference
 
     x = np.linspace(-3, 3, 8)
-    assert reference.ACTIVATIONS.keys() == set(ACTIVATIONS)
-    for activation, options in itertools.product(ACTIVATIONS, reference.OPTIONS):
-        layer = ktk.MoEConfig(**config(), activation=activation, **options)
+    assert activations.ACTIVATIONS.keys() == set(ACTIVATIONS)
+    for activation, options in itertools.product(ACTIVATIONS, activations.OPTIONS):
+        needs = activations.ACTIVATIONS[activation].needs
+        layer = ktk.MoEConfig(**config(), activation=activation, **options, **needs)
         bounded = reference.bounded_glu(*[reference.Uncertain(x, np.zeros(8))] * 2, layer)
         np.testing.assert_allclose(reference.glu(x, x, layer), bounded.value, rtol=1e-12)
-    with pytest.raises(ValueError, match="does not know the activation 'relu'"):
-        reference.glu(x, x, SimpleNamespace(activation="relu"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="does not know the activation 'mish'"):
+        reference.glu(x, x, SimpleNamespace(activation="mish"))  # type: ignore[arg-type]
+
+
+def test_slopes_of_the_reference_are_its_derivatives() -> None:
+    from ktk.testing.activations import ACTIVATIONS as known
+
+    x, step = np.linspace(-6, 6, 96), 1e-6
+    for activation, function in known.items():
+        layer = ktk.MoEConfig(**config(), activation=activation, **function.needs)
+        for factor in (function.gate, function.up):
+            ends = [factor.value(x + sign * step, layer) for sign in (1, -1)]
+            quotient = (ends[0] - ends[1]) / (2 * step)
+            # Its rounding, and a cubic term that no function here has more than 4 of.
+            np.testing.assert_allclose(factor.slope(x, layer), quotient, atol=1e-8)
+            assert (np.abs(factor.slope(x, layer)) <= factor.steepest(np.abs(x), layer)).all()
+
+
+def test_softcaps_belong_to_one_activation() -> None:
+    with pytest.raises(ValueError, match="'situ' needs gate_softcap"):
+        ktk.MoEConfig(**config(), activation="situ")
+    with pytest.raises(ValueError, match="'silu' does not take up_softcap"):
+        ktk.MoEConfig(**config(), up_softcap=3.0)
+    with pytest.raises(ValueError, match="gate_softcap must be a positive number or None, got 0"):
+        ktk.MoEConfig(**config(), activation="situ", gate_softcap=0, up_softcap=1.0)
 
 
 def test_the_reference_is_what_torch_computes() -> None:
-    from ktk.testing import reference
+    from ktk.testing import activations, reference
 
     x = torch.linspace(-3, 3, 8, dtype=torch.float64)
     gates = {
         "silu": torch.nn.functional.silu(x) * x,
         "swigluoai": x * torch.sigmoid(1.702 * x) * (x + 1),
         "gelu_tanh": torch.nn.functional.gelu(x, approximate="tanh") * x,
+        "gelu": torch.nn.functional.gelu(x) * x,
+        "relu": torch.relu(x) * x,
+        "relu2": torch.relu(x).square() * x,
+        "swiglustep": torch.nn.functional.silu(x).clamp(max=1.5) * x.clamp(-1.5, 1.5),
+        "situ": 7 * torch.tanh(x / 7) * torch.sigmoid(x) * 3.5 * torch.tanh(x / 3.5),
     }
+    assert gates.keys() == set(ACTIVATIONS)
     for activation, expected in gates.items():
-        layer = ktk.MoEConfig(**config(), activation=activation)
+        fields = activations.ACTIVATIONS[activation].needs
+        if activation == "swiglustep":
+            fields = {"activation_limit": 1.5}
+        layer = ktk.MoEConfig(**config(), activation=activation, **fields)
         got = reference.glu(x.numpy(), x.numpy(), layer)
         np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12)
 

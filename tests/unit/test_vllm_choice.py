@@ -130,7 +130,9 @@ def test_activations() -> None:
     limited = activation_of(moe("swigluoai_uninterleave", swiglu_limit=5.0, swiglu_beta=1.0))
     assert limited is not None
     assert limited["activation_limit"] == 5.0
-    for other in (moe("gelu"), moe("relu2_no_mul"), moe("swigluoai", swiglu_beta=0.0)):
+    assert activation_of(moe("gelu")) == {"activation": "gelu", "activation_limit": None}
+    names = ("situ", "swiglustep", "relu2_no_mul")
+    for other in (*map(moe, names), moe("swigluoai", swiglu_beta=0.0)):
         assert activation_of(other) is None
 
 

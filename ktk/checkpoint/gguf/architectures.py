@@ -45,7 +45,7 @@ _CLAMP = "{arch}.swiglu_clamp_exp"
 _CLAMP_OF_OLD_FILES = {"maple": 7.0}
 # Layers at the end that predict further tokens.
 _PREDICTING = "{arch}.nextn_predict_layers"
-# With a clamp, these apply it before SiLU as ktk does; others clamp what SiLU returns.
+# With a clamp, these apply it before SiLU; others clamp what SiLU returns.
 _CLAMPED_BEFORE = ("deepseek4", "glm5-next", "hy_v4", "maple")
 
 
@@ -76,8 +76,8 @@ class Metadata:
         limit = self._of_layer(_CLAMP, layer, _CLAMP_OF_OLD_FILES.get(self.architecture, 0)) or None
         if activation == "swigluoai":
             limit = _OAI_LIMIT
-        elif limit and self.architecture not in _CLAMPED_BEFORE:
-            activation = f"{activation}, then clamped to {limit:g}"
+        elif limit and activation == "silu" and self.architecture not in _CLAMPED_BEFORE:
+            activation = "swiglustep"
         try:
             return ExpertConfig(
                 model_type=self.architecture,
