@@ -176,6 +176,12 @@ class VariantInfo:
         """Whether packed weights can be had in the form that a checkpoint has."""
 
     @property
+    def checks_packed(self) -> bool:
+        """
+        Whether it can tell packed bytes from others, so that files may keep them.
+        """
+
+    @property
     def act(self) -> Format:
         """What an activation is encoded as, where that depends on no weight."""
 
@@ -245,6 +251,17 @@ class PackedMatrix:
     def __init__(self, backend: Backend, variant: str, data: object, scale: object | None = None, zero: object | None = None, *, given: Format | None = None, stored: Format | None = None, force: bool = False, guard: str = "") -> None: ...
 
     GUARDS: tuple = ...
+
+    @staticmethod
+    def size_of(backend: Backend, variant: str, data: object, scale: object | None = None, zero: object | None = None, *, given: Format | None = None, stored: Format | None = None, force: bool = False, guard: str = "") -> int:
+        """The `nbytes` that a weight would have, found without packing it."""
+
+    @staticmethod
+    def of_bytes(backend: Backend, variant: str, packed: object | None, stored: Format, n: int, k: int, *, force: bool = False, guard: str = '') -> PackedMatrix:
+        """
+        A matrix of what `buffer` held, uint8 [1, nbytes]. ValueError where the bytes are none,
+        or where the backend cannot tell.
+        """
 
     @property
     def n(self) -> int: ...

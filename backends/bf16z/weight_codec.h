@@ -95,6 +95,30 @@ inline void pack_sized(const ktk_matrix* matrix, const ktk_source* source, size_
   bf16::pack_weight(matrix, source, n_begin, n_end, out + kLine);
 }
 
+// Whether the patches of a block are as many as there is room for, and each one is in its step.
+inline bool is_block(const BlockParts<const char>& block) {
+  const uint16_t* const counts = patches_of_steps(block.header);
+  const uint32_t* const patches = reinterpret_cast<const uint32_t*>(block.side);
+  size_t count = 0;
+  for (size_t i = 0; i < block.steps; ++i) count += counts[i];
+  if (count != reinterpret_cast<const Header*>(block.header)->patches) return false;
+  if (count > side_bytes(block.steps) / sizeof *patches) return false;
+  for (size_t i = 0; i < count; ++i) {
+    if (patches[i] >> 16 >= kBlockCols * kStepDepth) return false;
+  }
+  return true;
+}
+
+inline int is_packed(const ktk_matrix* matrix, const void* packed, size_t bytes) {
+  if (bytes < kLine) return 0;
+  if (form_of(packed) == kPlain) return bytes == plain_size(matrix);
+  if (form_of(packed) != kTwelveBits || bytes != weight_size(matrix)) return 0;
+  for (size_t i = 0; i < num_blocks(matrix); ++i) {
+    if (!is_block({matrix, static_cast<const char*>(packed), i})) return 0;
+  }
+  return 1;
+}
+
 // Calls body(columns of a block in [n_begin, n_end), first of them, plain step, k, depth) for each
 // step of the blocks.
 template <class Decoder, class Body>
@@ -151,6 +175,7 @@ struct WeightCodec {
   static constexpr auto size = weight_size;
   static constexpr auto source_size = bf16z::source_size;
   static constexpr auto pack_sized = bf16z::pack_sized;
+  static constexpr auto is_packed = bf16z::is_packed;
   static constexpr auto unpack = unpack_weight<Decoder>;
   static constexpr auto offset = weight_offset;
   static constexpr auto write = export_weight<Decoder>;

@@ -251,7 +251,16 @@ class Conversion(Closing):
         ]
         self._written &= done
 
+    def _sized(self, plan: FilePlan, pool: ThreadPoolExecutor) -> FilePlan:
+        """Give a layer the room that its weights take, if that depends on them."""
+        encoder = plan.encoder.sized(pool.map)
+        sized = replace(plan, encoder=encoder, header=replace(plan.header, layout=encoder.layout))
+        self.plans = [sized if one is plan else one for one in self.plans]
+        self.expected += sized.nbytes - plan.nbytes
+        return sized
+
     def _write(self, plan: FilePlan, pool: ThreadPoolExecutor) -> Iterator[FilePlan]:
+        plan = self._sized(plan, pool)
         layer = plan.encoder.route.layer
         writer = LayerWriter(plan.path, plan.header)
         experts = plan.header.layout.config.num_experts
@@ -301,6 +310,8 @@ class Conversion(Closing):
         found = whole(path, header)
         done = found is not None and (same or is_current(found, self._read(encoder), self.source))
         self._on_look(encoder.number)
+        if done and found is not None:
+            header = found.header
         return FilePlan(encoder, header, path, done=done)
 
     def _read(self, encoder: Encoder) -> Callable[[], int]:

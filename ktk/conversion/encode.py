@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,13 +11,17 @@ from ktk import _core
 from ktk._core import Format
 from ktk.backend import Backend
 from ktk.checkpoint.matrix import MatrixInfo
-from ktk.checkpoint.packed.layout import Layout
+from ktk.checkpoint.packed.codec import kept_layout, pack, packed_size
+from ktk.checkpoint.packed.layout import Layout, PackedSpec
 from ktk.checkpoint.reader import CheckpointReader
 from ktk.errors import CheckpointError
 from ktk.expert import Expert, Matrix
 from ktk.loading.plan import naming_layer
 from ktk.loading.route import Choose, Route, checked, chooser, route_of, takes
 from ktk.quantize import from_bytes
+
+# Packed bytes of the parts of an expert.
+Sizes = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Encoder:
         return self.route.how
 
     def expert(self, number: int) -> Expert:
-        """Return one expert in the formats of `layout`.
+        """Return one expert in the formats of `layout`, or packed.
 
         Raises
         ------
@@ -59,12 +64,52 @@ class Encoder:
         with naming_layer(self.number):
             for part, matrix in matrices.items():
                 try:
-                    made = self._encode(part, number, matrix)
+                    if part in self.layout.packed:
+                        made = self._packed(part, number, matrix)
+                    else:
+                        made = self._encode(part, number, matrix)
                 except ValueError as error:
                     raise CheckpointError(f"{part} of expert {number}: {error}") from error
                 bias = None if matrix.bias is None else matrix.bias.to(torch.float32)
                 matrices[part] = replace(made, bias=bias)
         return Expert(**matrices)
+
+    def sized(self, run: Callable[[Callable[[int], Sizes], range], Iterable[Sizes]]) -> Encoder:
+        """Look at all experts where packed bytes depend on them, and give the layout their sizes.
+
+        Parameters
+        ----------
+        run
+            Calls a function for each expert, as `map` does.
+        """
+        if not self.layout.packed:
+            return self
+        found = list(run(self._sizes, range(self.layout.config.num_experts)))
+        packed = {
+            part: PackedSpec(spec.layout, tuple(sizes[part] for sizes in found))
+            for part, spec in self.layout.packed.items()
+        }
+        return replace(self, layout=replace(self.layout, packed=packed))
+
+    def _sizes(self, number: int) -> Sizes:
+        matrices = self.route.read(number).matrices
+        found = {}
+        for part in self.layout.packed:
+            try:
+                found[part] = packed_size(self.backend, matrices[part], *self._formats(part))
+            except ValueError as error:
+                raise CheckpointError(f"{part} of expert {number}: {error}") from error
+        return found
+
+    def _formats(self, part: str) -> tuple[Format, Format]:
+        return self.route.given[part].format, self.route.stored[part]
+
+    def _packed(self, part: str, number: int, given: Matrix) -> Matrix:
+        made = pack(self.backend, given, *self._formats(part))
+        expected = self.layout.packed[part].sizes[number]
+        if len(made) != expected:
+            raise ValueError(f"it takes {len(made)} bytes, and took {expected} a moment ago")
+        return replace(given, data=made, scale=None, zero=None)
 
     def _encode(self, part: str, number: int, given: Matrix) -> Matrix:
         here, stored = self.route.given[part], self.route.stored[part]
@@ -118,7 +163,22 @@ def plan_layer(
         for part, matrix in first.items()
         if route.stored[part].scale == "none" and matrix.scale is not None
     )
-    return Encoder(number, Layout(layer.config, route.stored, biases, factors), route)
+    layout = Layout(layer.config, route.stored, biases, factors, _packed_parts(route, factors))
+    return Encoder(number, layout, route)
+
+
+def _packed_parts(route: Route, factors: tuple[str, ...]) -> dict[str, PackedSpec]:
+    """Return what is kept as the backend packs it, as large as nearly all weights are."""
+    backend, experts = route.backend, route.layer.config.num_experts
+    kept = kept_layout(backend)
+    found = {}
+    for part, given in route.given.items():
+        stored = route.stored[part]
+        if kept is None or part in factors or not takes(backend, given, stored):
+            continue
+        size = backend.core.packed_size(stored, given.n, given.k)
+        found[part] = PackedSpec(kept, (size,) * experts)
+    return found
 
 
 def _of_groups(backend: Backend, group_size: int) -> Choose:

@@ -157,6 +157,29 @@ def test_variants_of_one_layout_read_each_others_weights(
     bounds.check_same_bits(matrix.matmul(problem.act), expected, f"weights of {other.variant.name}")
 
 
+@given(data=st.data())
+def test_packed_bytes_are_told_from_others(subject: Subject, data: st.DataObject) -> None:
+    """What a file may hold in place of packed bytes is refused, or is a matrix like any other."""
+    if not subject.variant.checks_packed:
+        pytest.skip("files keep rows of this backend")
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    whole = matrix.buffer.copy()
+    bounds.check_same_bits(subject.of_bytes(whole, matrix).unpack(), matrix.unpack(), "read again")
+    for size in (0, len(whole) - 64, len(whole) + 64):
+        with pytest.raises(ValueError, match="bytes are no weight"):
+            subject.of_bytes(np.resize(whole, size), matrix)
+    places = st.integers(0, len(whole) - 1)
+    for at in data.draw(st.lists(places, min_size=1, max_size=8), label="damaged bytes"):
+        whole[at] ^= data.draw(st.integers(1, 255))
+    try:
+        damaged = subject.of_bytes(whole, matrix)
+    except ValueError:
+        return
+    damaged.exported()
+    damaged.matmul(problem.act)
+
+
 # --- activation codec ---------------------------------------------------------------------------
 
 

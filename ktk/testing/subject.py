@@ -65,6 +65,14 @@ class Subject(formats.Summary):
             guard=guard,
         )
 
+    def of_bytes(
+        self, packed: npt.NDArray[np.uint8], like: _core.PackedMatrix
+    ) -> _core.PackedMatrix:
+        """Make a matrix of packed bytes, of the extents of another one."""
+        core, name = self.backend.core, self.variant.name
+        bytes_of = _core.PackedMatrix.of_bytes
+        return bytes_of(core, name, packed[None], like.format, like.n, like.k, guard="weight")
+
     def repack(self, matrix: _core.PackedMatrix, source: Source, begin: int, end: int) -> None:
         """Pack some rows of a matrix once more."""
         matrix.repack(

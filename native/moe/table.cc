@@ -58,6 +58,7 @@ std::unique_ptr<Variant> copy_variant(const std::string& backend, size_t index,
   if (!variant->enter != !variant->leave) {
     reject(where, variant->enter ? "has enter, but leave is NULL" : "has leave, but enter is NULL");
   }
+  if (variant->is_packed) check_given(where, "export_weight", variant->export_weight);
   variant->kernels = copy_kernels(where, *variant);
   variant->ukernels = variant->kernels.data();
   variant->where = where;

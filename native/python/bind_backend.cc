@@ -131,6 +131,9 @@ void bind_variant(nb::module_& m) {
           "exports", [](const VariantInfo& v) { return v.variant->export_weight != nullptr; },
           "Whether packed weights can be had in the form that a checkpoint has.")
       .def_prop_ro(
+          "checks_packed", [](const VariantInfo& v) { return v.variant->is_packed != nullptr; },
+          "Whether it can tell packed bytes from others, so that files may keep them.")
+      .def_prop_ro(
           "act", [](const VariantInfo& v) { return v.variant->act; },
           "What an activation is encoded as, where that depends on no weight.")
       .def_prop_ro(

@@ -34,7 +34,8 @@ class PackedMatrix {
   PackedMatrix(std::shared_ptr<BackendTable> table, const std::string& variant,
                const AnyArray& data, const std::optional<AnyArray>& scale,
                const std::optional<AnyArray>& zero, const std::optional<ktk_format>& given,
-               const std::optional<ktk_format>& stored, bool force, const std::string& guard)
+               const std::optional<ktk_format>& stored, bool force, const std::string& guard,
+               bool size_only = false)
       : table_(std::move(table)), variant_(table_->select(variant, force)), lender_(guard) {
     const ktk_source source = source_from("weight", data, scale, zero, given, -1, -1);
     const size_t n = data.shape(0);
@@ -48,8 +49,31 @@ class PackedMatrix {
     const ktk_source guarded = lent(source, keep);
     const Unlocked unlocked;
     bytes_ = variant_.weight_bytes(matrix_, source_bytes(guarded, 0, n));
+    if (size_only) return;
     packed_.emplace(lender_.lend(Operand::kWeight, nullptr, bytes_, KTK_ALIGNMENT));
     pack(guarded, 0, n);
+  }
+
+  // Of packed bytes, such as a file keeps.
+  PackedMatrix(std::shared_ptr<BackendTable> table, const std::string& variant,
+               const ByteInput& packed, const ktk_format& stored, size_t n, size_t k, bool force,
+               const std::string& guard)
+      : table_(std::move(table)),
+        variant_(table_->select(variant, force)),
+        matrix_(table_->matrix(stored, n, k)),
+        act_size_(variant_.act_bytes(matrix_)),
+        lender_(guard) {
+    if (!variant_.is_packed) {
+      throw nb::value_error((variant_.where + " cannot check packed bytes").c_str());
+    }
+    bytes_ = product(packed.shape(0), packed.shape(1));
+    packed_.emplace(lender_.lend(Operand::kWeight, packed.data(), bytes_, KTK_ALIGNMENT));
+    const Unlocked unlocked;
+    if (!variant_.is_packed(&matrix_, packed_->data(), bytes_)) {
+      throw std::invalid_argument("these " + std::to_string(bytes_) + " bytes are no weight [" +
+                                  std::to_string(n) + ", " + std::to_string(k) +
+                                  "] in the layout " + variant_.layout);
+    }
   }
 
   size_t n() const { return matrix_.n; }
@@ -338,7 +362,7 @@ class PackedMatrix {
   std::optional<Lent> packed_;
 };
 
-PackedMatrix* make_packed(const nb::args& args, const nb::kwargs& kwargs) {
+PackedMatrix* make_packed(const nb::args& args, const nb::kwargs& kwargs, bool size_only) {
   const Arguments given(
       "PackedMatrix",
       {"backend", "variant", "data", "scale", "zero", "given", "stored", "force", "guard"}, args,
@@ -359,7 +383,7 @@ PackedMatrix* make_packed(const nb::args& args, const nb::kwargs& kwargs) {
                           input_from("weight", data.is_valid() ? data : nb::handle(nb::none())),
                           array("weight_scale", "scale"), array("weight_zero", "zero"),
                           format("given"), format("stored"), given.get("force", "a bool", false),
-                          given.get<std::string>("guard", "the name of an operand", ""));
+                          given.get<std::string>("guard", "the name of an operand", ""), size_only);
 }
 
 }  // namespace
@@ -385,9 +409,28 @@ void bind_packed(nb::module_& m) {
       .def_static(
           "__new__",
           [](nb::handle, const nb::args& args, const nb::kwargs& kwargs) {
-            return make_packed(args, kwargs);
+            return make_packed(args, kwargs, false);
           },
           nb::rv_policy::take_ownership, nb::sig("def __new__(cls, " KTK_PACKED "PackedMatrix"))
+      .def_static(
+          "size_of",
+          [](const nb::args& args, const nb::kwargs& kwargs) {
+            return std::unique_ptr<PackedMatrix>(make_packed(args, kwargs, true))->nbytes();
+          },
+          nb::sig("def size_of(" KTK_PACKED "int"),
+          "The `nbytes` that a weight would have, found without packing it.")
+      .def_static(
+          "of_bytes",
+          [](std::shared_ptr<BackendTable> table, const std::string& variant, nb::handle packed,
+             const ktk_format& stored, size_t n, size_t k, bool force, const std::string& guard) {
+            const ByteInput bytes{"packed", input_from("packed", packed), true};
+            return new PackedMatrix(std::move(table), variant, bytes, stored, n, k, force, guard);
+          },
+          "backend"_a, "variant"_a, "packed"_a.none(), "stored"_a, "n"_a, "k"_a, nb::kw_only(),
+          "force"_a = false, "guard"_a = "", nb::rv_policy::take_ownership,
+          "A matrix of what `buffer` held, uint8 [1, nbytes]. ValueError where the bytes are "
+          "none,\n"
+          "or where the backend cannot tell.")
       .def(
           "__init__", [](nb::handle, const nb::args&, const nb::kwargs&) {},
           nb::sig("def __init__(self, " KTK_PACKED "None"))

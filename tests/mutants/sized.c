@@ -71,11 +71,31 @@ static void run_sized(const ktk_matmul* mm) {
   }
 }
 
-/* Without a function to export. */
-#define SIZED                                                                           \
-  .layout = "sized rows", .weight_size = size_of_zeros, .pack_weight = NULL,            \
-  .unpack_weight = unpack_sized, .export_weight = NULL, UKERNELS(run_sized, run_sized), \
+static void export_sized(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
+                         const ktk_export* target) {
+  if (!is_zero(packed)) {
+    export_weight(matrix, (const char*)packed + kHeader, n_begin, n_end, target);
+    return;
+  }
+  for (size_t n = n_begin; n < n_end; ++n) {
+    memset((char*)target->data + n * target->data_stride, 0, matrix->k * sizeof(uint16_t));
+  }
+}
+
+static int is_packed(const ktk_matrix* matrix, const void* packed, size_t bytes) {
+  if (bytes < kHeader) return 0;
+  return bytes == (is_zero(packed) ? kHeader : kHeader + weight_size(matrix));
+}
+
+static int believe(const ktk_matrix* matrix, const void* packed, size_t bytes) {
+  return matrix && packed && bytes != SIZE_MAX;
+}
+
+#define SIZED                                                                                   \
+  .layout = "sized rows", .weight_size = size_of_zeros, .pack_weight = NULL,                    \
+  .unpack_weight = unpack_sized, .export_weight = export_sized, UKERNELS(run_sized, run_sized), \
   .pack_sized = pack_sized
 
-ALONE(sized, SIZED, .source_size = source_size)
+ALONE(sized, SIZED, .source_size = source_size, .is_packed = is_packed)
+ALONE(believes_any_bytes, SIZED, .source_size = source_size, .is_packed = believe)
 ALONE(source_size_short, SIZED, .source_size = short_source_size)

@@ -52,6 +52,7 @@ constexpr ktk_variant kVariant = {
     .leave = nullptr,
     .source_size = nullptr,
     .pack_sized = nullptr,
+    .is_packed = nullptr,
 };
 constexpr ktk_format kFormats[] = {kQ8, kQ4, kF32};
 constexpr ktk_accept kAccepts[] = {{kQ8, 0}, {kQ4, 1}, {kF32, 2}};

@@ -94,7 +94,7 @@ OFFSET(ktk_ukernel, m_max, 16);
 OFFSET(ktk_ukernel, scratch_size, 24);
 OFFSET(ktk_ukernel, run, 32);
 
-static_assert(sizeof(ktk_variant) == 192);
+static_assert(sizeof(ktk_variant) == 200);
 OFFSET(ktk_variant, struct_size, 0);
 OFFSET(ktk_variant, name, 8);
 OFFSET(ktk_variant, required_isa, 16);
@@ -116,6 +116,7 @@ OFFSET(ktk_variant, enter, 160);
 OFFSET(ktk_variant, leave, 168);
 OFFSET(ktk_variant, source_size, 176);
 OFFSET(ktk_variant, pack_sized, 184);
+OFFSET(ktk_variant, is_packed, 192);
 
 static_assert(sizeof(ktk_accept) == 24);
 OFFSET(ktk_accept, given, 0);

@@ -63,6 +63,10 @@ TEST(pointers_that_must_not_be_null_are_named) {
            "TEST, variant any: has source_size, but pack_sized is NULL");
   CHECK_EQ(refused([](ktk_variant& v) { v.pack_sized = pack_sized; }),
            "TEST, variant any: has pack_sized, but source_size is NULL");
+  CHECK_EQ(refused([](ktk_variant& v) {
+             v.is_packed = [](const ktk_matrix*, const void*, size_t) { return 1; };
+           }),
+           "TEST, variant any: export_weight is NULL");
   CHECK_EQ(refused_backend([](ktk_backend& b) { b.name = nullptr; }), "backend: name is NULL");
   CHECK_EQ(refused_backend([](ktk_backend& b) { b.formats = nullptr; }), "TEST: formats is NULL");
   CHECK_EQ(refused_backend([](ktk_backend& b) { b.num_accepts = SIZE_MAX; }),

@@ -3,7 +3,9 @@
     ktk        {"version": 1, "writer": "ktk 0.1.0", "backend": "AMXINT4", "layer": 3,
                 "source": "...", "read": "16 digits", "config": {...},
                 "formats": {"gate": {...}, ...},
-                "biases": [...], "factors": [...], "xxh3": {"gate": "16 digits per expert", ...}}
+                "biases": [...], "factors": [...],
+                "packed": {"gate": "a layout", ...}, "sizes": {"gate": [bytes per expert], ...},
+                "xxh3": {"gate": "16 digits per expert", ...}}
     ktk_xxh3   the checksum of that text
 
 Checksums are XXH3 of 64 bits, one for each tensor of each expert, because they must not slow down
@@ -26,14 +28,15 @@ import xxhash
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.entries import EntryError, integer, items, parse_object, table, text
-from ktk.checkpoint.packed.layout import ALIGNMENT, Layout
+from ktk.checkpoint.entries import EntryError, integer, integers, items, parse_object, table, text
+from ktk.checkpoint.packed.layout import ALIGNMENT, Layout, PackedSpec
 from ktk.config import MoEConfig
 from ktk.expert import PARTS
 
 VERSION = 1
 # Files are named by layers of five digits.
 LAST_LAYER = 99_999
+_MOST_BYTES = 1 << 48
 _DIGITS = 16
 _HEX = re.compile("[0-9a-f]*")
 
@@ -76,7 +79,10 @@ class Header:
     def same_content(self, other: Header) -> bool:
         """Whether two files are of one conversion, whatever their bytes are."""
         mine, theirs = (_entries(header) for header in (self, other))
-        return all(mine[key] == theirs[key] for key in mine.keys() - {"xxh3", "read", "writer"})
+        of_bytes = {"xxh3", "sizes", "read", "writer"}
+        return all(
+            mine.get(key) == theirs.get(key) for key in (mine.keys() | theirs.keys()) - of_bytes
+        )
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -96,8 +102,8 @@ def to_bytes(header: Header) -> bytes:
         begin = header.layout.offsets[name]
         document[name] = {
             "dtype": spec.dtype,
-            "shape": [experts, *spec.shape],
-            "data_offsets": [begin, begin + spec.nbytes * experts],
+            "shape": list(spec.all_shape(experts)),
+            "data_offsets": [begin, begin + sum(spec.place(experts - 1))],
         }
     body = json.dumps(document, separators=(",", ":")).encode()
     body += b" " * (-(8 + len(body)) % ALIGNMENT)
@@ -133,11 +139,13 @@ def _read(entries: Mapping[str, Any]) -> Header:
             f"was written by {text('writer', entries.get('writer'))}"
         )
     formats = table("formats", entries.get("formats"))
+    config = _config(table("config", entries.get("config")))
     layout = Layout(
-        _config(table("config", entries.get("config"))),
+        config,
         {part: read_format(part, table(part, formats.get(part))) for part in PARTS},
         _parts("biases", entries.get("biases")),
         _parts("factors", entries.get("factors")),
+        _packed(entries, config.num_experts),
     )
     checksums = table("xxh3", entries.get("xxh3"))
     experts = layout.config.num_experts
@@ -190,6 +198,17 @@ def _parts(name: str, value: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _packed(entries: Mapping[str, Any], experts: int) -> dict[str, PackedSpec]:
+    layouts, sizes = (table(name, entries.get(name, {})) for name in ("packed", "sizes"))
+    return {
+        part: PackedSpec(
+            text(f"the layout of {part}", layouts[part]),
+            integers(f"sizes of {part}", sizes.get(part), experts, most=_MOST_BYTES),
+        )
+        for part in _parts("packed", list(layouts))
+    }
+
+
 def _checksums(name: str, value: Any, experts: int) -> tuple[int, ...]:
     digits = text(f"xxh3 of {name}", value)
     if len(digits) != _DIGITS * experts or not _HEX.fullmatch(digits):
@@ -203,6 +222,10 @@ def _entries(header: Header) -> dict[str, Any]:
     # How the source was quantised says nothing about this file.
     del config["quantization"]
     none = (0,) * layout.config.num_experts
+    packed = {
+        "packed": {part: spec.layout for part, spec in layout.packed.items()},
+        "sizes": {part: spec.sizes for part, spec in layout.packed.items()},
+    }
     return {
         "version": VERSION,
         "writer": writer(),
@@ -214,6 +237,7 @@ def _entries(header: Header) -> dict[str, Any]:
         "formats": {part: format_entries(fmt) for part, fmt in layout.formats.items()},
         "biases": list(layout.biases),
         "factors": list(layout.factors),
+        **(packed if layout.packed else {}),
         "xxh3": {
             name: "".join(map(hex_of, header.checksums.get(name, none))) for name in layout.specs
         },

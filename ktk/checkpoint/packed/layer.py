@@ -10,13 +10,14 @@ import torch
 from ktk.checkpoint.entries import EntryError
 from ktk.checkpoint.files import MissingFile
 from ktk.checkpoint.matrix import MatrixInfo
+from ktk.checkpoint.packed.codec import unpack
 from ktk.checkpoint.packed.header import Header, HeaderDamage, HeaderError, checksum, from_metadata
-from ktk.checkpoint.packed.layout import Layout, extents
+from ktk.checkpoint.packed.layout import Layout, PackedSpec, extents
 from ktk.checkpoint.packed.write import bytes_of
 from ktk.checkpoint.pieces import Piece, flat
 from ktk.checkpoint.reader import LayerReader, Storage
 from ktk.checkpoint.safetensors.tensor_file import TensorFile
-from ktk.errors import CheckpointError
+from ktk.errors import BackendError, CheckpointError
 from ktk.expert import PARTS, Expert
 
 _AGAIN = "ktk convert --resume converts the layer again"
@@ -62,11 +63,21 @@ class PackedLayer(LayerReader):
         """Read one expert byte by byte: its part of each tensor."""
         elements, checksums = element_of(self.header.layout), self.header.checksums
         for name in self.header.layout.specs:
-            data = flat(self._file.read(name, number))
+            data = flat(self._bytes(name, number))
             yield Piece(name, self.path, elements.get(name, "f32"), data, checksums[name][number])
 
     def check_expert(self, number: int) -> None:
-        """Do nothing: checksums say it all."""
+        """Look at what is packed, of which checksums do not say whether it is finite."""
+        if not self.header.layout.packed:
+            return
+        matrices = self._read(number).matrices
+        for part in self.header.layout.packed:
+            fmt, matrix = self.formats[part].format, matrices[part]
+            for element, array in ((fmt.element, matrix.data), (fmt.scale, matrix.scale)):
+                if array is None:
+                    continue
+                for fault in Piece(part, self.path, element, flat(array)).faults():
+                    raise CheckpointError(f"{self.where(part, number)}: {fault}")
 
     def where(self, part: str, expert: int = 0) -> str:
         """Name a matrix and its file, for messages."""
@@ -92,10 +103,30 @@ class PackedLayer(LayerReader):
     def _read(self, number: int) -> Expert:
         """Read an expert, whose checksums are right."""
         layout = self.header.layout
-        tensors = {name: self._file.read(name, number) for name in layout.specs}
-        for name, tensor in tensors.items():
-            self._check(name, number, tensor)
+        tensors: dict[str, torch.Tensor] = {}
+        for name, spec in layout.specs.items():
+            found = self._bytes(name, number)
+            self._check(name, number, found)
+            if isinstance(spec, PackedSpec):
+                tensors |= self._unpacked(name, spec.layout, found, self.where(name, number))
+            else:
+                tensors[name] = found.view(spec.torch_dtype).reshape(spec.shape)
         return layout.expert(tensors)
+
+    def _bytes(self, name: str, number: int) -> torch.Tensor:
+        return self._file.read_bytes(name, *self.header.layout.specs[name].place(number))
+
+    def _unpacked(
+        self, part: str, layout: str, data: torch.Tensor, where: str
+    ) -> dict[str, torch.Tensor]:
+        try:
+            made = unpack(self.header.backend, layout, self.formats[part], data)
+        except BackendError as error:
+            raise CheckpointError(f"{where} is packed, and cannot be read: {error}") from error
+        except ValueError as error:
+            raise DamagedLayer(f"{where} is damaged: {error}; {_AGAIN}") from error
+        arrays = {part: made.data, f"{part}_scale": made.scale, f"{part}_zero": made.zero}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     def _check(self, name: str, number: int, tensor: torch.Tensor) -> None:
         found, written = checksum(bytes_of(tensor)), self.header.checksums[name][number]
@@ -137,6 +168,9 @@ def element_of(layout: Layout) -> dict[str, str]:
     """Return what the tensors of a file hold; biases and factors, which are f32, are left out."""
     found: dict[str, str] = {}
     for part, fmt in layout.formats.items():
+        if part in layout.packed:
+            found[part] = ""
+            continue
         found |= {part: fmt.element, f"{part}_zero": ""}
         if fmt.scale != "none":
             found[f"{part}_scale"] = fmt.scale
@@ -151,7 +185,7 @@ def _check_tensors(file: TensorFile, header: Header) -> None:
             raise DamagedLayer(
                 f"{file.path} lacks the tensor {name}, which its header speaks of; {_AGAIN}"
             )
-        have, want = (info.dtype, info.shape), (spec.dtype, (experts, *spec.shape))
+        have, want = (info.dtype, info.shape), (spec.dtype, spec.all_shape(experts))
         if have != want:
             raise DamagedLayer(
                 f"{file.path}: tensor {name} is {have[0]} {list(have[1])}, but its header means "

@@ -16,12 +16,17 @@ copying 311 MB of packed AMXINT4 weights into fresh memory ran at 4.4 GB/s, and 
 rows at 4.0 to 4.6 GB/s; of AMXINT8, 606 MB, at 4.5 and 5.9 to 7.3. First touch of memory is the
 limit of either. Computing from the mapped file itself would save the copy, but its pages are small
 and on whichever NUMA node read them first, and a packed matrix cannot be cut into other shards.
+
+But where a backend's packed bytes are fewer than rows are, because of what is in them, and it can
+tell them from other bytes (`is_packed` of abi.h), a file has those: uint8, one expert's after the
+other's, as many of each as the header says. They are in the one layout of all variants of the
+backend, so that any CPU that the backend runs on reads them; readers get rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -60,6 +65,48 @@ class Spec:
         """Bytes of one expert."""
         return prod(self.shape) * self.torch_dtype.itemsize
 
+    def all_shape(self, experts: int) -> tuple[int, ...]:
+        """Shape of the tensor of so many experts."""
+        return (experts, *self.shape)
+
+    def shape_of(self, expert: int) -> tuple[int, ...]:
+        """Shape of what the tensor has of an expert."""
+        return self.shape
+
+    def place(self, expert: int) -> tuple[int, int]:
+        """Where that begins in the tensor, and its bytes."""
+        return expert * self.nbytes, self.nbytes
+
+
+@dataclass(frozen=True)
+class PackedSpec:
+    """A tensor of packed bytes, one expert's after the other's.
+
+    Attributes
+    ----------
+    layout
+        Of the packed bytes, as the variants of the backend call it.
+    sizes
+        Bytes of each expert.
+    """
+
+    layout: str
+    sizes: tuple[int, ...]
+    dtype = "U8"
+    torch_dtype = torch.uint8
+
+    def all_shape(self, experts: int) -> tuple[int, ...]:
+        """Shape of the tensor of all experts."""
+        return (sum(self.sizes),)
+
+    def shape_of(self, expert: int) -> tuple[int, ...]:
+        """Shape of what the tensor has of an expert."""
+        return (self.sizes[expert],)
+
+    def place(self, expert: int) -> tuple[int, int]:
+        """Where that begins in the tensor, and its bytes."""
+        return sum(self.sizes[:expert]), self.sizes[expert]
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -76,20 +123,26 @@ class Layout:
     factors
         Which of them, of ggml's blocks, have one that multiplies the whole matrix: ``gate_scale``
         and so on, f32 [1].
+    packed
+        Which of gate, up and down are packed bytes.
     """
 
     config: ExpertConfig
     formats: Mapping[str, Format]
     biases: tuple[str, ...] = ()
     factors: tuple[str, ...] = ()
+    packed: Mapping[str, PackedSpec] = field(default_factory=dict)
 
     @cached_property
-    def specs(self) -> dict[str, Spec]:
+    def specs(self) -> dict[str, Spec | PackedSpec]:
         """The tensors by name, in the order of the file."""
-        found: dict[str, Spec] = {}
+        found: dict[str, Spec | PackedSpec] = {}
         for part in PARTS:
-            n, k = extents(self.config, part)
-            found |= _matrix(part, self.formats[part], n, k)
+            if part in self.packed:
+                found[part] = self.packed[part]
+            else:
+                found |= _matrix(part, self.formats[part], *extents(self.config, part))
+            n, _ = extents(self.config, part)
             if part in self.biases:
                 found[f"{part}_bias"] = Spec("F32", (n,))
             if part in self.factors:
@@ -105,13 +158,20 @@ class Layout:
         at, begins = 0, {}
         for name, spec in self.specs.items():
             begins[name] = at
-            at += spec.nbytes * self.config.num_experts
+            at += _nbytes(spec, self.config.num_experts)
         return begins
 
-    def tensors(self, expert: Expert) -> dict[str, torch.Tensor]:
-        """Return what the file holds of an expert in these formats, by name."""
+    def place(self, name: str, expert: int) -> tuple[int, int]:
+        """Where an expert's part of a tensor begins, counted from the first tensor; its bytes."""
+        begin, nbytes = self.specs[name].place(expert)
+        return self.offsets[name] + begin, nbytes
+
+    def tensors(self, number: int, expert: Expert) -> dict[str, torch.Tensor]:
+        """Return what the file holds of an expert in these formats or packed, by name."""
         arrays = expert.arrays()
-        return {name: arrays[name].reshape(spec.shape) for name, spec in self.specs.items()}
+        return {
+            name: arrays[name].reshape(spec.shape_of(number)) for name, spec in self.specs.items()
+        }
 
     def expert(self, tensors: Mapping[str, torch.Tensor]) -> Expert:
         """Return the expert that the file holds in its tensors."""
@@ -120,13 +180,17 @@ class Layout:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(spec.nbytes for spec in self.specs.values()) * self.config.num_experts
+        return sum(_nbytes(spec, self.config.num_experts) for spec in self.specs.values())
 
 
 def extents(config: ExpertConfig, part: str) -> tuple[int, int]:
     """Rows and columns of gate, up or down."""
     hidden, inner = config.hidden_size, config.intermediate_size
     return (hidden, inner) if part == "down" else (inner, hidden)
+
+
+def _nbytes(spec: Spec | PackedSpec, experts: int) -> int:
+    return prod(spec.all_shape(experts)) * spec.torch_dtype.itemsize
 
 
 def _matrix(part: str, fmt: Format, n: int, k: int) -> dict[str, Spec]:

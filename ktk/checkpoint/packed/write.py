@@ -29,16 +29,17 @@ class LayerWriter:
         self._missing = set(range(header.layout.config.num_experts))
 
     def put(self, number: int, expert: Expert) -> None:
-        """Write one expert, in the formats of the layout."""
+        """Write one expert, in the formats of the layout, or packed."""
         layout = self._header.layout
-        arrays = layout.tensors(expert)
+        arrays = layout.tensors(number, expert)
         assert arrays.keys() == expert.arrays().keys(), f"expert {number} has {sorted(arrays)}"
         for name, spec in layout.specs.items():
             array = arrays[name]
-            assert (array.dtype, tuple(array.shape)) == (spec.torch_dtype, spec.shape), name
+            shape = spec.shape_of(number)
+            assert (array.dtype, tuple(array.shape)) == (spec.torch_dtype, shape), name
             data = bytes_of(array)
             self._checksums[name][number] = checksum(data)
-            self._file.write(data, self._begin + layout.offsets[name] + number * spec.nbytes)
+            self._file.write(data, self._begin + layout.place(name, number)[0])
         self._missing.discard(number)
 
     def commit(self, read: int) -> None:

@@ -89,6 +89,12 @@ class TensorFile:
         dtype = self._dtype(info)
         return torch.from_numpy(self._file.read(begin, nbytes)).view(dtype).reshape(shape)
 
+    def read_bytes(self, name: str, begin: int, nbytes: int) -> torch.Tensor:
+        """Read bytes of a tensor, counted from its first, uint8 [nbytes]."""
+        info = self.tensors[name]
+        assert 0 <= begin <= begin + nbytes <= info.nbytes
+        return torch.from_numpy(self._file.read(info.begin + begin, nbytes))
+
     def stand_in(self, name: str, index: int | None = None) -> torch.Tensor:
         """Return a tensor without values, for questions of format and shape."""
         info = self.tensors[name]

@@ -252,6 +252,11 @@ typedef struct ktk_variant {
    * not told how large it is: it has to say so itself. */
   void (*pack_sized)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                      size_t n_end, void* packed, size_t bytes);
+  /* Whether `bytes` that come from a file, and may be anything, are a packed matrix: one that all
+   * functions can be given, none of which then touches memory that it must not. Weights may be any.
+   * Files keep packed bytes, in place of rows, where this is there in all variants of a backend,
+   * which then share one layout and have export_weight. NULL: files keep rows. */
+  int (*is_packed)(const ktk_matrix* matrix, const void* packed, size_t bytes);
 } ktk_variant;
 
 /* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */

@@ -15,7 +15,8 @@
 //   KTK_EXPORT_VARIANT(bf16, Variant)
 //
 //   Weight    kLayout, kNStep; size(), pack(), unpack(); perhaps offset(), write(); where bytes
-//             depend on what is packed, source_size() and pack_sized() in place of pack()
+//             depend on what is packed, source_size() and pack_sized() in place of pack(); where
+//             files are to keep packed bytes, is_packed()
 //   Act       kFormat, kKStep; size(), pack(), unpack(); perhaps format()
 //
 // which are static, and take what the functions of ktk_variant (abi.h) take that they become. No
@@ -106,6 +107,7 @@ constexpr ktk_variant make_variant() {
     v.source_size = Weight::source_size;
     v.pack_sized = Weight::pack_sized;
   }
+  if constexpr (requires { Weight::is_packed; }) v.is_packed = Weight::is_packed;
   return v;
 }
 
