@@ -1,0 +1,146 @@
+"""Every class of experts in transformers is computed by ktk, or stands here with the reason.
+
+The classes are found in the installed transformers, so that a family of next year fails this test
+until ktk serves it or says why not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers.models
+
+from ktk.testing import bounds
+from ktk.testing.reference import Expert, bounded_layer
+from ktk.transformers.layout import is_experts
+from ktk.transformers.modules import describe
+from ktk.transformers.packing import pack_module
+
+E, K, HIDDEN, INNER, TOKENS = 4, 2, 64, 32, 9
+# By all names that configurations have for them.
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), E),
+    **dict.fromkeys(("moe_num_experts", "num_experts_per_tok", "moe_topk"), K),
+    "moe_num_experts": E,
+    "hidden_size": HIDDEN,
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), INNER),
+}
+# Not computed by ktk: these stay transformers' own.
+REASONS = {
+    "DbrxExperts": "keeps all experts in one matrix and does not take other implementations",
+    "InklingSharedExperts": "are computed for every token",
+    "JetMoeParallelExperts": "is half an expert: the module around it has the activation",
+    "Llama4TextExperts": "computes every expert for every token, routing weights applied before",
+    "LongcatFlashExperts": "has experts that pass tokens through, and takes no implementation",
+    "MuseSparkExperts": "has a norm after each expert",
+    "NemotronHExperts": "has no gate",
+    "NllbMoeExperts": "is a dictionary of modules without a gate",
+    "Step3p7Experts": "takes no other implementation",
+    "SwitchTransformersExperts": "is a dictionary of modules without a gate",
+}
+
+
+def classes() -> Iterator[type]:
+    """Yield the classes whose names end as those of experts do."""
+    for info in pkgutil.iter_modules(transformers.models.__path__):
+        try:
+            module = importlib.import_module(
+                f"transformers.models.{info.name}.modeling_{info.name}"
+            )
+        except ImportError:  # has no model, or wants a package that is not installed
+            continue
+        for kind in vars(module).values():
+            if (
+                inspect.isclass(kind)
+                and issubclass(kind, torch.nn.Module)
+                and kind.__module__ == module.__name__
+                and kind.__name__.endswith("Experts")
+            ):
+                yield kind
+
+
+def configurations(kind: type) -> Iterator[Any]:
+    """Yield small configurations of the family of a class, also those inside others."""
+    name = kind.__module__.replace("modeling_", "configuration_")
+    module: ModuleType = importlib.import_module(name)
+    for one in vars(module).values():
+        if inspect.isclass(one) and one.__module__ == name and hasattr(one, "model_type"):
+            config = one()
+            # Sizes may differ from layer to layer; the classes of experts want one.
+            config.allow_global_per_layer_attribute_access = True
+            for size, value in SIZES.items():
+                if hasattr(config, size):
+                    many = isinstance(getattr(config, size), list)
+                    setattr(config, size, [value] if many else value)
+            config._experts_implementation = "eager"
+            yield config
+
+
+def made(kind: type) -> Any:
+    """Return a module of the class with random bf16 weights, in float32; None without a way to."""
+    more = {"intermediate_size": INNER} if "intermediate_size" in vars_of(kind) else {}
+    for config in configurations(kind):
+        try:
+            module = kind(config, **more)
+        except (AttributeError, TypeError):  # of another part of the model
+            continue
+        if not is_experts(module):
+            return None
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.copy_((HIDDEN**-0.5 * torch.randn_like(parameter)).bfloat16())
+        return module.eval()
+    return None
+
+
+def vars_of(kind: Any) -> set[str]:
+    """Return the names of what a class is made with."""
+    return set(inspect.signature(kind.__init__).parameters)
+
+
+ALL = {kind.__name__: kind for kind in classes()}
+
+
+def test_reasons_are_of_classes_that_exist() -> None:
+    assert len(ALL) > 60
+    assert set(REASONS) <= set(ALL)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_experts_are_those_of_transformers(name: str) -> None:
+    module = made(ALL[name])
+    found = None if module is None else describe(name, module)
+    if name in REASONS:
+        assert found is None, f"ktk computes {name} now: take it off the list"
+        pytest.skip(f"{name} {REASONS[name]}")
+    assert found is not None, f"ktk computes no {name}: serve it, or say why not"
+    x = torch.randn(TOKENS, HIDDEN)
+    weights, ids = torch.rand(TOKENS, E).topk(K)
+    experts = [Expert.of(found.layout.expert(module, number)) for number in range(E)]
+    with torch.no_grad():
+        exact = made(ALL[name]).double()(x.double(), ids, weights.double()).numpy()
+        moe = pack_module(found, "BF16").moe
+        got = moe(x, ids, weights).numpy()
+    [variant] = [one for one in moe.backend.variants if one.name == moe.variant]
+    bounded = bounded_layer(
+        x.double().numpy(),
+        ids.numpy(),
+        weights.double().numpy(),
+        experts,
+        moe.config,
+        (variant.act,) * 3,
+        moe.shard_widths,
+    )
+    # Some families compute gates, or all, in float32 in any case: values are below 1, and 300
+    # roundings, of sums 64 deep, below 2^-15.
+    np.testing.assert_allclose(bounded.value, exact, rtol=0, atol=2**-15)
+    bounds.check(got, bounded.value, bounded.error, name)
