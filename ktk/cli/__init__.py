@@ -85,16 +85,21 @@ def inspect(
         bool, typer.Option("--training", help="Also show what fine-tuning its experts takes.")
     ] = False,
     rank: Annotated[int, typer.Option(min=1, help="Of the adapter that is trained.")] = 16,
+    escapes: Annotated[
+        bool,
+        typer.Option("--escapes", help="Also read its bf16 weights: what BF16Z makes of them."),
+    ] = False,
 ) -> None:
     """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.
 
-    Reads headers only: ktk verify reads the weights. The exit status is 1 if a layer is incomplete,
-    or its headers are damaged.
+    Reads headers only, without --escapes: ktk verify reads the weights. The exit status is 1 if a
+    layer is incomplete, or its headers are damaged.
     """
     from ktk.cli.contents import show
     from ktk.hub import find_model
 
-    if not show(find_model(path), as_json=json, rank=rank if training else None):
+    adapter = rank if training else None
+    if not show(find_model(path), as_json=json, rank=adapter, escapes=escapes):
         raise typer.Exit(1)
 
 

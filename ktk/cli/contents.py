@@ -17,6 +17,7 @@ from rich.table import Table
 from ktk.checkpoint import open_checkpoint
 from ktk.checkpoint.spans import spans
 from ktk.checkpoint.traffic import stored_bytes_per_token
+from ktk.cli.escapes import count_escapes, escapes_table
 from ktk.cli.training import training_memory, training_table
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
 from ktk.loading import default_backend
@@ -88,16 +89,20 @@ def bytes_per_token(path: Path, layers: list[LayerReport]) -> dict[str, int]:
         return {}
 
 
-def show(path: Path, *, as_json: bool, rank: int | None = None) -> bool:
+def show(path: Path, *, as_json: bool, rank: int | None = None, escapes: bool = False) -> bool:
     """Print what a checkpoint holds; returns whether all of it is in order.
 
-    With the rank of an adapter, also what training it takes.
+    With the rank of an adapter, also what training it takes; with `escapes`, what BF16Z makes of
+    its weights, which are read for that.
     """
     layers = inspect(path)
     reads = bytes_per_token(path, layers)
     memory = None if rank is None else training_memory(layers, rank)
+    counted = count_escapes(path) if escapes else None
     if as_json:
         found = document(path, layers) | {"bytes_per_token": reads}
+        if counted is not None:
+            found |= {"checked": "headers and bf16 weights", "escapes": counted.document()}
         typer.echo(json.dumps(found | ({"training": asdict(memory)} if memory else {}), indent=2))
     else:
         console = Console()
@@ -108,7 +113,13 @@ def show(path: Path, *, as_json: bool, rank: int | None = None) -> bool:
             console.print(f"A token reads, as stored: {parts}.", highlight=False)
         if memory is not None:
             console.print(training_table(memory))
-        console.print("Headers only; ktk verify reads the weights.", highlight=False)
+        if counted is None:
+            console.print("Headers only; ktk verify reads the weights.", highlight=False)
+        else:
+            if counted.layers:
+                console.print(escapes_table(counted))
+            if counted.reason:
+                console.print(counted.reason, highlight=False)
     return not any(layer.error for layer in layers)
 
 
