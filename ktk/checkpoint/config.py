@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ _REFUSED = {
 # Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.
 _LIMITS_OF_LAYERS = ("expert_swiglu_limit_list", "swiglu_limits")
 
+# Inkling-2, whose hidden_act says silu.
+_SOFTCAPS = ("mlp_gate_softcap", "mlp_up_softcap")
+
 # gpt-oss published its weights before transformers wrote these two into config.json.
 _OAI_ALPHA = 1.702
 _OAI_LIMIT = 7.0
@@ -48,12 +51,14 @@ class ExpertConfig(MoEConfig):
     """The routed experts of one model: a layer's configuration, and what else a checkpoint says.
 
     `activation` may be a name that ktk does not know; `layer` refuses it. `num_layers` is what the
-    model runs, where it says so: layers after these predict further tokens (MTP).
+    model runs, where it says so: layers after these predict further tokens (MTP). `limits` has the
+    clamp of each layer where layers differ, 0 for none; `of_layer` takes them into account.
     """
 
     model_type: str
     quantization: Quantization = field(default_factory=Quantization)
     num_layers: int | None = None
+    limits: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         known = activation_called(self.activation)
@@ -65,6 +70,15 @@ class ExpertConfig(MoEConfig):
 
     def _check_activation(self) -> None:
         """Take any name: a checkpoint may be looked at that cannot be computed."""
+
+    def of_layer(self, number: int) -> ExpertConfig:
+        """Return what the experts of one layer are."""
+        if not self.limits:
+            return self
+        limit = self.limits[number] if number < len(self.limits) else 0
+        if not limit:
+            return replace(self, limits=())
+        return replace(self, limits=(), activation="swiglustep", activation_limit=limit)
 
     def layer(self, wanted: MoEConfig | None = None, *, mapped: bool = False) -> MoEConfig:
         """Return what a layer is made with.
@@ -158,8 +172,12 @@ def _activation(entries: dict[str, Any]) -> dict[str, Any]:
     named = entries.get("hidden_act") or entries.get("hidden_activation") or "silu"
     name = text("hidden_act", named)
     for key in _LIMITS_OF_LAYERS:
-        if any(items(key, entries.get(key) or [])):
-            name = f"{name}, then clamped as {key} says"
+        limits = tuple(number(key, one or 0) for one in items(key, entries.get(key) or []))
+        if any(limits) and activation_called(name) == "silu":
+            return {"activation": "silu", "limits": limits}
+    if entries.get(_SOFTCAPS[0]) is not None:
+        caps = [number(key, entries.get(key)) for key in _SOFTCAPS]
+        return {"activation": "situ", "gate_softcap": caps[0], "up_softcap": caps[1]}
     limit, alpha = (
         None if value is None else number(key, value)
         for key in ("swiglu_limit", "swiglu_alpha")

@@ -256,10 +256,12 @@ def test_a_header_has_every_field_of_a_layer(tmp_path: Path) -> None:
     with Conversion(source, tmp_path / "packed", backend="AMXINT8") as conversion:
         header = conversion.plans[0].header
     options: dict[str, Any] = {
-        "activation": "swigluoai",
+        "activation": "situ",
         "activation_limit": 3.5,
         "activation_alpha": 1.25,
         "clamp_gate_below": True,
+        "gate_softcap": 4.0,
+        "up_softcap": 25.0,
     }
     for field in dataclasses.fields(ktk.MoEConfig):
         assert field.default is dataclasses.MISSING or options[field.name] != field.default

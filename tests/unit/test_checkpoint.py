@@ -263,14 +263,23 @@ def test_activation_follows_the_configuration(
     assert (layer.activation, layer.activation_limit, layer.activation_alpha) == expected
 
 
+@pytest.mark.parametrize("key", ["expert_swiglu_limit_list", "swiglu_limits"])
+def test_limits_of_layers_clamp_what_silu_returns(tmp_path: Path, key: str) -> None:
+    config = read(tmp_path, {**CONFIG, key: [0, None, 4.0]})
+    of_layers = [config.of_layer(number).layer() for number in range(4)]
+    assert [one.activation for one in of_layers] == ["silu", "silu", "swiglustep", "silu"]
+    assert [one.activation_limit for one in of_layers] == [None, None, 4.0, None]
+
+
+def test_softcaps_are_those_of_the_configuration(tmp_path: Path) -> None:
+    layer = read(tmp_path, {**CONFIG, "mlp_gate_softcap": 4, "mlp_up_softcap": 25.0}).layer()
+    assert (layer.activation, layer.gate_softcap, layer.up_softcap) == ("situ", 4.0, 25.0)
+
+
 @pytest.mark.parametrize(
     ("entries", "name"),
     [
         ({"hidden_act": "mish"}, "mish"),
-        (
-            {"expert_swiglu_limit_list": [0, 0, 4.0]},
-            "silu, then clamped as expert_swiglu_limit_list says",
-        ),
     ],
 )
 def test_an_unknown_activation_is_named_and_can_be_replaced(

@@ -219,8 +219,8 @@ def _checksums(name: str, value: Any, experts: int) -> tuple[int, ...]:
 def _entries(header: Header) -> dict[str, Any]:
     layout = header.layout
     config = asdict(layout.config)
-    # How the source was quantised says nothing about this file.
-    del config["quantization"]
+    # How the source was quantised, and other layers, say nothing about this file.
+    del config["quantization"], config["limits"]
     none = (0,) * layout.config.num_experts
     packed = {
         "packed": {part: spec.layout for part, spec in layout.packed.items()},

@@ -46,15 +46,14 @@ class Finder:
         return next((layer for layer in grouped if self._fits(layer)), grouped[0])
 
     def _candidates(self, number: int) -> Iterator[LayerNames]:
+        config = self.config.of_layer(number)
         for prefix in PREFIXES:
             for family in FAMILIES:
                 if family.model_types and self.config.model_type not in family.model_types:
                     continue
                 for scheme in SCHEMES:
                     if all(_suits(scheme, family.parts[part]) for part in weight_parts(family)):
-                        yield LayerNames(
-                            number, prefix.format(L=number), family, scheme, self.config
-                        )
+                        yield LayerNames(number, prefix.format(L=number), family, scheme, config)
 
     @cached_property
     def _names(self) -> re.Pattern[str]:
