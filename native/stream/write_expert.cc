@@ -151,7 +151,7 @@ class Writer {
                     block.bytes_of(stop - k));
       }
       if (f.scale != KTK_NONE && f.group_k && at % f.group_k == 0)
-        put_down_scales(f, rows, rank, begin, end, at, k, stop);
+        put_down_scales(f, rows, rank, begin, at, k, stop);
       k = stop;
     }
     // A scale for the whole row is everybody's, and each slice has it.
@@ -166,7 +166,7 @@ class Writer {
   // Scales of columns [k, stop) of a slice, the first of which is column `at` of the matrix and the
   // first of a group.
   void put_down_scales(const ktk_format& f, const Stored& rows, size_t rank, size_t begin,
-                       size_t end, size_t at, size_t k, size_t stop) const {
+                       size_t at, size_t k, size_t stop) const {
     const size_t group = std::max<uint32_t>(f.group_n, 1);
     const size_t row_bytes = per_rank_ / f.group_k * scale_size(f);
     char* to =
