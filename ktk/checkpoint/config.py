@@ -33,6 +33,12 @@ _REFUSED = {
         ("llama4", "llama4_text"),
         "multiplies what goes into an expert by its routing weight; ktk multiplies what comes out",
     ),
+    "longcat_flash": "has experts that pass tokens through, which ktk would leave out",
+    "nemotron_h": "has experts without a gate, and ktk computes gated ones",
+    **dict.fromkeys(
+        ("muse_spark", "muse_spark_text"),
+        "normalises what an expert returns, and ktk adds it up as it is",
+    ),
 }
 
 # Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.

@@ -263,6 +263,22 @@ def test_activation_follows_the_configuration(
     assert (layer.activation, layer.activation_limit, layer.activation_alpha) == expected
 
 
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("llama4", "multiplies what goes into an expert by its routing weight"),
+        ("longcat_flash", "has experts that pass tokens through"),
+        ("nemotron_h", "has experts without a gate"),
+        ("muse_spark", "normalises what an expert returns"),
+    ],
+)
+def test_experts_of_another_kind_are_refused_by_name(
+    tmp_path: Path, model_type: str, reason: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"model type '{model_type}' {reason}"):
+        read(tmp_path, {**CONFIG, "model_type": model_type})
+
+
 @pytest.mark.parametrize("key", ["expert_swiglu_limit_list", "swiglu_limits"])
 def test_limits_of_layers_clamp_what_silu_returns(tmp_path: Path, key: str) -> None:
     config = read(tmp_path, {**CONFIG, key: [0, None, 4.0]})
