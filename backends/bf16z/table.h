@@ -4,12 +4,11 @@
 #include <string.h>
 
 #include "bf16/weight_codec.h"
+#include "bf16z/count.h"
 #include "bf16z/layout.h"
 
 namespace ktk::bf16z {
 namespace {
-
-constexpr size_t kMostExponents = 256;
 
 struct Table {
   static constexpr uint8_t kHas = 0x80;
@@ -40,60 +39,60 @@ struct BlockSource {
   // Calls body(weights, count) for weights as bf16, some hundred at a time.
   template <class Body>
   void for_weights(const Body& body) const {
-    constexpr size_t kMost = 512;
-    alignas(64) uint16_t weights[kMost];
     for (size_t row = 0; row < num_rows; ++row) {
       const char* from = rows + row * stride;
-      for (size_t k = 0; k < depth;) {
-        const size_t count = smaller(depth - k, kMost);
-        size_t i = 0;
-#if defined(__AVX2__)
-        for (; i + 16 <= count; i += 16, from += 16 * kBytes) {
-          _mm256_store_si256(reinterpret_cast<__m256i*>(weights + i),
-                             bf16::load_bf16<kElement>(from));
+      for (size_t k = 0; k < depth; k += kMostWeights, from += kMostWeights * kBytes) {
+        const size_t count = smaller(depth - k, kMostWeights);
+        if constexpr (kElement == KTK_BF16) {
+          body(reinterpret_cast<const Bits*>(from), count);
+        } else {
+          alignas(64) uint16_t weights[kMostWeights];
+          round(from, count, weights);
+          body(static_cast<const Bits*>(weights), count);
         }
-#endif
-        for (; i < count; ++i, from += kBytes) {
-          weights[i] = bf16::element_as_bf16<kElement>(from);
-        }
-        body(weights, count);
-        k += count;
       }
     }
+  }
+
+ private:
+  static void round(const char* from, size_t count, uint16_t* weights) {
+    size_t i = 0;
+#if defined(__AVX2__)
+    for (; i + 16 <= count; i += 16, from += 16 * kBytes) {
+      _mm256_store_si256(reinterpret_cast<__m256i*>(weights + i), bf16::load_bf16<kElement>(from));
+    }
+#endif
+    for (; i < count; ++i, from += kBytes) weights[i] = bf16::element_as_bf16<kElement>(from);
   }
 };
 
 // The 16 most frequent exponents; of equally frequent ones the larger.
 template <ktk_element kElement>
 inline Table choose_table(const BlockSource<kElement>& source) {
-  // Four counters for each, because one that was just written is not ready to be read.
-  uint32_t counts[4][kMostExponents] = {};
-  source.for_weights([&](const uint16_t* weights, size_t count) {
-    size_t i = 0;
-    for (; i + 4 <= count; i += 4) {
-      uint64_t four;
-      memcpy(&four, weights + i, sizeof four);
-      ++counts[0][four >> 7 & 255];
-      ++counts[1][four >> 23 & 255];
-      ++counts[2][four >> 39 & 255];
-      ++counts[3][four >> 55 & 255];
-    }
-    for (; i < count; ++i) ++counts[0][weights[i] >> 7 & 255];
-  });
+  ExponentCounts counts;
+  source.for_weights([&](const Bits* weights, size_t count) { counts.add(weights, count); });
+  struct Found {
+    uint32_t count;
+    uint8_t exponent;
+  } found[kMostExponents];
+  size_t left = 0;
   Table table;
   for (size_t e = 0; e < kMostExponents; ++e) {
-    counts[0][e] += counts[1][e] + counts[2][e] + counts[3][e];
-    table.patches += counts[0][e];
+    const uint32_t count = counts.of(e);
+    table.patches += count;
+    if (count) found[left++] = {count, static_cast<uint8_t>(e)};
   }
-  for (size_t i = 0; i < kExponents; ++i) {
-    size_t best = 0;
-    for (size_t e = 1; e < kMostExponents; ++e) {
-      if (counts[0][e] >= counts[0][best]) best = e;
+  // Where there are fewer, the others stay 0.
+  for (size_t i = 0; i < kExponents && i < left; ++i) {
+    size_t best = i;
+    for (size_t at = i + 1; at < left; ++at) {
+      const bool is_more = found[at].count > found[best].count;
+      const bool is_larger = found[at].exponent > found[best].exponent;
+      if (is_more || (found[at].count == found[best].count && is_larger)) best = at;
     }
-    if (counts[0][best] == 0) break;  // the others stay 0
-    table.exponents[i] = static_cast<uint8_t>(best);
-    table.patches -= counts[0][best];
-    counts[0][best] = 0;
+    table.exponents[i] = found[best].exponent;
+    table.patches -= found[best].count;
+    found[best] = found[i];
   }
   for (size_t i = kExponents; i-- > 0;) {
     const uint8_t exponent = table.exponents[i];
@@ -108,7 +107,7 @@ inline Table choose_table(const BlockSource<kElement>& source) {
 template <ktk_element kElement>
 inline size_t most_patches(const BlockSource<kElement>& source, size_t enough) {
   uint16_t largest = 0;
-  source.for_weights([&](const uint16_t* weights, size_t count) {
+  source.for_weights([&](const Bits* weights, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       const uint16_t exponent = weights[i] & 0x7f80;
       largest = exponent > largest ? exponent : largest;
@@ -117,7 +116,7 @@ inline size_t most_patches(const BlockSource<kElement>& source, size_t enough) {
   constexpr uint16_t kWindow = (kExponents - 1) << 7;
   const uint16_t limit = largest < kWindow ? 0 : static_cast<uint16_t>(largest - kWindow + 0x80);
   size_t others = 0;
-  source.for_weights([&](const uint16_t* weights, size_t count) {
+  source.for_weights([&](const Bits* weights, size_t count) {
     uint16_t here = 0;
     for (size_t i = 0; i < count; ++i) {
       const uint16_t exponent = weights[i] & 0x7f80;

@@ -8,21 +8,14 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from patterns import U16, any_bits, gaussian, last_lane, pack, with_exponents, zero_block
 
 import ktk
 from ktk import _core
 
-U16 = npt.NDArray[np.uint16]
-
 BF16, BF16Z = (ktk.load_backend(name) for name in ("BF16", "BF16Z"))
 VARIANTS = [variant.name for variant in BF16Z.variants if variant.runnable]
 PATCHES_PER_STEP = 4  # what the side area of a block has room for
-
-
-def pack(backend: ktk.Backend, variant: str, weights: U16) -> _core.PackedMatrix:
-    """Pack bits of bf16."""
-    data = torch.from_numpy(weights.view(np.int16)).view(torch.bfloat16)
-    return _core.PackedMatrix(backend.core, variant, data)
 
 
 def lines(size: int) -> int:
@@ -70,22 +63,6 @@ def decode(buffer: npt.NDArray[np.uint8], n: int, k: int) -> U16:
     return out[:n, :k]
 
 
-def gaussian(rng: np.random.Generator, shape: tuple[int, int]) -> U16:
-    """Weights as most models have them."""
-    values = torch.from_numpy(rng.standard_normal(shape, np.float32) * np.float32(0.02))
-    return values.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-
-
-def any_bits(rng: np.random.Generator, shape: tuple[int, int]) -> U16:
-    """NaN, infinities, subnormals, and all between: nothing to compress."""
-    return rng.integers(0, 1 << 16, shape, np.uint16)
-
-
-def with_exponents(rng: np.random.Generator, shape: tuple[int, int], exponents: list[int]) -> U16:
-    """Any signs and mantissas, but these exponents."""
-    return (any_bits(rng, shape) & 0x807F) | (rng.choice(exponents, shape) << 7).astype(np.uint16)
-
-
 @st.composite
 def matrices(draw: st.DrawFn) -> U16:
     """Matrices with few and with many exponents, and single weights that have another one."""
@@ -107,22 +84,6 @@ def matrices(draw: st.DrawFn) -> U16:
     return weights
 
 
-def last_lane() -> U16:
-    """A block whose largest exponent, and only patch, is in the last lane of its last line."""
-    weights = with_exponents(np.random.default_rng(1), (32, 64), list(range(100, 116)))
-    weights[31, 63] = 0x7F7F
-    return weights
-
-
-def zero_block() -> U16:
-    """A block of zeros, one of negative zeros, and one that has both and a subnormal."""
-    weights = np.zeros((96, 96), np.uint16)
-    weights[32:64] = 0x8000
-    weights[64:, ::2] = 0x8000
-    weights[80, 7] = 1
-    return weights
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(weights=matrices())
 @example(last_lane())
@@ -139,6 +100,10 @@ def test_every_bit_is_kept_in_the_layout_that_is_drawn(variant: str, weights: U1
     if fits(weights):
         assert packed.nbytes == BF16Z.core.packed_size(packed.format, *weights.shape)
         np.testing.assert_array_equal(decode(packed.buffer, *weights.shape), weights)
+        steps = -(-weights.shape[1] // 32)
+        for number, n in enumerate(range(0, len(weights), 32)):
+            header = packed.buffer[number * (lines(32 + 2 * steps) + steps * 1536) :]
+            assert header[20:24].view(np.uint32)[0] == patches(weights[n : n + 32])
     else:
         assert packed.nbytes == 64 + plain.nbytes
         np.testing.assert_array_equal(packed.buffer[64:], plain.buffer)
