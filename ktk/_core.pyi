@@ -329,7 +329,7 @@ class MoE:
 
     def __init__(self, backend: object, pool: WorkerPool, config: object, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
 
-    def load_expert(self, expert: int, gate: object | None, up: object | None, down: object | None, gate_scale: object | None = None, up_scale: object | None = None, down_scale: object | None = None, gate_zero: object | None = None, up_zero: object | None = None, down_zero: object | None = None, gate_bias: object | None = None, up_bias: object | None = None, down_bias: object | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None: ...
+    def load_expert(self, expert: int, gate: object | None, up: object | None, down: object | None, gate_scale: object | None = None, up_scale: object | None = None, down_scale: object | None = None, gate_zero: object | None = None, up_zero: object | None = None, down_zero: object | None = None, gate_bias: object | None = None, up_bias: object | None = None, down_bias: object | None = None, gate_factor: object | None = None, up_factor: object | None = None, down_factor: object | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None: ...
 
     def leave_out(self, expert: int) -> None: ...
 
@@ -374,7 +374,7 @@ class Linear:
 
     def __init__(self, backend: object, pool: WorkerPool, in_features: int, out_features: int, variant: str, force: bool, shards: int) -> None: ...
 
-    def load(self, names: Sequence[str], data: Sequence[object], scales: Sequence[object], zeros: Sequence[object], biases: Sequence[object], given: Sequence[Format | None], stored: Sequence[Format | None]) -> None:
+    def load(self, names: Sequence[str], data: Sequence[object], scales: Sequence[object], zeros: Sequence[object], biases: Sequence[object], factors: Sequence[object], given: Sequence[Format | None], stored: Sequence[Format | None]) -> None:
         """
         Packs parts of a weight, whose rows lie one behind the other: an entry of each list
         for each part.

@@ -27,6 +27,9 @@ class Matrix:
         Beside blocks of ggml, a scale of one f32 multiplies the whole matrix.
     bias : array [n] or None
         What is added to the product.
+    factor : array [1] or None
+        An f32 that multiplies the whole matrix, beside its scales: NVFP4 has one. A value is
+        ``(element * scale) * factor``; products are multiplied with it when their sum is complete.
     """
 
     format: Format | None
@@ -34,6 +37,7 @@ class Matrix:
     scale: Array | None = None
     zero: Array | None = None
     bias: Array | None = None
+    factor: Array | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +65,7 @@ class Expert:
             Matrix(
                 formats[part],
                 arrays[part],
-                *(arrays.get(f"{part}_{what}") for what in ("scale", "zero", "bias")),
+                *(arrays.get(f"{part}_{what}") for what in ("scale", "zero", "bias", "factor")),
             )
             for part in PARTS
         )
@@ -81,5 +85,6 @@ class Expert:
                 f"{part}_scale": matrix.scale,
                 f"{part}_zero": matrix.zero,
                 f"{part}_bias": matrix.bias,
+                f"{part}_factor": matrix.factor,
             }
         return {name: array for name, array in found.items() if array is not None}

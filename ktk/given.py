@@ -25,7 +25,7 @@ _SMALL = {
     "float4_e2m1fn_x2": "e2m1",
 }
 # What scales and zero points in bytes are.
-_BYTES = ("u8", "ue8m0")
+_BYTES = ("u8", "ue8m0", "e4m3")
 
 
 def formats_of(given: Any) -> tuple[Format | None, Format | None, Format | None]:
@@ -78,15 +78,15 @@ def experts_of_slots(
 
 
 def expert_of(
-    arguments: Mapping[str, tuple[Any, Any, Any, Any]], given: GivenFormats | None
+    arguments: Mapping[str, tuple[Any, Any, Any, Any, Any]], given: GivenFormats | None
 ) -> Expert:
     """Return the expert that the arguments of `MoE.load_expert` mean.
 
     Parameters
     ----------
     arguments : mapping of str to tuple
-        For gate, up and down: what that argument is, its scale, zero points and bias. An `Expert`
-        for gate is all there is.
+        For gate, up and down: what that argument is, its scale, zero points, bias and factor. An
+        `Expert` for gate is all there is.
     given : Format, its name, or tuple of three, optional
         What the arrays hold, if somebody said it.
 
@@ -115,13 +115,14 @@ def matrix_of(
     scale: Array | None,
     zero: Array | None,
     bias: Array | None,
+    factor: Array | None,
     given: Format | None,
 ) -> Matrix:
     """Put together what the arguments of a matrix say; a `Matrix` brings what belongs to it."""
     if not isinstance(data, Matrix):
-        return Matrix(given, data, scale, zero, bias)
+        return Matrix(given, data, scale, zero, bias, factor)
     kind = type(data).__name__
-    if scale is not None or zero is not None:
+    if scale is not None or zero is not None or factor is not None:
         raise ValueError(f"{name} is {kind} and has its scales: {name}_scale is too much")
     if given is not None and given != data.format:
         raise ValueError(f"{name} is {kind} in {data.format}, but given says {given}")
@@ -174,6 +175,7 @@ def read_matrix(name: str, matrix: Matrix, backend: str, accepts: Sequence[Forma
         _prepared(f"{name}_scale", scale),
         _prepared(f"{name}_zero", zero),
         _prepared(f"{name}_bias", matrix.bias),
+        _prepared(f"{name}_factor", matrix.factor),
     )
 
 

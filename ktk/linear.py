@@ -125,6 +125,7 @@ class Linear:
         zero: _Beside = None,
         bias: _Beside = None,
         given: _Formats = None,
+        factor: _Beside = None,
     ) -> Linear:
         """Pack the weight; the arrays may go afterwards. What was loaded before is replaced.
 
@@ -146,6 +147,9 @@ class Linear:
             Of floats. For parts: a list of arrays [rows]; None in it is a bias of zeros.
         given : Format or its name, optional
             What the arrays hold, where their dtypes do not tell. For parts: one for all, or a list.
+        factor : array [1], optional
+            An f32 that multiplies the whole matrix, as in :meth:`ktk.MoE.load_expert`. For parts: a
+            list with an entry for each, or None.
 
         Returns
         -------
@@ -172,7 +176,12 @@ class Linear:
         several = isinstance(weight, (list, tuple))
         beside = [
             _each(name, value, len(parts), several)
-            for name, value in (("scale", scale), ("zero", zero), ("bias", bias))
+            for name, value in (
+                ("scale", scale),
+                ("zero", zero),
+                ("bias", bias),
+                ("factor", factor),
+            )
         ]
         formats = _for_parts("given", _named("given", given), len(parts))
         stored = _for_parts("weight_format", self._stored, len(parts))
@@ -191,6 +200,7 @@ class Linear:
             [matrix.scale for matrix in matrices],
             [matrix.zero for matrix in matrices],
             [matrix.bias for matrix in matrices],
+            [matrix.factor for matrix in matrices],
             [matrix.format for matrix in matrices],
             stored,
         )
@@ -437,11 +447,9 @@ def _each(name: str, value: Any, parts: int, several: bool) -> list[Any]:
     return list(value)
 
 
-def _read(
-    name: str, backend: BackendLike, data: Any, scale: Any, zero: Any, bias: Any, given: Any
-) -> Matrix:
+def _read(name: str, backend: BackendLike, data: Any, *beside: Any) -> Matrix:
     """Make one part ready for the core."""
     if data is None:
         raise TypeError(f"{name} is missing")
-    matrix = matrix_of(name, data, scale, zero, bias, given)
+    matrix = matrix_of(name, data, *beside)
     return read_matrix(name, matrix, backend.name, backend.accepts)

@@ -180,6 +180,9 @@ class MoE(TrainableLayer):
         gate_bias: Stack | None = None,
         up_bias: Stack | None = None,
         down_bias: Stack | None = None,
+        gate_factor: Stack | None = None,
+        up_factor: Stack | None = None,
+        down_factor: Stack | None = None,
         physical_to_logical_map: Sequence[int] | Array | None = None,
         given: GivenFormats | None = None,
     ) -> MoE:
@@ -198,6 +201,7 @@ class MoE(TrainableLayer):
             Scales and zero points as in :meth:`load_expert`, with a leading dimension of experts.
         gate_bias, up_bias : array [experts, intermediate_size], optional
         down_bias : array [experts, hidden_size], optional
+        gate_factor, up_factor, down_factor : array [experts, 1], optional
         physical_to_logical_map : sequence of int, optional
             Slot p is filled with expert ``physical_to_logical_map[p]`` of the arrays. By default
             slot p holds expert p.
@@ -225,6 +229,9 @@ class MoE(TrainableLayer):
             "gate_bias": gate_bias,
             "up_bias": up_bias,
             "down_bias": down_bias,
+            "gate_factor": gate_factor,
+            "up_factor": up_factor,
+            "down_factor": down_factor,
         }
         stacks |= {name: stack for name, stack in beside.items() if stack is not None}
         sources = experts_of_slots(stacks, self.config.num_experts, physical_to_logical_map)
@@ -252,6 +259,9 @@ class MoE(TrainableLayer):
         gate_bias: Array | None = None,
         up_bias: Array | None = None,
         down_bias: Array | None = None,
+        gate_factor: Array | None = None,
+        up_factor: Array | None = None,
+        down_factor: Array | None = None,
         given: GivenFormats | None = None,
     ) -> None:
         """Pack one expert; the arrays may go afterwards.
@@ -270,12 +280,16 @@ class MoE(TrainableLayer):
             stands for all arguments that follow.
         gate_scale, up_scale, down_scale : array [groups of n, groups of k], optional
             Or [n]: one per row. The shape tells how large groups are, among those that the backend
-            takes. torch.float8_e8m0fnu and uint8 hold powers of two. ggml's blocks have their
-            scales within; one f32 beside them multiplies the whole matrix.
+            takes. torch.float8_e8m0fnu and uint8 hold powers of two; float8_e4m3fn, or uint8, the
+            scales of NVFP4. ggml's blocks have their scales within; one f32 beside them multiplies
+            the whole matrix.
         gate_zero, up_zero, down_zero : array, optional
             Zero points, of the shapes of the scales.
         gate_bias, up_bias : array [intermediate_size], optional
         down_bias : array [hidden_size], optional
+        gate_factor, up_factor, down_factor : array [1], optional
+            An f32 that multiplies a whole matrix: ModelOpt's weight_scale_2 of NVFP4, or one over
+            the weight_global_scale of compressed-tensors.
         given : Format, its name, or tuple of three, optional
             What the arrays hold, where their dtypes do not tell: everything in bytes. One for all,
             or one for each of gate, up and down; a None among them stands for what the dtype says.
@@ -291,9 +305,9 @@ class MoE(TrainableLayer):
             the layer mean.
         """
         arguments = {
-            "gate": (gate, gate_scale, gate_zero, gate_bias),
-            "up": (up, up_scale, up_zero, up_bias),
-            "down": (down, down_scale, down_zero, down_bias),
+            "gate": (gate, gate_scale, gate_zero, gate_bias, gate_factor),
+            "up": (up, up_scale, up_zero, up_bias, up_factor),
+            "down": (down, down_scale, down_zero, down_bias, down_factor),
         }
         weights = expert_of(arguments, given)
         name, accepts = self.backend.name, self.backend.accepts

@@ -93,6 +93,12 @@ _TABLE = (
         Format("e4m3", "ue8m0", "none", 1, 32),
     ),
     Alias(
+        "NVFP4",
+        ("MXFP4",),
+        "E2M1 with E4M3 scales per 16 and an f32 per matrix",
+        Format("e2m1", "e4m3", "none", 1, 16),
+    ),
+    Alias(
         "GPTQ_INT4",
         ("AMXINT4",),
         "GPTQ checkpoints of 4 bits",

@@ -19,6 +19,9 @@ ue8m0 scales (MXFP8, MXFP4)
     ``scale = 2 ** (floor(log2 a) - e)``, where ``2 ** e`` is the largest power of two of the
     element (e = 8 for e4m3, 15 for e5m2, 2 for e2m1); what is beyond becomes the largest element.
     OCP Microscaling Formats 1.0, section 6.3.
+e2m1 with e4m3 scales (NVFP4, e2m1-e4m3-g16)
+    ``factor = A / (6 * 448)``, ``A`` being the largest magnitude of the matrix, and
+    ``scale = a / (6 * factor)``, rounded: as ModelOpt and compressed-tensors make them.
 
 Codes are made with the scale as it is stored, after its own rounding.
 """
@@ -61,6 +64,7 @@ class Quantized(Matrix):
     scale: torch.Tensor | None = None
     zero: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    factor: torch.Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of experts of a stack."""
@@ -71,10 +75,11 @@ class Quantized(Matrix):
     def __getitem__(self, expert: int) -> Quantized:
         """Return one matrix of a stack."""
         len(self)
-        scale, zero, bias = (
-            None if one is None else one[expert] for one in (self.scale, self.zero, self.bias)
+        scale, zero, bias, factor = (
+            None if one is None else one[expert]
+            for one in (self.scale, self.zero, self.bias, self.factor)
         )
-        return Quantized(self.format, self.data[expert], scale, zero, bias)
+        return Quantized(self.format, self.data[expert], scale, zero, bias, factor)
 
     def __bool__(self) -> bool:
         return True
@@ -114,7 +119,10 @@ def dequantize(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tens
     if fmt.scale == "ue8m0":
         exponent = scale.to(torch.float64) - _UE8M0_BIAS
         scale = torch.where(scale == 255, torch.nan, torch.exp2(exponent))
-    return values * _spread(fmt, scale.to(dtype), n, k)
+    elif fmt.scale in _SMALL_FLOATS:
+        scale = scale.view(_SMALL_FLOATS[fmt.scale])
+    values = values * _spread(fmt, scale.to(dtype), n, k)
+    return values if matrix.factor is None else values * matrix.factor.to(dtype)
 
 
 def from_bytes(format: Format, data: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Quantized:
@@ -179,6 +187,8 @@ def quantize(weight: Array, format: Format | str, *, search: bool = False) -> Qu
     x = weight.float()
     if format.scale == "ue8m0" and format.zero == "none" and format.element in _LARGEST_EXPONENT:
         return _with_exponents(x, format)
+    if format.scale == "e4m3" and format.element == "e2m1" and format.zero == "none":
+        return _with_factor(x, format)
     if format.scale in _FLOATS and format.element in _LARGEST and format.zero == "none":
         scale = _stored_scale(_largest(format, x) / _LARGEST[format.element], format)
         codes = _round_to(x / _divisor(format, scale, x), format.element)
@@ -202,7 +212,8 @@ def _stack(each: list[Quantized]) -> Quantized:
         return torch.stack(there) if there else None
 
     scale, zero = stack([one.scale for one in each]), stack([one.zero for one in each])
-    return Quantized(each[0].format, torch.stack([one.data for one in each]), scale, zero)
+    data, factor = torch.stack([one.data for one in each]), stack([one.factor for one in each])
+    return Quantized(each[0].format, data, scale, zero, factor=factor)
 
 
 # What the search multiplies the scale of the extremes with, and adds to their zero point. Below
@@ -281,6 +292,18 @@ def _with_exponents(x: torch.Tensor, fmt: Format) -> Quantized:
     scale = torch.exp2(_spread(fmt, exponent, *x.shape).double())
     codes = _round_to((x.double() / scale).float(), fmt.element)
     return Quantized(fmt, codes, (exponent + _UE8M0_BIAS).to(torch.uint8))
+
+
+def _with_factor(x: torch.Tensor, fmt: Format) -> Quantized:
+    largest = _LARGEST[fmt.element]
+    factor = (x.abs().max() / (largest * _LARGEST[fmt.scale])).reshape(1)
+    # A matrix of zeros, or of so little that no f32 is left for its factor, has codes of zero.
+    wide = torch.where(factor > 0, factor, torch.inf)
+    scale = _round_to(_largest(fmt, x) / largest / wide, fmt.scale)
+    exact = scale.view(_SMALL_FLOATS[fmt.scale]).float()
+    # In float64 the product of the two is no subnormal number.
+    steps = _spread(fmt, torch.where(exact > 0, exact.double() * wide, torch.inf), *x.shape)
+    return Quantized(fmt, _round_to((x / steps).float(), fmt.element), scale, factor=factor)
 
 
 # --- groups -------------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ def _not_found(name: str, names: list[str]) -> str:
 def _slips(name: str, known: Collection[str]) -> list[str]:
     """Return the names that differ by a slip of the finger.
 
-    NVFP4 is no slip of MXFP4, nor AMXINT6 one of AMXINT4: a format's name is as short as that. So
+    MXFP4 is no slip of NVFP4, nor AMXINT6 one of AMXINT4: a format's name is as short as that. So
     digits have to be the same, if there are any, and of five letters four.
     """
     digits = re.findall(r"\d+", name)

@@ -14,7 +14,7 @@ struct Variant : AmxVariant {
   using Act = ActBf16;
   static constexpr ktk_isa kMoreIsa = KTK_ISA_AVX512_VBMI;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_32x32_amx_bf16", gemm_by_layout<Kernel>, amx_scratch_size)};
+      ukernel("gemm_32x32_amx_bf16", gemm_by_layout<Formats, Kernel>, amx_scratch_size)};
 };
 
 }  // namespace

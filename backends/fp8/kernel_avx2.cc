@@ -37,7 +37,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_6x16_avx2", gemm_by_layout<Kernel>, ymm_scratch_size)};
+      ukernel("gemm_6x16_avx2", gemm_by_layout<Formats, Kernel>, ymm_scratch_size)};
 };
 
 }  // namespace

@@ -16,8 +16,9 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32_avx512", 12, gemm_by_layout<Kernel>),
-      ukernel("gemm_decoded_12x32_avx512", gemm_by_layout<DecodedKernel>, decoded_scratch_size)};
+      ukernel("gemm_12x32_avx512", 12, gemm_by_layout<Formats, Kernel>),
+      ukernel("gemm_decoded_12x32_avx512", gemm_by_layout<Formats, DecodedKernel>,
+              decoded_scratch_size)};
 };
 
 }  // namespace

@@ -17,8 +17,6 @@
 namespace ktk::fp8 {
 namespace {
 
-constexpr char kLayout[] = "e4m3-n32k64";
-
 struct Codes {
   static constexpr size_t kLineDepth = 4;
 
@@ -27,7 +25,7 @@ struct Codes {
   }
   static bool is_nan(const uint8_t* row, size_t k) {
     uint8_t nan = 0;  // not bool, which gcc 12 does not vectorize
-    for (size_t i = 0; i < k; ++i) nan |= static_cast<uint8_t>((row[i] & 0x7f) == 0x7f);
+    for (size_t i = 0; i < k; ++i) nan |= static_cast<uint8_t>(E4m3::is_nan(row[i]));
     return nan;
   }
   static void copy(const uint8_t* row, size_t k, size_t count, uint8_t* line, size_t col) {
@@ -60,13 +58,8 @@ struct Codes {
     float of[256];
 
     constexpr Values() : of() {
-      for (uint32_t code = 0; code < 256; ++code) {
-        const uint32_t exponent = code >> 3 & 0xf, mantissa = code & 7;
-        float size = static_cast<float>(mantissa) * 0x1p-9f;
-        if (exponent) size = __builtin_bit_cast(float, (exponent + 120) << 23 | mantissa << 20);
-        if ((code & 0x7f) == 0x7f) size = __builtin_nanf("");
-        of[code] = code & 0x80 ? -size : size;
-      }
+      for (uint32_t code = 0; code < 256; ++code)
+        of[code] = E4m3::value(static_cast<uint8_t>(code));
     }
   };
   static float value(const uint8_t* line, size_t col, size_t i) {
@@ -79,12 +72,15 @@ using BlockCodec = ScaledCodec<Codes, BlockScaleCodec>;
 using RowCodec = ScaledCodec<Codes, RowScaleCodec>;
 using MxCodec = ScaledCodec<Codes, MxScaleCodec>;
 
-// Calls `with` with the codec of the format that a matrix is stored in.
-template <class With>
-inline auto dispatch(const ktk_matrix* matrix, const With& with) {
-  if (matrix->format.scale == KTK_UE8M0) return with(MxCodec());
-  return matrix->format.group_k ? with(BlockCodec()) : with(RowCodec());
-}
+struct Formats {
+  static constexpr char kLayout[] = "e4m3-n32k64";
+
+  template <class With>
+  static auto dispatch(const ktk_matrix* matrix, const With& with) {
+    if (matrix->format.scale == KTK_UE8M0) return with(MxCodec());
+    return matrix->format.group_k ? with(BlockCodec()) : with(RowCodec());
+  }
+};
 
 }  // namespace
 }  // namespace ktk::fp8

@@ -1,4 +1,4 @@
-// MXFP4 with AMX: bf16 rows, up to 32 rows x 32 columns.
+// E2M1 with AMX: bf16 rows, up to 32 rows x 32 columns.
 #include "codec/scaled/amx.h"
 #include "mxfp4/variant.h"
 #include "mxfp4/zmm.h"
@@ -6,11 +6,14 @@
 namespace ktk::mxfp4 {
 namespace {
 
+template <class Layout>
+using Kernel = AmxKernel<DecodeBf16<typename Layout::Scales>, Layout>;
+
 struct Variant : AmxVariant {
   using Weight = WeightCodec;
   using Act = ActBf16;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_32x32_amx_bf16", gemm<AmxKernel<DecodeBf16, Layout>>, amx_scratch_size)};
+      ukernel("gemm_32x32_amx_bf16", gemm_by_layout<Formats, Kernel>, amx_scratch_size)};
 };
 
 }  // namespace

@@ -1,12 +1,13 @@
-// MXFP4 with AVX2 and FMA: f32 rows, up to 6 rows x 16 columns.
+// E2M1 with AVX2 and FMA: f32 rows, up to 6 rows x 16 columns.
 #include "codec/scaled/ymm.h"
 #include "mxfp4/variant.h"
 
 namespace ktk::mxfp4 {
 namespace {
 
+template <class Scales>
 struct Decoder {
-  __m256 sizes = _mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6);
+  __m256 sizes = _mm256_mul_ps(_mm256_loadu_ps(kValues), _mm256_set1_ps(Scales::kUnit));
 
   // vpermps looks up three bits; the fourth is the sign.
   void decode(const char* line, float* out) const {
@@ -27,11 +28,14 @@ struct Decoder {
   static __m256 value(__m256 sum) { return sum; }
 };
 
+template <class Layout>
+using Kernel = YmmKernel<Decoder<typename Layout::Scales>, Layout>;
+
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_6x16_avx2", gemm<YmmKernel<Decoder, Layout>>, ymm_scratch_size)};
+      ukernel("gemm_6x16_avx2", gemm_by_layout<Formats, Kernel>, ymm_scratch_size)};
 };
 
 }  // namespace

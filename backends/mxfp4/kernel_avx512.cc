@@ -1,4 +1,4 @@
-// MXFP4 with AVX-512 FMA: f32 rows, up to 12 rows x 32 columns.
+// E2M1 with AVX-512 FMA: f32 rows, up to 12 rows x 32 columns.
 #include "codec/scaled/zmm_decoded.h"
 #include "mxfp4/variant.h"
 #include "mxfp4/zmm.h"
@@ -6,12 +6,18 @@
 namespace ktk::mxfp4 {
 namespace {
 
+template <class Layout>
+using Kernel = ZmmKernel<DecodeF32<typename Layout::Scales>, Layout>;
+
+template <class Layout>
+using DecodedKernel = ZmmDecodedKernel<DecodeF32<typename Layout::Scales>, Layout>;
+
 struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32_avx512", 12, gemm<ZmmKernel<DecodeF32, Layout>>),
-      ukernel("gemm_decoded_12x32_avx512", gemm<ZmmDecodedKernel<DecodeF32, Layout>>,
+      ukernel("gemm_12x32_avx512", 12, gemm_by_layout<Formats, Kernel>),
+      ukernel("gemm_decoded_12x32_avx512", gemm_by_layout<Formats, DecodedKernel>,
               decoded_scratch_size)};
 };
 

@@ -1,4 +1,5 @@
-// "e2m1-n32k64-mx": MXFP4 in memory. codec/scaled/layout.h has the order of lines and scales.
+// "e2m1-n32k64": MXFP4 and NVFP4 in memory. codec/scaled/layout.h has the order of lines and
+// scales.
 //
 //   line, 64 bytes: 16 columns, 8 deep; a dword for each column
 //
@@ -15,7 +16,7 @@
 namespace ktk::mxfp4 {
 namespace {
 
-constexpr char kLayout[] = "e2m1-n32k64-mx";
+constexpr float kValues[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 
 struct Codes {
   static constexpr size_t kLineDepth = 8;
@@ -59,16 +60,23 @@ struct Codes {
     for (size_t i = 0; i < kHalfCols; ++i) write(line, i, kLineDepth, rows + i * stride, k);
   }
   static float value(const uint8_t* line, size_t col, size_t i) {
-    static constexpr float kValues[] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
-                                        -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
     const uint8_t byte = line[col * 4 + i % 2 * 2 + i / 4];
     const uint8_t code = byte >> i / 2 % 2 * 4 & 0xf;
     return kValues[code];
   }
 };
 
-using Codec = ScaledCodec<Codes, MxScaleCodec>;
-using Layout = Codec::Layout;
+using MxCodec = ScaledCodec<Codes, MxScaleCodec>;
+using NvCodec = ScaledCodec<Codes, NvScaleCodec>;
+
+struct Formats {
+  static constexpr char kLayout[] = "e2m1-n32k64";
+
+  template <class With>
+  static auto dispatch(const ktk_matrix* matrix, const With& with) {
+    return matrix->format.scale == KTK_UE8M0 ? with(MxCodec()) : with(NvCodec());
+  }
+};
 
 }  // namespace
 }  // namespace ktk::mxfp4

@@ -1,4 +1,5 @@
-// MXFP4 lines in 512-bit registers.
+// Lines of E2M1 in 512-bit registers. Scales say what values are multiplied with: kUnit, for
+// nothing.
 #pragma once
 
 #include "codec/scaled/zmm.h"
@@ -7,21 +8,29 @@
 namespace ktk::mxfp4 {
 namespace {
 
-// bf16 by code, twice, for vpermw. Below: the same as f32, once, for vpermps.
-alignas(64) constexpr uint16_t kBf16[32] = {
-    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,  //
-    0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,  //
-    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,  //
-    0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
-};
-alignas(64) constexpr float kF32[16] = {0,     0.5f,  1,  1.5f,  2,  3,  4,  6,
-                                        -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+// Values by code, for vpermps; and as bf16, twice, for vpermw.
+template <class Scales>
+struct alignas(64) Tables {
+  uint16_t bf16[32] = {};
+  float f32[16] = {};
 
+  constexpr Tables() {
+    for (size_t code = 0; code < 32; ++code) {
+      const float value = kValues[code % 16] * Scales::kUnit;
+      bf16[code] = static_cast<uint16_t>(__builtin_bit_cast(uint32_t, value) >> 16);  // exact
+      f32[code % 16] = value;
+    }
+  }
+};
+template <class Scales>
+constexpr Tables<Scales> kTables;
+
+template <class Scales>
 struct DecodeBf16 {
   using Dot = DotBf16;
   using Line = __m512i;
   static constexpr size_t kVectors = 4;
-  __m512i table = _mm512_load_si512(kBf16);
+  __m512i table = _mm512_load_si512(kTables<Scales>.bf16);
 
   Line load(const char* line) const { return _mm512_load_si512(line); }
   __m512i vector(Line line, size_t i) const {
@@ -31,11 +40,12 @@ struct DecodeBf16 {
   __m512 value(__m512 sum) const { return sum; }
 };
 
+template <class Scales>
 struct DecodeF32 {
   using Dot = DotF32;
   using Line = __m512i;
   static constexpr size_t kVectors = 8;
-  __m512 table = _mm512_load_ps(kF32);
+  __m512 table = _mm512_load_ps(kTables<Scales>.f32);
 
   Line load(const char* line) const { return _mm512_load_si512(line); }
   __m512i vector(Line line, size_t i) const {

@@ -12,7 +12,7 @@ from ktk._core import Format
 from ktk.backend import Backend
 from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.packed.codec import kept_layout, pack, packed_size
-from ktk.checkpoint.packed.layout import Layout, PackedSpec
+from ktk.checkpoint.packed.layout import Layout, PackedSpec, factor_name
 from ktk.checkpoint.reader import CheckpointReader
 from ktk.errors import CheckpointError
 from ktk.expert import Expert, Matrix
@@ -125,7 +125,7 @@ class Encoder:
                 given=here.format,
                 stored=stored,
             )
-            return from_bytes(stored, *packed.exported())
+            return replace(from_bytes(stored, *packed.exported()), factor=given.factor)
         return self.route.quantized(part, number, given)
 
 
@@ -161,7 +161,7 @@ def plan_layer(
     factors = tuple(
         part
         for part, matrix in first.items()
-        if route.stored[part].scale == "none" and matrix.scale is not None
+        if getattr(matrix, factor_name(route.stored[part])) is not None
     )
     layout = Layout(layer.config, route.stored, biases, factors, _packed_parts(route, factors))
     return Encoder(number, layout, route)

@@ -20,6 +20,11 @@ _METHODS = {
     "gpt_oss_mxfp4": ("blocks", "scales"),
     "mxfp8": ("weight", "weight_scale_inv"),
 }
+# 4-bit floats of compressed-tensors, by what may be the columns of a group: MXFP4 and NVFP4.
+_SMALL_FLOATS = {
+    frozenset([32]): ("weight_packed", "weight_scale"),
+    frozenset([16]): ("weight_packed", "weight_scale", "weight_global_scale"),
+}
 
 
 def roles_of(quantization: Mapping[str, Any] | None) -> tuple[str, ...] | None:
@@ -46,6 +51,9 @@ def roles_of(quantization: Mapping[str, Any] | None) -> tuple[str, ...] | None:
         return ("weight", "weight_scale_inv" if blocks else "weight_scale")
     if found.method == "compressed-tensors":
         return _compressed_tensors(quantization, found.bits, found.is_float, found.symmetric)
+    if found.method.startswith("modelopt"):
+        algorithm = quantization.get("quant_algo")
+        return ("weight", "weight_scale", "weight_scale_2") if algorithm == "NVFP4" else None
     if found.method in ("gptq", "awq") and found.bits != 4:
         return None
     if found.method == "gptq" and quantization.get("desc_act"):
@@ -62,8 +70,8 @@ def _compressed_tensors(
         return ("weight", "weight_scale")
     if bits != 4 or any(one.get("actorder") in (True, "group") for one in weights):
         return None
-    if is_float:  # MXFP4; NVFP4 has groups of 16, with a scale of their scales
-        return ("weight_packed", "weight_scale") if _groups(weights) == {32} else None
+    if is_float:
+        return _SMALL_FLOATS.get(frozenset(_groups(weights)))
     zero = ("weight_zero_point",) if symmetric is False else ()
     return ("weight_packed", "weight_scale", "weight_shape", *zero)
 

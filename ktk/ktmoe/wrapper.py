@@ -54,7 +54,7 @@ class KTMoEWrapper(Layer):
         have 0 here, or :meth:`flush` be called after it.
     method : str
         Name of a backend or an alias: AMXINT4, AMXINT8, RAWINT4, FP8, FP8_PERCHANNEL, BF16, MXFP4,
-        MXFP8, GPTQ_INT4, MOE_INT8, MOE_INT4, LLAMAFILE ...
+        NVFP4, MXFP8, GPTQ_INT4, MOE_INT8, MOE_INT4, LLAMAFILE ...
     mode : str
         "inference".
     num_gpu_experts : int, optional

@@ -151,6 +151,10 @@ def _make_scale(
     if fmt.scale == "ue8m0":
         exponent = np.clip(np.rint(np.log2(wanted)), -110, 110)
         return (exponent + 127).astype(np.uint8), 2.0**exponent
+    if fmt.scale == "e4m3":
+        wanted = np.clip(wanted, 2.0**-9, 448)  # the least subnormal, the largest number
+        code = torch.from_numpy(wanted).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return code, element_table("e4m3")[code]
     if fmt.scale == "f16":
         wanted = np.clip(wanted, 2.0**-14, 65504)
     scale = _to_float(fmt.scale, wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -209,4 +210,4 @@ def _taken(backend: Backend, matrix: Matrix) -> Matrix:
     if matrix.format is not None or any(fmt.element in FLOATS for fmt in backend.accepts):
         return matrix
     made = quantize(matrix.data, backend.formats[0])
-    return Matrix(made.format, made.data, made.scale, made.zero, matrix.bias)
+    return replace(made, bias=matrix.bias)

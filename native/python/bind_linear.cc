@@ -35,11 +35,13 @@ std::shared_ptr<Linear> make_linear(nb::handle backend, std::shared_ptr<Engine> 
 // Rows of a weight as they come from Python, which stay alive with it.
 struct GivenPart {
   GivenPart(const std::string& name, nb::handle data_, nb::handle scale_, nb::handle zero_,
-            nb::handle bias_, const OptFormat& given, const OptFormat& stored, size_t k)
+            nb::handle bias_, nb::handle factor, const OptFormat& given, const OptFormat& stored,
+            size_t k)
       : data(input_from(name.c_str(), data_)),
         scale(optional_input_from((name + "_scale").c_str(), scale_)),
         zero(optional_input_from((name + "_zero").c_str(), zero_)) {
-    part.factor = take_factor((name + "_scale").c_str(), given, scale);
+    part.factor = take_factor((name + "_scale").c_str(), given, scale) *
+                  factor_from((name + "_factor").c_str(), factor);
     part.source = source_from(name.c_str(), data, scale, zero, given, -1, static_cast<int64_t>(k));
     part.n = data.shape(0);
     part.stored = stored;
@@ -55,14 +57,15 @@ struct GivenPart {
 void load(Linear& linear, const std::vector<std::string>& names,
           const std::vector<nb::object>& data, const std::vector<nb::object>& scales,
           const std::vector<nb::object>& zeros, const std::vector<nb::object>& biases,
-          const std::vector<OptFormat>& given, const std::vector<OptFormat>& stored) {
+          const std::vector<nb::object>& factors, const std::vector<OptFormat>& given,
+          const std::vector<OptFormat>& stored) {
   std::vector<std::unique_ptr<GivenPart>> kept;
   std::vector<DensePart> parts;
   size_t n = 0;
   for (size_t i = 0; i < names.size(); ++i) {
     kept.push_back(std::make_unique<GivenPart>(names.at(i), data.at(i), scales.at(i), zeros.at(i),
-                                               biases.at(i), given.at(i), stored.at(i),
-                                               linear.k()));
+                                               biases.at(i), factors.at(i), given.at(i),
+                                               stored.at(i), linear.k()));
     const DensePart& part = kept.back()->part;
     if (part.n == 0) throw nb::value_error((names[i] + " has no rows").c_str());
     parts.push_back(part);
@@ -208,8 +211,8 @@ void bind_linear(nb::module_& m) {
   nb::class_<Linear>(m, "Linear", "A dense layer; ktk.Linear is its public face.")
       .def(nb::new_(&make_linear), "backend"_a, "pool"_a, "in_features"_a, "out_features"_a,
            "variant"_a, "force"_a, "shards"_a)
-      .def("load", &load, "names"_a, "data"_a, "scales"_a, "zeros"_a, "biases"_a, "given"_a,
-           "stored"_a,
+      .def("load", &load, "names"_a, "data"_a, "scales"_a, "zeros"_a, "biases"_a, "factors"_a,
+           "given"_a, "stored"_a,
            "Packs parts of a weight, whose rows lie one behind the other: an entry of each list\n"
            "for each part.")
       .def("forward", &call, "x"_a.none(), "out"_a.none())

@@ -40,6 +40,7 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
                  nb::handle gate_scale, nb::handle up_scale, nb::handle down_scale,
                  nb::handle gate_zero, nb::handle up_zero, nb::handle down_zero,
                  nb::handle gate_bias, nb::handle up_bias, nb::handle down_bias,
+                 nb::handle gate_factor, nb::handle up_factor, nb::handle down_factor,
                  const std::optional<PartFormats>& given) {
   const auto h = static_cast<int64_t>(layer.config().hidden);
   const auto i = static_cast<int64_t>(layer.config().intermediate);
@@ -54,9 +55,11 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
   const Parts<OptArray> zero = {optional_input_from("gate_zero", gate_zero),
                                 optional_input_from("up_zero", up_zero),
                                 optional_input_from("down_zero", down_zero)};
-  source.factor = {take_factor("gate_scale", formats.gate, scale.gate),
-                   take_factor("up_scale", formats.up, scale.up),
-                   take_factor("down_scale", formats.down, scale.down)};
+  source.factor = {
+      take_factor("gate_scale", formats.gate, scale.gate) * factor_from("gate_factor", gate_factor),
+      take_factor("up_scale", formats.up, scale.up) * factor_from("up_factor", up_factor),
+      take_factor("down_scale", formats.down, scale.down) *
+          factor_from("down_factor", down_factor)};
   source.gate = source_from("gate", data.gate, scale.gate, zero.gate, formats.gate, i, h);
   source.up = source_from("up", data.up, scale.up, zero.up, formats.up, i, h);
   source.down = source_from("down", data.down, scale.down, zero.down, formats.down, h, i);
@@ -132,6 +135,7 @@ void bind_moe(nb::module_& m) {
            "gate_scale"_a = nb::none(), "up_scale"_a = nb::none(), "down_scale"_a = nb::none(),
            "gate_zero"_a = nb::none(), "up_zero"_a = nb::none(), "down_zero"_a = nb::none(),
            "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
+           "gate_factor"_a = nb::none(), "up_factor"_a = nb::none(), "down_factor"_a = nb::none(),
            "given"_a = nb::none())
       .def(
           "leave_out",

@@ -70,6 +70,18 @@ std::string describe_block(ktk_element element, const Block& block) {
          std::to_string(block.bytes) + " bytes)";
 }
 
+// `of` says what matrix it is for.
+float one_float(const char* name, const AnyArray& array, const std::string& of) {
+  check_device(name, array);
+  if (array.size() != 1 || element_of(name, array.dtype()) != KTK_F32) {
+    throw nb::value_error((std::string(name) + " must be one float32 for a whole matrix" + of +
+                           ", got " + describe_array(array))
+                              .c_str());
+  }
+  check_aligned(name, array);
+  return *static_cast<const float*>(array.data());
+}
+
 // Bytes hold anything of at most eight bits and blocks; wider elements have a dtype of their size.
 void check_holds(const char* name, const AnyArray& data, ktk_element element, const Block& block) {
   const size_t item = data.itemsize();
@@ -154,16 +166,14 @@ const float* bias_from(const char* name, nb::handle given, size_t n, std::vector
 
 float take_factor(const char* name, const OptFormat& given, std::optional<AnyArray>& scale) {
   if (!scale || !given || !is_ggml(given->element)) return 1;
-  check_device(name, *scale);
-  if (scale->size() != 1 || element_of(name, scale->dtype()) != KTK_F32) {
-    throw nb::value_error((std::string(name) + " must be one float32 for a whole matrix of " +
-                           element_name(given->element) + ", got " + describe_array(*scale))
-                              .c_str());
-  }
-  check_aligned(name, *scale);
-  const float factor = *static_cast<const float*>(scale->data());
+  const float factor = one_float(name, *scale, " of " + element_name(given->element));
   scale.reset();
   return factor;
+}
+
+float factor_from(const char* name, nb::handle given) {
+  const std::optional<AnyArray> factor = optional_input_from(name, given);
+  return factor ? one_float(name, *factor, "") : 1;
 }
 
 Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats) {

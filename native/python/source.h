@@ -25,6 +25,8 @@ const float* bias_from(const char* name, nb::handle given, size_t n, std::vector
 // the core applies to products. Takes it out of `scale`; 1 where there is none.
 float take_factor(const char* name, const std::optional<ktk_format>& given,
                   std::optional<AnyArray>& scale);
+// A factor of the whole matrix that is given as such: one f32; 1 for None.
+float factor_from(const char* name, nb::handle given);
 
 // A format for gate, up and down, or one for each; None where dtypes tell.
 using OptFormat = std::optional<ktk_format>;

@@ -56,6 +56,7 @@ KERNELS = [
     Kernel("FP8", "amx_bf16", "f32-row", 32, 128),
     Kernel("FP8", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2),
     Kernel("MXFP4", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2),
+    Kernel("MXFP4", "amx_bf16", "e4m3-g16", 32, RUN_BF16, moves=2),
     Kernel("AMXINT8", "amx_int8", "i8", 64, 512),  # the group of activations
     Kernel("AMXINT4", "amx_int8", "bf16-g128", 64, 128),
     Kernel("AMXINT4", "amx_int8", "bf16-g64", 64, 64),

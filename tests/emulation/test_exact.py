@@ -134,7 +134,9 @@ def integer_codes(element: str, values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("name", "number"), [("FP8", 0), ("FP8", 1), ("FP8", 2), ("MXFP4", 0)])
+@pytest.mark.parametrize(
+    ("name", "number"), [("FP8", 0), ("FP8", 1), ("FP8", 2), ("MXFP4", 0), ("MXFP4", 1)]
+)
 def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int, int]) -> None:
     """Powers of two times small integers: every sum is a number that float32 holds."""
     m, n, k = shape
@@ -144,8 +146,10 @@ def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int
     integers = rng.choice([-6.0, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6], (n, k))
     groups = (-(-n // (fmt.group_n or n)), -(-k // (fmt.group_k or k)))
     exponents = rng.integers(-3, 4, groups)
-    is_power = fmt.scale == "ue8m0"
-    scale = (exponents + 127).astype(np.uint8) if is_power else np.exp2(exponents, dtype=np.float32)
+    bias = {"ue8m0": 127, "e4m3": 7}.get(fmt.scale)
+    scale = np.exp2(exponents, dtype=np.float32)
+    if bias is not None:
+        scale = (exponents + bias << (3 if fmt.scale == "e4m3" else 0)).astype(np.uint8)
     data = integer_codes(fmt.element, integers)
     matrix = _core.PackedMatrix(backend.core, "amx_bf16", data, scale=scale, given=fmt, stored=fmt)
     spread = np.exp2(exponents.astype(np.float64)).repeat(fmt.group_n or n, axis=0)[:n]

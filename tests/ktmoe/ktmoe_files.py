@@ -49,6 +49,13 @@ def _e2m1(made: Quantized) -> Tensors:
     return {".weight": made.data, ".scale": made.scale}
 
 
+def _modelopt(made: Quantized) -> Tensors:
+    assert made.scale is not None
+    assert made.factor is not None
+    scale = made.scale.view(torch.float8_e4m3fn)
+    return {".weight": made.data, ".weight_scale": scale, ".weight_scale_2": made.factor[0]}
+
+
 def _int4(group: int, scale: str = "bf16") -> tuple[Format, Callable[[Quantized], Tensors], Any]:
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": group}
     config = {
@@ -78,6 +85,7 @@ KINDS: dict[str, tuple[Format, Callable[[Quantized], Tensors], dict[str, Any] | 
     "int4 by 256": _int4(256),
     "int4 with f16": _int4(32, "f16"),
     "mxfp4": (Format("e2m1", "ue8m0", "none", 1, 32), _e2m1, None),
+    "nvfp4": (Format("e2m1", "e4m3", "none", 1, 16), _modelopt, {"quant_method": "modelopt"}),
 }
 
 

@@ -12,7 +12,8 @@ from ktk import KTMoEWrapper
 
 
 @pytest.mark.parametrize(
-    "kind", ["fp8 by blocks", "fp8 by rows", "fp8 by matrix", "mxfp8", "int4 by 32", "mxfp4"]
+    "kind",
+    ["fp8 by blocks", "fp8 by rows", "fp8 by matrix", "mxfp8", "int4 by 32", "mxfp4", "nvfp4"],
 )
 @pytest.mark.parametrize("method", ["BF16", "AMXINT8"])
 def test_quantised_experts_are_loaded_by_methods_of_other_formats(

@@ -107,6 +107,9 @@ struct Weight {
       take(scales);
     } else if (format.scale == KTK_UE8M0) {
       take(exponents);
+    } else if (format.scale == KTK_E4M3) {
+      for (uint8_t& e : exponents) e = static_cast<uint8_t>((e - 120) << 3 | 2);
+      take(exponents);
     } else {
       // 1.25 times a power of two.
       const bool is_bf16 = format.scale == KTK_BF16;

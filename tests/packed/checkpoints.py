@@ -20,6 +20,7 @@ BLOCKS = Format("e4m3", "f32", "none", 128, 128)
 ROWS = Format("i8", "f32", "none", 1, 0)
 GROUPS = Format("u4", "bf16", "none", 1, 32)
 MX = Format("e2m1", "ue8m0", "none", 1, 32)
+NV = Format("e2m1", "e4m3", "none", 1, 16)
 
 
 def config(sizes: Sizes = (E, H, I)) -> dict[str, Any]:
@@ -53,6 +54,11 @@ def tensors_of(matrix: Quantized) -> dict[str, torch.Tensor]:
         return {".weight_packed": data.view(torch.int32), ".weight_scale": matrix.scale}
     if matrix.format == MX:
         return {".weight": data, ".scale": matrix.scale}
+    if matrix.format == NV:
+        assert matrix.scale is not None
+        assert matrix.factor is not None
+        scale = matrix.scale.view(torch.float8_e4m3fn)
+        return {".weight": data, ".weight_scale": scale, ".weight_scale_2": matrix.factor[0]}
     return {".weight": data}
 
 

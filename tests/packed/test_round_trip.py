@@ -12,7 +12,7 @@ import gguf_files
 import numpy as np
 import pytest
 import torch
-from checkpoints import BLOCKS, GROUPS, MX, ROWS, outputs, same_weights
+from checkpoints import BLOCKS, GROUPS, MX, NV, ROWS, outputs, same_weights
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
@@ -105,7 +105,14 @@ def test_a_file_loads_into_any_number_of_shards(backend: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("fmt", "backend"),
-    [(BLOCKS, "FP8"), (ROWS, "AMXINT8"), (GROUPS, "AMXINT4"), (GROUPS, "RAWINT4"), (MX, "MXFP4")],
+    [
+        (BLOCKS, "FP8"),
+        (ROWS, "AMXINT8"),
+        (GROUPS, "AMXINT4"),
+        (GROUPS, "RAWINT4"),
+        (MX, "MXFP4"),
+        (NV, "NVFP4"),
+    ],
     ids=str,
 )
 def test_what_a_backend_stores_is_kept_as_it_is(fmt: Format, backend: str, tmp_path: Path) -> None:
@@ -119,7 +126,7 @@ def test_what_a_backend_stores_is_kept_as_it_is(fmt: Format, backend: str, tmp_p
     assert torch.equal(outputs(packed), outputs(direct))
 
 
-@pytest.mark.parametrize("fmt", [BLOCKS, GROUPS, MX], ids=str)
+@pytest.mark.parametrize("fmt", [BLOCKS, GROUPS, MX, NV], ids=str)
 def test_what_a_backend_does_not_take_is_decoded_and_quantised(fmt: Format, tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", fmt)
     [plan] = convert(source, tmp_path / "packed", backend="AMXINT8")

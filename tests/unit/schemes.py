@@ -90,6 +90,7 @@ ROW = Format("e4m3", "f32", "none", 1, 0)
 INT8 = Format("i8", "f32", "none", 1, 0)
 MXFP8 = Format("e4m3", "ue8m0", "none", 1, 32)
 MXFP4 = Format("e2m1", "ue8m0", "none", 1, 32)
+NVFP4 = Format("e2m1", "e4m3", "none", 1, 16)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
@@ -159,6 +160,22 @@ def packed_mxfp4(source: formats.Source) -> Tensors:
     return {".weight_packed": tensor(source.data), ".weight_scale": tensor(source.scale)}
 
 
+def modelopt(source: formats.Source, factor: float = 1.0) -> Tensors:
+    return {
+        ".weight": tensor(source.data),
+        ".weight_scale": tensor(source.scale).view(torch.float8_e4m3fn),
+        ".weight_scale_2": torch.tensor(factor),
+    }
+
+
+def packed_nvfp4(source: formats.Source, factor: float = 1.0) -> Tensors:
+    return {
+        ".weight_packed": tensor(source.data),
+        ".weight_scale": tensor(source.scale).view(torch.float8_e4m3fn),
+        ".weight_global_scale": 1 / torch.tensor([factor]),
+    }
+
+
 FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
 GPTQ_SYM = {**GPTQ_CONFIG, "group_size": 64, "sym": True}
@@ -186,6 +203,12 @@ SCHEMES: dict[str, tuple[Format, Writer, dict[str, Any]]] = {
     "gptq": (U4_ZERO, gptq, GPTQ_CONFIG),
     "gptq, symmetric": (U4_HALF, gptq, GPTQ_SYM),
     "mxfp4": (MXFP4, packed_mxfp4, {"quant_method": "compressed-tensors"}),
+    "nvfp4": (NVFP4, modelopt, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+    "nvfp4 by compressed-tensors": (
+        NVFP4,
+        packed_nvfp4,
+        ct(num_bits=4, type="float", group_size=16),
+    ),
     "mxfp4 of DeepSeek-V4": (MXFP4, deepseek_v4, {"quant_method": "fp8"}),
 }
 

@@ -29,6 +29,7 @@ FORMATS = [
     Format("e4m3", "ue8m0", "none", 1, 32),
     Format("e5m2", "f32", "none", 1, 0),
     Format("e2m1", "ue8m0", "none", 1, 32),
+    Format("e2m1", "e4m3", "none", 1, 16),
     Format("bf16"),
 ]
 MX = [fmt for fmt in FORMATS if fmt.scale == "ue8m0"]

@@ -38,7 +38,7 @@ with contextlib.suppress(ImportError):
         apply_quantization_config,
         preset_name_to_scheme,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 EXPERTS, TOP_K, TOKENS, LAYER = 5, 2, 19, 1
 COMMON = {
@@ -206,7 +206,13 @@ def set_scales(linear: torch.nn.Module) -> None:
         columns = arguments.group_size or k
         groups = weight.unflatten(1, (-1, columns))
         low, high = groups.amin(-1), groups.amax(-1)
-    scale, zero = calculate_qparams(low, high, arguments)
+    if arguments.strategy == "tensor_group":
+        # A power of two, which is the same whether one multiplies with it or divides.
+        whole = torch.exp2(generate_gparam(weight.amin(), weight.amax()).log2().floor())
+        linear.weight_global_scale.data = whole.reshape(1)
+        scale, zero = calculate_qparams(low, high, arguments, global_scale=whole)
+    else:
+        scale, zero = calculate_qparams(low, high, arguments)
     linear.weight_scale.data = scale.to(linear.weight_scale.dtype)
     if hasattr(linear, "weight_zero_point"):
         linear.weight_zero_point.data = zero.to(linear.weight_zero_point.dtype)
@@ -244,6 +250,7 @@ COMPRESSED: dict[str, tuple[Callable[[], dict[str, Any]], str, tuple[str, ...]]]
     "fp8 by blocks": (partial(preset, "FP8_BLOCK"), "float-quantized", ("FP8",)),
     "int8 by rows": (partial(preset, "W8A8"), "int-quantized", ("AMXINT8",)),
     "mxfp4": (partial(preset, "MXFP4A16"), "mxfp4-pack-quantized", ("MXFP4",)),
+    "nvfp4": (partial(preset, "NVFP4A16"), "nvfp4-pack-quantized", ("NVFP4",)),
     "mxfp8": (partial(preset, "MXFP8A16"), "mxfp8-quantized", ("MXFP8",)),
 }
 
@@ -302,7 +309,8 @@ def meaning(linear: torch.nn.Module) -> torch.Tensor:
 
     if isinstance(zero, torch.Tensor):
         zero = spread(zero)
-    return (codes - zero) * spread(scale)
+    whole = state["weight_global_scale"].double() if "weight_global_scale" in state else 1.0
+    return (codes - zero) * spread(scale) / whole
 
 
 # --- by published packings ----------------------------------------------------------------------

@@ -75,6 +75,8 @@ ROLES = {
     "int4": ("weight_packed", "weight_scale", "weight_shape"),
     "int4 of 256": ("weight_packed", "weight_scale", "weight_shape"),
     "int4 by rows": ("weight_packed", "weight_scale", "weight_shape"),
+    "nvfp4": ("weight", "weight_scale", "weight_scale_2"),
+    "nvfp4 by compressed-tensors": ("weight_packed", "weight_scale", "weight_global_scale"),
     "gptq": ("qweight", "scales", "qzeros"),
     "gptq, symmetric": ("qweight", "scales", "qzeros"),
 }
@@ -107,7 +109,8 @@ def test_other_configs() -> None:
         {"quant_method": "hqq"},
         {"quant_method": "fp8", "weight_block_size": "wide"},
         ct(num_bits=4, type="int", group_size=32, actorder="group"),
-        ct(num_bits=4, type="float", group_size=16),
+        ct(num_bits=4, type="float", group_size=8),
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
         ct(num_bits=3, type="int"),
     ],
 )

@@ -2,9 +2,10 @@
 // the 2 x 2 scheme of gemm/amx.h.
 //
 // A run of 256 k is decoded into scratch as B tiles, 16 KiB that stay in L1 while all rows pass
-// them. Scales that are powers of two are exact factors of bf16: decoding applies them, and sums
-// stay in tiles for the whole run. Any other scale waits for the sum of its group: tiles can only
-// leave through memory, so sums are stored to scratch and added to dst from there.
+// them. Powers of two are exact factors of bf16, and so are E4M3 scales of E2M1 codes, whose
+// products have six bits: decoding applies them, and sums stay in tiles for the whole run. Any
+// other scale waits for the sum of its group: tiles can only leave through memory, so sums are
+// stored to scratch and added to dst from there.
 #pragma once
 
 #include <immintrin.h>
@@ -26,8 +27,8 @@ struct AmxScratch {
 
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) { return sizeof(AmxScratch); }
 
-// Pairs of bf16 times the scales of their columns, powers of two: exact in f32 within the range of
-// normal numbers. The instruction takes smaller ones for zero; larger ones are infinite.
+// Pairs of bf16 times the scales of their columns: exact within the range of normal numbers. The
+// instruction takes smaller ones for zero; larger ones are infinite.
 inline __m512i scale_pairs(__m512i pairs, __m512 scale) {
   const __m512i odd_mask = _mm512_set1_epi32(static_cast<int>(0xffff0000));
   const __m512 even = _mm512_castsi512_ps((__m512i)((__v16su)pairs << 16));
@@ -42,23 +43,24 @@ template <class Decoder, class Layout>
 inline void decode_tiles(const char* begin, const char* end, Fetch fetch, char* tiles) {
   using Scales = typename Layout::Scales;
   constexpr size_t kTileLines = kTileDepth / Layout::kLineDepth;
+  constexpr size_t kGroupLines = Scales::kGroupDepth / Layout::kLineDepth;
   const Decoder decoder;
   for (const char* line = begin; line != end;) {
     const char* step_end = line + Layout::kStepBytes;
     ZmmScales<Scales> scales(nullptr);
     scales.begin(line);
     if constexpr (Scales::kLineBytes) {
-      fetch.next();
+      fetch.template next_of<Scales::kLineBytes / kLine>();
       line += Scales::kLineBytes;
     }
     for (; line != step_end; tiles += 2 * kAmxTileBytes) {
       __m512 scale[2] = {};
-      if constexpr (Scales::kLineBytes) {
-        scale[0] = scales.load(0);
-        scale[1] = scales.load(1);
-        scales.advance();
-      }
       for (size_t i = 0; i < kTileLines; ++i) {
+        if (Scales::kLineBytes && i % kGroupLines == 0) {
+          scale[0] = scales.load(0);
+          scale[1] = scales.load(1);
+          scales.advance();
+        }
 #pragma GCC unroll 2
         for (size_t half = 0; half < 2; ++half, line += kLine) {
           fetch.next();

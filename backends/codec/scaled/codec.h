@@ -18,18 +18,34 @@
 namespace ktk {
 namespace {
 
-constexpr uint8_t kUe8m0One = 127, kUe8m0Nan = 255;
+// What a scale of one byte means.
+struct Ue8m0 {
+  static constexpr uint8_t kOne = 127;
+  static bool is_nan(uint8_t exponent) { return exponent == 255; }
+  static float value(uint8_t exponent) {
+    if (is_nan(exponent)) return __builtin_nanf("");
+    const uint32_t bits = exponent ? uint32_t{exponent} << 23 : 0x00400000;  // 2^-127 is subnormal
+    return __builtin_bit_cast(float, bits);
+  }
+};
 
-inline float f32_from_ue8m0(uint8_t exponent) {
-  if (exponent == kUe8m0Nan) return __builtin_nanf("");
-  const uint32_t bits = exponent ? uint32_t{exponent} << 23 : 0x00400000;  // 2^-127 is subnormal
-  return __builtin_bit_cast(float, bits);
-}
+struct E4m3 {
+  static constexpr uint8_t kOne = 0x38;
+  static constexpr bool is_nan(uint8_t code) { return (code & 0x7f) == 0x7f; }
+  static constexpr float value(uint8_t code) {
+    const uint32_t exponent = code >> 3 & 0xf, mantissa = code & 7;
+    float size = static_cast<float>(mantissa) * 0x1p-9f;
+    if (exponent) size = __builtin_bit_cast(float, (exponent + 120) << 23 | mantissa << 20);
+    if (is_nan(code)) size = __builtin_nanf("");
+    return code & 0x80 ? -size : size;
+  }
+};
 
 // Scales of a source, by row and group of k.
 inline const char* source_scale(const ktk_source* source, size_t row, size_t group) {
   const ktk_format& format = source->format;
-  const size_t size = format.scale == KTK_UE8M0 ? 1 : format.scale == KTK_BF16 ? 2 : 4;
+  const bool is_byte = format.scale == KTK_UE8M0 || format.scale == KTK_E4M3;
+  const size_t size = is_byte ? 1 : format.scale == KTK_BF16 ? 2 : 4;
   return static_cast<const char*>(source->scale) + row * source->scale_stride + group * size;
 }
 inline float source_scale_f32(const ktk_source* source, size_t row, size_t group) {
@@ -55,20 +71,24 @@ Scale* target_scale(const ktk_export* target, size_t row, size_t group) {
 // them back, value() returns the one of a column and k. has_nan() says whether kernels take a scale
 // of a column for a number that is none; f32 scales take care of themselves.
 
-struct MxScaleCodec : MxScales {
-  using Scales = MxScales;
+template <class Scales_, class Element>
+struct ByteScaleCodec : Scales_ {
+  using Scales = Scales_;
+  using Scales::kGroupDepth;
+  static constexpr size_t kStepGroups = kStepDepth / kGroupDepth;
+
   static uint8_t* at(char* block, size_t step_bytes, size_t col, size_t group) {
-    return reinterpret_cast<uint8_t*>(block) + kStartBytes + group / 2 * step_bytes +
-           group % 2 * kBlockCols + col;
+    return reinterpret_cast<uint8_t*>(block) + kStartBytes + group / kStepGroups * step_bytes +
+           group % kStepGroups * kBlockCols + col;
   }
   static void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n, size_t columns,
                    char* block, size_t step_bytes) {
     const size_t groups = ceil_div(matrix->k, kGroupDepth);
     for (size_t col = 0; col < kBlockCols; ++col) {
-      for (size_t group = 0; group < round_up(groups, 2); ++group) {
+      for (size_t group = 0; group < round_up(groups, kStepGroups); ++group) {
         const bool given = col < columns && group < groups;
         *at(block, step_bytes, col, group) =
-            given ? static_cast<uint8_t>(*source_scale(source, n + col, group)) : kUe8m0One;
+            given ? static_cast<uint8_t>(*source_scale(source, n + col, group)) : Element::kOne;
       }
     }
   }
@@ -82,16 +102,18 @@ struct MxScaleCodec : MxScales {
   }
   static float value(const ktk_matrix*, const char* block, size_t step_bytes, size_t col,
                      size_t k) {
-    return f32_from_ue8m0(*at(const_cast<char*>(block), step_bytes, col, k / kGroupDepth));
+    return Element::value(*at(const_cast<char*>(block), step_bytes, col, k / kGroupDepth));
   }
   static bool has_nan(const ktk_matrix* matrix, const ktk_source* source, size_t row) {
     bool nan = false;
     for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
-      nan |= static_cast<uint8_t>(*source_scale(source, row, group)) == kUe8m0Nan;
+      nan |= Element::is_nan(static_cast<uint8_t>(*source_scale(source, row, group)));
     }
     return nan;
   }
 };
+using MxScaleCodec = ByteScaleCodec<MxScales, Ue8m0>;
+using NvScaleCodec = ByteScaleCodec<NvScales, E4m3>;
 
 struct BlockScaleCodec : BlockScales {
   using Scales = BlockScales;
@@ -189,8 +211,7 @@ struct ScaledCodec {
     for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
       const size_t col = n % kBlockCols;
       const char* block = static_cast<const char*>(packed) + Layout::offset(matrix, n - col);
-      // No group is less deep, and none begins elsewhere.
-      constexpr size_t kSameScale = 32;
+      constexpr size_t kSameScale = ScaleCodec::kGroupDepth;
       for (size_t begin = 0; begin < matrix->k; begin += kSameScale) {
         const float scale = ScaleCodec::value(matrix, block, Layout::kStepBytes, col, begin);
         const size_t end = smaller(begin + kSameScale, matrix->k);

@@ -4,7 +4,7 @@
 //   block    | start | scales | step 0: k 0..63 | step 1: k 64..127 | ...   one sequential stream
 //   start    32 f32: 0, or NaN for a column that holds one
 //   scales   what Scales keeps ahead of the codes
-//   step     | scale line | line, line | line, line | ...          columns 0..15, columns 16..31
+//   step     | scale lines | line, line | line, line | ...          columns 0..15, columns 16..31
 //
 // A line is 64 bytes of codes, 16 columns times kLineDepth of k. The lines of the two halves of a
 // block take turns, so that a product with few rows works on 32 columns, two chains of additions
@@ -28,15 +28,26 @@ constexpr size_t kHalfCols = 16;
 constexpr size_t kStepDepth = 64;
 constexpr size_t kStartBytes = kBlockCols * sizeof(float);
 
-// The three ways to scale. kGroupDepth: how much k is summed up before it is scaled; kLineBytes:
-// of the scale line of a step; bytes(): of the scales ahead of all steps, one f32 per group if
-// kPerGroup.
+// The four ways to scale. kGroupDepth: how much k is summed up before it is scaled; kLineBytes:
+// of the scale lines of a step; kUnit: what scales are multiplied with by tables of codes, for
+// nothing; bytes(): of the scales ahead of all steps, one f32 per group if kPerGroup.
 
 // A power of two per column and 32 k, as its exponent (UE8M0). A step's line has those of its first
 // group, then those of its second.
 struct MxScales {
   static constexpr size_t kGroupDepth = 32;
   static constexpr size_t kLineBytes = kLine;
+  static constexpr float kUnit = 1;
+  static constexpr bool kPerGroup = false;
+  static size_t bytes(const ktk_matrix*) { return 0; }
+};
+
+// An E4M3 per column and 16 k (NVFP4). A step's lines have those of its four groups, one group
+// after the other. As an f16 with its exponent, a scale is 2^-8 of itself.
+struct NvScales {
+  static constexpr size_t kGroupDepth = 16;
+  static constexpr size_t kLineBytes = 2 * kLine;
+  static constexpr float kUnit = 256;
   static constexpr bool kPerGroup = false;
   static size_t bytes(const ktk_matrix*) { return 0; }
 };

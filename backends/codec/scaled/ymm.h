@@ -22,19 +22,35 @@ constexpr size_t kRunDepth = 128;
 
 struct YmmScratch {
   float weights[kRunDepth][kBlockCols];
-  float scales[kRunDepth / MxScales::kGroupDepth][kBlockCols];  // of each group
+  float scales[kRunDepth / NvScales::kGroupDepth][kBlockCols];  // of each group
 };
 
 inline size_t ymm_scratch_size(const ktk_matrix*, size_t) { return sizeof(YmmScratch); }
 
-// The scales of 32 columns and one group as f32, of exponents.
-inline void widen_scales(const char* exponents, float* out) {
+// Scales of eight columns as f32, divided by kUnit.
+template <class Scales>
+inline __m256 widen(__m128i eight);
+
+template <>
+inline __m256 widen<MxScales>(__m128i exponents) {
+  const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(exponents), 23);
+  // 0 means 2^-127. 255 means NaN, which is in `start` already.
+  return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x00400000)));
+}
+
+template <>
+inline __m256 widen<NvScales>(__m128i codes) {
+  // sign, a copy of it to remove, then the other seven bits
+  const __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7);
+  return _mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16(static_cast<short>(0xbf80))));
+}
+
+// The scales of 32 columns and one group.
+template <class Scales>
+inline void widen_scales(const char* scales, float* out) {
   for (size_t col = 0; col < kBlockCols; col += 8) {
-    const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(exponents + col));
-    const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(eight), 23);
-    // 0 means 2^-127. 255 means NaN, which is in `start` already.
-    const __m256i least = _mm256_set1_epi32(0x00400000);
-    _mm256_storeu_ps(out + col, _mm256_castsi256_ps(_mm256_max_epu32(bits, least)));
+    const __m128i* eight = reinterpret_cast<const __m128i*>(scales + col);
+    _mm256_storeu_ps(out + col, widen<Scales>(_mm_loadl_epi64(eight)));
   }
 }
 
@@ -132,9 +148,10 @@ class YmmKernel : public ScaledKernel<Layout> {
     for (const char *line = this->begin(run), *end = this->end(run); line != end;) {
       const char* step_end = line + Layout::kStepBytes;
       if constexpr (Scales::kLineBytes) {
-        fetch.next();
-        widen_scales(line, *scales++);
-        widen_scales(line + kBlockCols, *scales++);
+        fetch.next_of<Scales::kLineBytes / kLine>();
+        for (size_t at = 0; at < Scales::kLineBytes; at += kBlockCols) {
+          widen_scales<Scales>(line + at, *scales++);
+        }
         line += Scales::kLineBytes;
       }
       for (; line != step_end; line += 2 * kLine, out += Layout::kLineDepth * kBlockCols) {

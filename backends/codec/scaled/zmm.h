@@ -65,6 +65,24 @@ struct ZmmScales<MxScales> {
 };
 
 template <>
+struct ZmmScales<NvScales> {
+  static constexpr size_t kGroups = 4;  // with two scale lines
+  const char* line;
+
+  explicit ZmmScales(const char*) {}
+  void begin(const char* scale_lines) { line = scale_lines; }
+  void advance() { line += kBlockCols; }
+  // Divided by kUnit. The conversion is exact, whatever MXCSR says of subnormals.
+  __m512 load(size_t half) const {
+    const __m128i* codes = reinterpret_cast<const __m128i*>(line + half * kHalfCols);
+    // sign, a copy of it to remove, then the other seven bits
+    const __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128(codes)), 7);
+    const __m256i mask = _mm256_set1_epi16(static_cast<short>(0xbf80));
+    return _mm512_cvtph_ps(_mm256_and_si256(bits, mask));
+  }
+};
+
+template <>
 struct ZmmScales<BlockScales> {
   static constexpr size_t kGroups = 1;
   const float* scale;
@@ -130,7 +148,8 @@ inline void add_scaled(const __m512 (&sum)[kRows][2], const Decoder& decoder,
 template <class Decoder, class Layout, size_t kRows>
 void multiply_tile(const ScaledKernel<Layout>& kernel, const Tile& t) {
   using Scales = typename Layout::Scales;
-  constexpr size_t kUnroll = kRows <= 2 ? 4 : kRows <= 6 ? 2 : 1;
+  constexpr size_t kMostUnroll = kRows <= 2 ? 4 : kRows <= 6 ? 2 : 1;
+  constexpr size_t kUnroll = smaller(kMostUnroll, Layout::kGroupBytes / (2 * kLine));
   constexpr size_t kLineActBytes = Decoder::kVectors * kActBytes;
   const Decoder decoder;
   ZmmRows<kRows> act(kernel.template act<kLineActBytes / Layout::kLineDepth>(t), t.act_stride);
@@ -140,7 +159,7 @@ void multiply_tile(const ScaledKernel<Layout>& kernel, const Tile& t) {
   for (const char* line = kernel.begin(t); line != run_end;) {
     scales.begin(line);
     if constexpr (Scales::kLineBytes) {
-      fetch.next();
+      fetch.template next_of<Scales::kLineBytes / kLine>();
       line += Scales::kLineBytes;
     }
 #pragma GCC unroll 1

@@ -84,7 +84,7 @@ class ZmmDecodedKernel : public ScaledKernel<Layout> {
     char* out = scratch_;
     for (const char *line = this->begin(run), *end = this->end(run); line != end;) {
       const char* step_end = line + Layout::kStepBytes;
-      if constexpr (Layout::Scales::kLineBytes) line += kLine;
+      line += Layout::Scales::kLineBytes;
       for (; line != step_end; out += 2 * Decoder::kVectors * kLine) {
 #pragma GCC unroll 2
         for (size_t half = 0; half < 2; ++half, line += kLine) {

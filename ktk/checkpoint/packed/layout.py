@@ -121,8 +121,8 @@ class Layout:
     biases
         Which of them have one.
     factors
-        Which of them, of ggml's blocks, have one that multiplies the whole matrix: ``gate_scale``
-        and so on, f32 [1].
+        Which of them have one that multiplies the whole matrix, f32 [1]: ``gate_factor`` and so on;
+        of ggml's blocks, ``gate_scale``.
     packed
         Which of gate, up and down are packed bytes.
     """
@@ -146,7 +146,7 @@ class Layout:
             if part in self.biases:
                 found[f"{part}_bias"] = Spec("F32", (n,))
             if part in self.factors:
-                found[f"{part}_scale"] = Spec("F32", (1,))
+                found[f"{part}_{factor_name(self.formats[part])}"] = Spec("F32", (1,))
         # Wide elements first, so that each tensor begins at a multiple of its element.
         return dict(
             sorted(found.items(), key=lambda item: (-item[1].torch_dtype.itemsize, item[0]))
@@ -181,6 +181,11 @@ class Layout:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(_nbytes(spec, self.config.num_experts) for spec in self.specs.values())
+
+
+def factor_name(fmt: Format) -> str:
+    """Return what a factor is called: where there are no scales, it stands for them."""
+    return "scale" if fmt.scale == "none" else "factor"
 
 
 def extents(config: ExpertConfig, part: str) -> tuple[int, int]:

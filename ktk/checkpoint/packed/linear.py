@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +180,7 @@ def _part(index: int, entries: Mapping[str, Any], tensors: Mapping[str, np.ndarr
         raise EntryError(f"part {index} has {len(data)} rows, expected {rows}")
     made = from_bytes(fmt, data, scale, zero)
     factor = number("factor", entries.get("factor"))
-    if factor == 1:
-        return made
-    return Matrix(fmt, made.data, torch.tensor([factor], dtype=torch.float32))
+    return made if factor == 1 else replace(made, factor=torch.tensor([factor]))
 
 
 def _checked(file: TensorFile, name: str, sums: Mapping[str, Any]) -> np.ndarray:

@@ -73,9 +73,12 @@ class LayerNames:
         stored = self.family.parts[part]
         if self.scheme is PLAIN or is_bias(part):
             return [tuple(self._size(axis) for axis in stored.axes.split())]
-        shapes = self.layout(part).shapes(self.scheme.tensors[role])
-        experts = (self.config.num_experts,) if stored.fused else ()
-        return [(*experts, *shape) for shape in shapes]
+        piece = self.scheme.tensors[role]
+        shapes = self.layout(part).shapes(piece)
+        if not stored.fused:
+            return shapes
+        each = [(self.config.num_experts, *shape) for shape in shapes]
+        return each + shapes if piece.shared else each
 
     def layout(self, part: str) -> Layout:
         """Return the sizes of a matrix, as schemes want them."""

@@ -48,6 +48,8 @@ class Part:
         What follows the matrix's name where experts share a tensor; None: they never do.
     optional
         Whether it may be missing.
+    shared
+        Whether one may do for all experts that share the others.
     """
 
     suffix: str
@@ -55,6 +57,7 @@ class Part:
     dtypes: tuple[str, ...]
     fused: str | None = None
     optional: bool = False
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,20 @@ def _mx(element: str) -> Callable[[Tensors, Layout], Matrix]:
         return Matrix(Format(element, "ue8m0", "none", 1, 32), data, _bytes(t["scale"]))
 
     return decode
+
+
+def _nv(t: Tensors, layout: Layout) -> Matrix:
+    fmt = Format("e2m1", "e4m3", "none", 1, 16)
+    factor = t["factor"].reshape(1)
+    return Matrix(fmt, t["data"], _bytes(t["scale"]), factor=factor)
+
+
+def _nv_transposed(t: Tensors, layout: Layout) -> Matrix:
+    return _nv({**t, "data": t["data"].T, "scale": t["scale"].T}, layout)
+
+
+def _nv_divided(t: Tensors, layout: Layout) -> Matrix:
+    return _nv({**t, "factor": 1 / t["factor"]}, layout)
 
 
 def _u4(
@@ -251,6 +268,15 @@ def _fp8(
     return Scheme(name, tensors, decode)
 
 
+def _nvfp4(shape: str, scale: str, decode: Callable[[Tensors, Layout], Matrix]) -> Scheme:
+    tensors = {
+        "data": Part(".weight", shape, ("U8",), fused=""),
+        "scale": Part(".weight_scale", scale, ("F8_E4M3",), fused="_weight_scale"),
+        "factor": Part(".weight_scale_2", "1 |", ("F32",), fused="_weight_scale_2", shared=True),
+    }
+    return Scheme("nvfp4", tensors, decode)
+
+
 # In order of trial; the first whose tensors are there, of the right types and shapes.
 SCHEMES = (
     PLAIN,
@@ -331,6 +357,19 @@ SCHEMES = (
             "scale": Part(".scale", "N K/32", _EXPONENTS),
         },
         _mx("e2m1"),
+    ),
+    # NVFP4 by ModelOpt, which transposes what experts share in Llama-4 and gpt-oss
+    _nvfp4("N K/2", "N K/16", _nv),
+    _nvfp4("K/2 N", "K/16 N", _nv_transposed),
+    # compressed-tensors nvfp4-pack-quantized
+    Scheme(
+        "nvfp4",
+        {
+            "data": Part(".weight_packed", "N K/2", ("U8",)),
+            "scale": Part(".weight_scale", "N K/16", ("F8_E4M3",)),
+            "factor": Part(".weight_global_scale", "1 |", ("F32",)),
+        },
+        _nv_divided,
     ),
     # compressed-tensors mxfp4-pack-quantized
     Scheme(

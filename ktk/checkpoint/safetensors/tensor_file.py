@@ -79,10 +79,13 @@ class TensorFile:
         self.close()
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
-        """Read a tensor, or one item of its first axis, into memory of its own."""
+        """Read a tensor, or one item of its first axis, into memory of its own.
+
+        A single number is that of any item.
+        """
         info = self.tensors[name]
         begin, nbytes, shape = info.begin, info.nbytes, info.shape
-        if index is not None:
+        if index is not None and shape not in ((), (1,)):
             assert 0 <= index < shape[0]
             nbytes, shape = nbytes // shape[0], shape[1:]
             begin += index * nbytes
