@@ -1,20 +1,6 @@
 // BF16: weights as most checkpoints hold them, two bytes each, no scales. Wider ones are rounded.
 #include "ktk/module.h"
 
-namespace {
-
-constexpr ktk_format kFormats[] = {
-    {.element = KTK_BF16, .scale = KTK_NONE, .zero = KTK_NONE, .group_n = 0, .group_k = 0},
-};
-
-constexpr ktk_accept kAccepts[] = {
-    {.given = kFormats[0], .stored = 0},
-    {.given = {.element = KTK_F16, .scale = KTK_NONE, .zero = KTK_NONE, .group_n = 0, .group_k = 0},
-     .stored = 0},
-    {.given = {.element = KTK_F32, .scale = KTK_NONE, .zero = KTK_NONE, .group_n = 0, .group_k = 0},
-     .stored = 0},
-};
-
-}  // namespace
+#include "bf16/formats.h"
 
 KTK_BACKEND_MODULE("BF16", kFormats, kAccepts)

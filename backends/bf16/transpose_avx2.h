@@ -27,12 +27,10 @@ inline __m256i load_bf16(const char* row) {
   }
 }
 
-// Eight rows of sixteen elements become eight half rows of a tile (pairs x columns).
-template <ktk_element kElement>
-inline void transpose_pairs(const char* rows, size_t stride, char* tile_row) {
-  __m256i v[8], t[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) v[i] = load_bf16<kElement>(rows + i * stride);
+// Transposes blocks of 4 x 4 pairs: in each 128-bit half, those of the first four vectors and those
+// of the last four.
+__attribute__((always_inline)) inline void transpose_halves(__m256i (&v)[8]) {
+  __m256i t[8];
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
     t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
@@ -45,6 +43,15 @@ inline void transpose_pairs(const char* rows, size_t stride, char* tile_row) {
     v[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
     v[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
+}
+
+// Eight rows of sixteen elements become eight half rows of a tile (pairs x columns).
+template <ktk_element kElement>
+inline void transpose_pairs(const char* rows, size_t stride, char* tile_row) {
+  __m256i v[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) v[i] = load_bf16<kElement>(rows + i * stride);
+  transpose_halves(v);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(tile_row + i * kLine),
@@ -69,23 +76,12 @@ inline void pack_step(const char* rows, size_t stride, char* step) {
 
 // The inverse for f32: eight half rows of a tile become eight rows of sixteen elements.
 inline void unpack_pairs(const char* tile_row, float* rows, size_t stride) {
-  __m256i v[8], t[8];
+  __m256i v[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
     v[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(tile_row + i * kLine));
   }
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
-  }
-#pragma GCC unroll 2
-  for (int i = 0; i < 8; i += 4) {
-    v[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
-    v[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
-    v[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
-    v[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
+  transpose_halves(v);
   const auto store = [&](int row, __m256i pairs) {
     const __m256i low = _mm256_slli_epi32(pairs, 16);
     const __m256i high = _mm256_and_si256(pairs, _mm256_set1_epi32(static_cast<int>(0xffff0000)));

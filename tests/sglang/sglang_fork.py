@@ -119,7 +119,23 @@ def arguments(path: Path, method: str, **more: Any) -> Any:
     )
 
 
-class Layer(torch.nn.Module):
+class Called(torch.nn.Module):
+    """A layer of experts whose method, which wraps the GPU's, is called as the engine calls it."""
+
+    quant_method: Any
+
+    def forward(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        given = gpu.Dispatch(hidden, gpu.TopK(weights, ids))
+        return cast(torch.Tensor, self.quant_method.apply(self, given).hidden_states)
+
+    @property
+    def cpu(self) -> KTMoEWrapper:
+        return cast(KTMoEWrapper, self.quant_method.wrapper)
+
+
+class Layer(Called):
     """What of FusedMoE the wrapper uses: the engine makes it, and its method, in this order."""
 
     def __init__(
@@ -134,7 +150,7 @@ class Layer(torch.nn.Module):
         self.quant_config = SimpleNamespace(get_quant_method=lambda layer, prefix: own())
         registry = client.__dict__["register_moe_quant_wrapper"].__globals__
         # The engine's own registry wraps the GPU's method.
-        self.quant_method: Any = registry["maybe_wrap_moe_quant_method"](self, own(), given)
+        self.quant_method = registry["maybe_wrap_moe_quant_method"](self, own(), given)
         assert registry["is_wrapped_method"](self.quant_method, "kt_ep")
         self.quant_method.create_weights(self, E, H, INNER, torch.bfloat16)
         self.quant_method.create_moe_runner(self, runner)
@@ -143,16 +159,6 @@ class Layer(torch.nn.Module):
             if slot >= 0:
                 self.quant_method.gpu_method.load(self, slot, parts)
         self.quant_method.process_weights_after_loading(self)
-
-    def forward(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        given = gpu.Dispatch(hidden, gpu.TopK(weights, ids))
-        return cast(torch.Tensor, self.quant_method.apply(self, given).hidden_states)
-
-    @property
-    def cpu(self) -> KTMoEWrapper:
-        return cast(KTMoEWrapper, self.quant_method.wrapper)
 
     @property
     def gpu_slots(self) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import sglang_checkpoints as checkpoints
@@ -12,7 +12,7 @@ import sglang_gpu as gpu
 import torch
 from sglang_checkpoints import INNER, LAYERS, TOP, E, H
 from sglang_cuda import Cuda
-from sglang_fork import Base, RunnerConfig
+from sglang_fork import Base, Called, RunnerConfig
 from sglang_stage import stage
 
 from ktk import KTMoEWrapper
@@ -57,7 +57,7 @@ def standins(path: Path, method: str, **more: Any) -> dict[str, dict[str, Any]]:
     }
 
 
-class Layer(torch.nn.Module):
+class Layer(Called):
     """What of FusedMoE the wrapper uses."""
 
     def __init__(self, client: ModuleType, number: int, kind: str) -> None:
@@ -72,16 +72,6 @@ class Layer(torch.nn.Module):
         for expert, parts in enumerate(checkpoints.sources(kind, number)[: config.num_gpu_experts]):
             own.load(self, expert, parts)
         self.quant_method.process_weights_after_loading(self)
-
-    def forward(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        given = gpu.Dispatch(hidden, gpu.TopK(weights, ids))
-        return cast(torch.Tensor, self.quant_method.apply(self, given).hidden_states)
-
-    @property
-    def cpu(self) -> KTMoEWrapper:
-        return cast(KTMoEWrapper, self.quant_method.wrapper)
 
 
 def on_one_stream(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
