@@ -22,12 +22,18 @@ struct Target {
 #define KTK_TARGET_ROW(isa) {isa_bit::isa, &ktk_ops_##isa, &ktk_products_##isa},
 constexpr Target kTargets[] = {KTK_OPS_TARGETS(KTK_TARGET_ROW)};
 
-const Target& best() {
+const Target& find() {
   const ktk_isa allowed = allowed_isa();
   for (const Target& target : kTargets) {
     if (allowed & target.isa) return target;
   }
   throw std::runtime_error("ktk needs a CPU with AVX2 and FMA (x86-64-v3)");
+}
+
+// Found once: reading the environment takes longer than an operation on a row.
+const Target& best() {
+  static const Target& found = find();
+  return found;
 }
 
 }  // namespace
