@@ -118,7 +118,7 @@ def test_any_cpu_that_runs_the_backend_reads_the_files() -> None:
     backend = ktk.load_backend("BF16Z")
     assert kept_layout(backend) == "bf16z-n32k32-x12"
     assert len(backend.variants) > 1
-    assert all(kept_layout(ktk.load_backend(name)) is None for name in ("BF16", "AMXINT8"))
+    assert kept_layout(ktk.load_backend("BF16")) is None
 
 
 def test_variants_pack_the_same_bytes(source: Path, sound: Path) -> None:
