@@ -1,8 +1,9 @@
 // The product of the layouts of layout.h on 512-bit registers.
 //
 // A tile of 12 rows x 32 columns has 24 sums in registers: those of one group of k, which are then
-// scaled and added to dst. Codes are decoded in registers too, beside the products; where there are
-// more tiles, they share what zmm_decoded.h decodes.
+// scaled and added to dst; with groups of 16 k, 6 rows have 12, and 12 of all groups. Codes are
+// decoded in registers too, beside the products; where there are more tiles, they share what
+// zmm_decoded.h decodes.
 //
 // Every output is one chain of additions over ascending k within a group, and one over groups, so a
 // row gets the same bits in any batch.
@@ -129,21 +130,56 @@ inline void add_lines(__m512 (&sum)[kRows][2], const Decoder& decoder, const cha
   }
 }
 
-// dst += scale * sum, of a group.
-template <class Decoder, class Scales, size_t kRows>
-inline void add_scaled(const __m512 (&sum)[kRows][2], const Decoder& decoder,
-                       const ZmmScales<Scales>& scales, float* dst, size_t dst_stride) {
-  const __m512 scale[2] = {scales.load(0), scales.load(1)};
+// Rows of a tile. Groups of 16 k end so often that storing what they are added to would bind: half
+// as many rows leave registers for that.
+template <class Scales>
+constexpr size_t kZmmRows = Scales::kGroupDepth == 16 ? 6 : 12;
+
+// What the sums of groups are added to, dst, or registers meanwhile.
+template <size_t kRows, bool kInRegisters>
+class ZmmTotals {
+ public:
+  ZmmTotals(float* dst, size_t dst_stride) : dst_(dst), dst_stride_(dst_stride) {
+    if constexpr (kInRegisters) {
 #pragma GCC unroll 12
-  for (size_t i = 0; i < kRows; ++i, dst += dst_stride) {
-#pragma GCC unroll 2
-    for (size_t half = 0; half < 2; ++half) {
-      float* to = dst + half * kHalfCols;
-      _mm512_storeu_ps(
-          to, _mm512_fmadd_ps(decoder.value(sum[i][half]), scale[half], _mm512_loadu_ps(to)));
+      for (size_t i = 0; i < 2 * kRows; ++i) total_[i / 2][i % 2] = _mm512_loadu_ps(at(i));
     }
   }
-}
+
+  // dst += scale * sum, of a group.
+  template <class Decoder, class Scales>
+  void add_scaled(const __m512 (&sum)[kRows][2], const Decoder& decoder,
+                  const ZmmScales<Scales>& scales) {
+    const __m512 scale[2] = {scales.load(0), scales.load(1)};
+#pragma GCC unroll 24
+    for (size_t i = 0; i < 2 * kRows; ++i) {
+      const __m512 value = decoder.value(sum[i / 2][i % 2]);
+      if constexpr (kInRegisters) {
+        __m512& total = total_[i / 2][i % 2];
+        total = _mm512_fmadd_ps(value, scale[i % 2], total);
+      } else {
+        float* const to = at(i);
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(value, scale[i % 2], _mm512_loadu_ps(to)));
+      }
+    }
+  }
+
+  void store() {
+    if constexpr (kInRegisters) {
+#pragma GCC unroll 12
+      for (size_t i = 0; i < 2 * kRows; ++i) _mm512_storeu_ps(at(i), total_[i / 2][i % 2]);
+    }
+  }
+
+ private:
+  float* at(size_t i) const { return dst_ + i / 2 * dst_stride_ + i % 2 * kHalfCols; }
+
+  float* dst_;
+  size_t dst_stride_;
+  __m512 total_[kInRegisters ? kRows : 1][2];
+};
+template <class Scales, size_t kRows>
+using ZmmTotalsOf = ZmmTotals<kRows, kZmmRows<Scales> == 6>;
 
 template <class Decoder, class Layout, size_t kRows>
 void multiply_tile(const ScaledKernel<Layout>& kernel, const Tile& t) {
@@ -155,6 +191,7 @@ void multiply_tile(const ScaledKernel<Layout>& kernel, const Tile& t) {
   ZmmRows<kRows> act(kernel.template act<kLineActBytes / Layout::kLineDepth>(t), t.act_stride);
   Fetch fetch = t.fetch;
   ZmmScales<Scales> scales(kernel.scales(t));
+  ZmmTotalsOf<Scales, kRows> totals(t.dst, t.dst_stride);
   const char* const run_end = kernel.end(t);
   for (const char* line = kernel.begin(t); line != run_end;) {
     scales.begin(line);
@@ -177,16 +214,17 @@ void multiply_tile(const ScaledKernel<Layout>& kernel, const Tile& t) {
           act.advance(kLineActBytes);
         }
       } while (line != end);
-      add_scaled(sum, decoder, scales, t.dst, t.dst_stride);
+      totals.add_scaled(sum, decoder, scales);
       scales.advance();
     }
   }
+  totals.store();
 }
 
 template <class Decoder, class Layout>
 struct ZmmKernel : ScaledKernel<Layout> {
   using ScaledKernel<Layout>::ScaledKernel;
-  static constexpr size_t kMr = 12;
+  static constexpr size_t kMr = kZmmRows<typename Layout::Scales>;
   static constexpr size_t kLineProducts = Decoder::kVectors;
   static constexpr auto kTiles =
       row_table<kMr>([]<size_t kRows> { return &multiply_tile<Decoder, Layout, kRows>; });

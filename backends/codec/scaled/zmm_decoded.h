@@ -38,6 +38,7 @@ void multiply_decoded(const ScaledKernel<Layout>& kernel, const char* weights, c
       ceil_div(2 * fetch.step * Layout::kStepBytes, Layout::kCodeBytes * Decoder::kVectors);
   RowPointers<kRows> act(kernel.template act<kLineActBytes / Layout::kLineDepth>(t), t.act_stride);
   ZmmScales<Scales> scales(kernel.scales(t));
+  ZmmTotalsOf<Scales, kRows> totals(t.dst, t.dst_stride);
   const char* step = kernel.begin(t);
   const size_t steps = (kernel.end(t) - step) / Layout::kStepBytes;
   const char* const run_end = weights + steps * Layout::kCodeBytes * Decoder::kVectors;
@@ -58,10 +59,11 @@ void multiply_decoded(const ScaledKernel<Layout>& kernel, const char* weights, c
         add_decoded<Decoder>(sum, weights, act);
         act.advance(kActBytes);
       }
-      add_scaled(sum, Decoder(), scales, t.dst, t.dst_stride);
+      totals.add_scaled(sum, Decoder(), scales);
       scales.advance();
     }
   }
+  totals.store();
 }
 
 template <class Decoder, class Layout>
@@ -69,7 +71,7 @@ class ZmmDecodedKernel : public ScaledKernel<Layout> {
   using Base = ScaledKernel<Layout>;
 
  public:
-  static constexpr size_t kMr = 12;
+  static constexpr size_t kMr = kZmmRows<typename Layout::Scales>;
   static constexpr size_t kLineProducts = Decoder::kVectors;
   static constexpr size_t kRunSlabs = kRunBytes / kDecodedSlabBytes<Layout, Decoder>;
   static constexpr bool kFetchesNextRun = true;
