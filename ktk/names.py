@@ -39,6 +39,9 @@ BLOCKS = ("LLAMAFILE",)
 #: For blocks that none of these takes, and that their reader decodes to floats: bf16 loses least.
 DECODED = ("BF16",)
 
+#: Stores bf16 weights in fewer bits where their exponents allow it: `ktk inspect --escapes`.
+FEWER_BITS = "BF16Z"
+
 # --- kt-kernel's methods -------------------------------------------------------------------------
 
 #: The method that KTMoEWrapper has by default, as there.

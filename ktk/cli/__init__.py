@@ -10,6 +10,7 @@ import typer
 from ktk.bench.cli import bench
 from ktk.cli import compat, models, text
 from ktk.cli.serve import serve
+from ktk.names import FEWER_BITS
 
 MODEL = "Folder of safetensors or packed files, GGUF file, or a name of ktk model list."
 
@@ -87,7 +88,9 @@ def inspect(
     rank: Annotated[int, typer.Option(min=1, help="Of the adapter that is trained.")] = 16,
     escapes: Annotated[
         bool,
-        typer.Option("--escapes", help="Also read its bf16 weights: what BF16Z makes of them."),
+        typer.Option(
+            "--escapes", help=f"Also read its bf16 weights: what {FEWER_BITS} makes of them."
+        ),
     ] = False,
 ) -> None:
     """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.

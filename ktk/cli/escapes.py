@@ -18,12 +18,12 @@ from ktk.checkpoint import open_checkpoint
 from ktk.checkpoint.reader import LayerReader
 from ktk.errors import CheckpointError
 from ktk.expert import PARTS
+from ktk.names import FEWER_BITS
 from ktk.progress import Progress
 from ktk.registry import load_backend
 from ktk.sizes import size_text
 from ktk.terminal import plain_table
 
-_BACKEND = "BF16Z"
 # As backends/bf16z/layout.h has them: rows of a weight that share a table of exponents, what that
 # has room for, and, for each 32 columns, the patches that the block has room for.
 _ROWS, _EXPONENTS, _STEP, _PATCHES = 32, 16, 32, 4
@@ -94,7 +94,7 @@ class Report:
         which = "Other layers are" if self.layers else "The experts are"
         return (
             f"{which} stored as {stored}: escapes are counted of bf16 weights, the only ones that "
-            f"{_BACKEND} makes smaller without loss."
+            f"{FEWER_BITS} makes smaller without loss."
         )
 
     def document(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def count_escapes(path: Path) -> Report:
     CheckpointError
         A weight is damaged.
     """
-    backend = load_backend(_BACKEND)
+    backend = load_backend(FEWER_BITS)
     report = Report({}, {})
     with open_checkpoint(path) as checkpoint:
         readers = []
@@ -175,7 +175,7 @@ def _escapes_of_blocks(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
 
 def escapes_table(report: Report) -> Table:
     """Return the table that `ktk inspect --escapes` prints."""
-    table = plain_table(f"in {_BACKEND}: weights whose exponent is in no table (escapes)")
+    table = plain_table(f"in {FEWER_BITS}: weights whose exponent is in no table (escapes)")
     for heading in ("layer", "escapes", "blocks that overflow", "matrices in 16 bits"):
         table.add_column(heading, overflow="fold")
     for heading in ("bytes", "bits per weight"):

@@ -16,6 +16,10 @@ import pytest
 ROOT = next(folder / "ktk" for folder in Path(__file__).parents if (folder / "ktk").is_dir())
 # An alternative constructor belongs to its class, and calls what is made of it.
 LAZY = {
+    (
+        "ktk.checkpoint.packed.codec",
+        "ktk.registry",
+    ): "files may hold what their backend alone reads",
     ("ktk.linear", "ktk.registry"): "Linear takes a backend by its name",
     ("ktk.training", "ktk.names"): "any layer is trained with the products of the bf16 backend",
     ("ktk.training", "ktk.registry"): "which is loaded by its name",

@@ -8,15 +8,14 @@ import torch
 
 from ktk import _core
 from ktk._core import Format
-from ktk.backend import Backend
 from ktk.checkpoint.matrix import MatrixInfo
 from ktk.errors import BackendUnsupported
 from ktk.expert import Matrix
+from ktk.protocols import BackendLike
 from ktk.quantize import Quantized, from_bytes
-from ktk.registry import load_backend
 
 
-def kept_layout(backend: Backend) -> str | None:
+def kept_layout(backend: BackendLike) -> str | None:
     """Return the packed layout that files keep of a backend: one that all its variants read."""
     layouts = {variant.layout for variant in backend.variants}
     if len(layouts) > 1 or not all(variant.checks_packed for variant in backend.variants):
@@ -24,18 +23,18 @@ def kept_layout(backend: Backend) -> str | None:
     return layouts.pop()
 
 
-def packed_size(backend: Backend, given: Matrix, here: Format, stored: Format) -> int:
+def packed_size(backend: BackendLike, given: Matrix, here: Format, stored: Format) -> int:
     """Return the bytes that `pack` makes, found by a look at the weights."""
     return _core.PackedMatrix.size_of(*_arguments(backend, given), given=here, stored=stored)
 
 
-def pack(backend: Backend, given: Matrix, here: Format, stored: Format) -> torch.Tensor:
+def pack(backend: BackendLike, given: Matrix, here: Format, stored: Format) -> torch.Tensor:
     """Return a matrix, in a format that a backend takes, as it is packed, uint8 [bytes]."""
     made = _core.PackedMatrix(*_arguments(backend, given), given=here, stored=stored)
     return torch.from_numpy(made.buffer)
 
 
-def _arguments(backend: Backend, given: Matrix) -> tuple[Any, ...]:
+def _arguments(backend: BackendLike, given: Matrix) -> tuple[Any, ...]:
     return backend.core, "", given.data, given.scale, given.zero
 
 
@@ -60,6 +59,8 @@ def unpack(name: str, layout: str, info: MatrixInfo, data: torch.Tensor) -> Quan
     ValueError
         These are no packed bytes.
     """
+    from ktk.registry import load_backend
+
     backend = load_backend(name)
     readers = (one for one in backend.variants if one.layout == layout and one.checks_packed)
     variant = next((one.name for one in readers if one.runnable), None)
