@@ -209,7 +209,7 @@ def test_a_path_that_is_not_there_is_named_before_it_is_needed(
     assert not warned(caplog)
 
 
-@pytest.mark.parametrize("name", ["NVFP4", "SYCL_GPTQ_INT4", "AMXINT"])
+@pytest.mark.parametrize("name", ["SYCL_GPTQ_INT4", "AMXINT"])
 def test_methods_that_are_none_say_what_comes_near(name: str) -> None:
     with pytest.raises(ktk.BackendNotFound) as caught:
         KTMoEWrapper(0, **{**SIZES, "method": name})
