@@ -206,7 +206,8 @@ def cuts(extent: int, step: int) -> st.SearchStrategy[list[int]]:
 # The core computes activation functions, the same for every backend: here each has one of the
 # options in turn, and where a clamp has another place all. tests/native/test_ops.cc has the rest.
 _WITH_ALL = ("silu", "swiglustep")
-#: All activation functions of layers, also one that the reference will name as unknown, with the options that they are tested with.
+#: All activation functions of layers, also those that the reference will call unknown, with the
+#: options that they are tested with.
 ACTIVATIONS: tuple[dict[str, Any], ...] = tuple(
     {"activation": name, **options, **(KNOWN[name].needs if name in KNOWN else {})}
     for number, name in enumerate(NAMES)
