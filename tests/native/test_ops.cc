@@ -229,8 +229,9 @@ TEST(gemm_adds_products_in_one_order) {
         for (const auto& [i, i_end] : {std::pair{size_t{0}, m0}, std::pair{m0, m}}) {
           for (const auto& [j, j_end] : {std::pair{size_t{0}, n0}, std::pair{n0, n}}) {
             for (const auto& [l, l_end] : {std::pair{size_t{0}, k0}, std::pair{k0, k}}) {
-              gemm(i_end - i, j_end - j, l_end - l, &a[i * a_row + l * a_column], a_row, a_column,
-                   &b[l * (n + 5) + j], n + 5, &parts[i * (n + 1) + j], n + 1);
+              gemm(i_end - i, j_end - j, l_end - l, a.data() + i * a_row + l * a_column, a_row,
+                   a_column, b.data() + l * (n + 5) + j, n + 5, parts.data() + i * (n + 1) + j,
+                   n + 1);
             }
           }
         }
