@@ -68,6 +68,20 @@ void add_bias(const float* __restrict bias, size_t n, float* __restrict row) {
   for (size_t i = 0; i < n; ++i) row[i] += bias[i];
 }
 
+// In sixteen sums, whatever vectors the target has: an order that n alone decides.
+float dot(const float* a, const float* b, size_t n) {
+  constexpr size_t kLanes = 16;
+  float lanes[kLanes] = {};
+  size_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += a[i + lane] * b[i + lane];
+  }
+  for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += a[i] * b[i];
+  float total = 0;
+  for (size_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
+  return total;
+}
+
 template <ktk_activation kKind>
 void glu_rows(const ktk_glu* given, size_t m, size_t n, float* gate, float* up, size_t stride,
               const float* gate_bias, const float* up_bias) {
@@ -105,7 +119,6 @@ template <ktk_activation kKind>
 void glu_backward_rows(const ktk_glu* given, size_t m, size_t n, float* gate, float* up,
                        const float* dh, float* h, size_t stride, const float* gate_bias,
                        const float* up_bias, const float* weights, float* dots) {
-  constexpr size_t kLanes = 16;
   const ktk_glu glu = *given;
   const Bounds bounds(glu);
   for (size_t row = 0; row < m; ++row) {
@@ -129,15 +142,7 @@ void glu_backward_rows(const ktk_glu* given, size_t m, size_t n, float* gate, fl
                  ? weighted * ((after ? held : value) * slope_of_up<kKind>(glu, ui))
                  : 0.0f;
     }
-    float lanes[kLanes] = {};
-    size_t i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += d[i + lane] * out[i + lane];
-    }
-    for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += d[i] * out[i];
-    float total = 0;
-    for (size_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
-    dots[row] += total;
+    dots[row] += dot(d, out, n);
   }
 }
 
@@ -163,17 +168,9 @@ void add(const float* __restrict src, size_t n, float* __restrict dst) {
 }
 
 void normalize(const float* src, float epsilon, size_t n, float* dst) {
-  constexpr size_t kLanes = 16;
-  float lanes[kLanes] = {};
-  size_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += src[i + lane] * src[i + lane];
-  }
-  for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += src[i] * src[i];
-  float total = 0;
-  for (size_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
-  const float factor = 1.0f / __builtin_sqrtf(total / static_cast<float>(n) + epsilon);
-  for (i = 0; i < n; ++i) dst[i] = src[i] * factor;
+  const float mean = dot(src, src, n) / static_cast<float>(n);
+  const float factor = 1.0f / __builtin_sqrtf(mean + epsilon);
+  for (size_t i = 0; i < n; ++i) dst[i] = src[i] * factor;
 }
 
 void multiply(const float* __restrict src, size_t n, float* __restrict dst) {
