@@ -196,11 +196,10 @@ class Layer:
             load_from_path(
                 self.weight_path,
                 self.layer_idx,
-                self.backend,
+                self.method,
                 self.config,
                 self._experts(),
                 as_list(physical_to_logical_map_cpu),
-                method=self.method,
                 activation=self._activation,
                 pool=self.cpu_infer.pool,
                 shards=self._shards,

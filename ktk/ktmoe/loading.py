@@ -42,12 +42,11 @@ def as_list(order: torch.Tensor | Sequence[int] | None) -> list[int] | None:
 def load_from_path(
     path: str | Path,
     layer_idx: int,
-    backend: Backend,
+    method: str,
     config: MoEConfig,
     experts: Sequence[int],
     order: Sequence[int] | None,
     *,
-    method: str,
     activation: dict[str, Any],
     **options: Any,
 ) -> Loaded:
@@ -72,7 +71,7 @@ def load_from_path(
             # With neither argument, the checkpoint's own activation function holds.
             layer = replace(config, **activation) if activation else own.layer()
             layer = replace(layer, num_experts=config.num_experts)
-            plan = plan_layer(checkpoint, layer_idx, backend, experts, order, options, layer)
+            plan = plan_layer(checkpoint, layer_idx, method, experts, order, options, layer)
             _check_map(path, order, own.num_experts)
             formats = found.file_formats
             given = formats["gate"], formats["up"], formats["down"]

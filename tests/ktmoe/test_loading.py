@@ -101,6 +101,20 @@ def test_methods_that_quantise_load_the_same_layer(tmp_path: Path, method: str) 
     assert torch.equal(made.forward(*call), from_tensors.forward(*call))
 
 
+@pytest.mark.parametrize(
+    ("method", "stored"),
+    [("MXFP4", ("ue8m0", 32)), ("NVFP4", ("e4m3", 16)), ("MXFP8", ("ue8m0", 32))],
+)
+def test_floats_become_what_the_method_names(
+    tmp_path: Path, method: str, stored: tuple[str, int]
+) -> None:
+    made = layer(checkpoint(tmp_path / "model"), method=method)
+    made.load_weights()
+    assert made.moe is not None
+    assert made.moe.format is not None
+    assert (made.moe.format.scale, made.moe.format.group_k) == stored
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_weights_are_divided_as_asked(tmp_path: Path, shards: int) -> None:
     made = layer(checkpoint(tmp_path / "model"), method="AMXINT8", shards=shards)

@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[tuple[Format, ...], Callable[[Source], Any] | None, dict[
     "int8": ((schemes.INT8,) * 3, *schemes.SCHEMES["int8 by rows"][1:]),
     "gptq": ((schemes.U4_ZERO,) * 3, *schemes.SCHEMES["gptq"][1:]),
     "mxfp4": ((schemes.MXFP4,) * 3, *schemes.SCHEMES["mxfp4 of DeepSeek-V4"][1:]),
+    "nvfp4": ((schemes.NVFP4,) * 3, *schemes.SCHEMES["nvfp4"][1:]),
     "gguf": ((Format("q8_0"),) * 3, None, {}),
     "gguf, mixed": ((Format("q4_0"), Format("q4_0"), Format("q5_1")), None, {}),
 }

@@ -32,6 +32,7 @@ METHODS = [
     ("GPTQ_INT4", "gptq"),
     ("MXFP4", "mxfp4"),
     ("MXFP8", "mxfp8"),
+    ("NVFP4", "nvfp4"),
     ("LLAMAFILE", "gguf"),
     ("LLAMAFILE", "gguf, mixed"),
     ("LLAMAFILE", "bf16"),
