@@ -299,8 +299,9 @@ class Linear:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what is packed into a file, for `from_file`.
 
-        The file has the codes, scales and bias as a checkpoint would give them: it depends neither
-        on this CPU nor on threads or shards. It appears when it is complete; a process that dies
+        The file has the codes, scales and bias as a checkpoint would give them, or in fewer bytes
+        where the backend stores fewer and gives them back: it depends neither on this CPU nor on
+        threads or shards. It appears when it is complete; a process that dies
         before leaves the file that was there, and PATH.part.
 
         Parameters
@@ -344,7 +345,8 @@ class Linear:
         Raises
         ------
         BackendError
-            The backend is not there, or cannot run on this CPU.
+            The backend is not there, or cannot run on this CPU; or that of packed bytes, of the
+            file, is not.
         CheckpointError
             The file is missing, damaged, no such file, or of another version of ktk.
         ValueError

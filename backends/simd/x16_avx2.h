@@ -49,6 +49,10 @@ inline __m128i narrow(I32x16 a) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
   return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
 }
+inline void store_words(int16_t* out, I32x16 a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), words);
+}
 inline void store_product(float* out, __m128i q, float factor) {
   const __m256 f = _mm256_set1_ps(factor);
   const __m256 lo = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(q));

@@ -85,6 +85,7 @@ ELEMENTS: dict[str, Float | Integer] = {
     "u8": Integer(8, 0, 255),
     "i4": Integer(4, -8, 7),
     "u4": Integer(4, 0, 15, offset=8),
+    "i16": Integer(16, -32768, 32767),
 }
 
 #: Code of UE8M0 that is no power of two: NaN (OCP MX 1.0, 5.4.1).

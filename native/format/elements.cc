@@ -26,6 +26,7 @@ constexpr Element kElements[] = {
     {KTK_E5M2, "e5m2", {1, 1}},
     {KTK_E2M1, "e2m1", {2, 1}},
     {KTK_UE8M0, "ue8m0", {1, 1}},
+    {KTK_I16, "i16", {1, 2}},
     {KTK_GGML + 2, "q4_0", {32, 18}},
     {KTK_GGML + 3, "q4_1", {32, 20}},
     {KTK_GGML + 6, "q5_0", {32, 22}},

@@ -56,6 +56,13 @@ def check_same(found: ktk.Linear, wanted: ktk.Linear) -> None:
     assert torch.equal(found(x), wanted(x))
 
 
+@pytest.fixture(params=["AMXINT8", "BF16Z"])
+def any_saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / "layer.safetensors"
+    make(request.param, [64, 32], bias=True).save(path)
+    return path
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "layer.safetensors"
@@ -81,7 +88,8 @@ def test_the_same_bits_come_back(name: str, bias: bool, tmp_path: Path) -> None:
 
 
 def test_shards_are_no_property_of_a_file(tmp_path: Path) -> None:
-    for name in ("AMXINT8", "FP8"):  # rows of 1, and groups of 128 of them
+    # Rows of 1, groups of 128 of them, and rows that share a table of exponents.
+    for name in ("AMXINT8", "FP8", "BF16Z"):
         wanted = make(name, [N, 300], shards=2)
         path = tmp_path / f"{name}.safetensors"
         wanted.save(path)
@@ -91,20 +99,40 @@ def test_shards_are_no_property_of_a_file(tmp_path: Path) -> None:
         assert again.read_bytes() == path.read_bytes()
 
 
-def test_any_damage_is_found(saved: Path) -> None:
-    sound = saved.read_bytes()
+def test_any_damage_is_found(any_saved: Path) -> None:
+    sound = any_saved.read_bytes()
     for at in range(0, len(sound), 211):
         broken = bytearray(sound)
         broken[at] ^= 0xFF
-        saved.write_bytes(broken)
+        any_saved.write_bytes(broken)
         with pytest.raises(CheckpointError, match=r"layer\.safetensors"):
-            ktk.Linear.from_file(saved)
+            ktk.Linear.from_file(any_saved)
     for length in (0, 7, 8, 100, len(sound) // 2, len(sound) - 1):
-        saved.write_bytes(sound[:length])
+        any_saved.write_bytes(sound[:length])
         with pytest.raises(CheckpointError, match=r"layer.safetensors is damaged or truncated"):
-            ktk.Linear.from_file(saved)
-    saved.write_bytes(sound)
-    ktk.Linear.from_file(saved)
+            ktk.Linear.from_file(any_saved)
+    any_saved.write_bytes(sound)
+    ktk.Linear.from_file(any_saved)
+
+
+def test_a_backend_of_fewer_bits_saves_as_many(tmp_path: Path) -> None:
+    plain, path = tmp_path / "plain.safetensors", tmp_path / "layer.safetensors"
+    make("BF16", [512]).save(plain)
+    wanted = make("BF16Z", [512])
+    wanted.save(path)
+    header = 1024
+    assert path.stat().st_size < wanted.nbytes + header < 0.8 * plain.stat().st_size
+    check_same(ktk.Linear.from_file(path, "BF16"), make("BF16", [512]))
+
+
+def test_packed_bytes_that_nothing_here_reads_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "layer.safetensors"
+    monkeypatch.setattr(linear_file, "kept_layout", lambda _: "another-layout")
+    make("BF16Z", [64]).save(path)
+    with pytest.raises(BackendError, match="reads the packed layout another-layout"):
+        ktk.Linear.from_file(path)
 
 
 def test_other_files_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-// 8-bit symmetric quantization, for codecs of weights and activations.
+// Symmetric quantization, to 8 bits where nothing is said, for codecs of weights and activations.
 #pragma once
 
 #include "simd/f16.h"
@@ -57,7 +57,7 @@ inline F32x16 load_some(const typename Element::Storage* p, size_t count) {
   return Element::load(some);
 }
 
-// The scale of a group whose largest magnitude is `absmax`, so that |x / scale| <= 127.
+// The scale of a group whose largest magnitude is `absmax`, so that |x / scale| <= levels.
 struct SymmetricScale {
   float scale;   // NaN: the group holds NaN or Inf; 0: nothing but zeros
   float factor;  // 1 / scale; 0: that would overflow or be rounded coarsely, so divide
@@ -65,13 +65,13 @@ struct SymmetricScale {
   bool is_zero() const { return !(scale > 0); }
 };
 
-inline SymmetricScale symmetric_scale(float absmax) {
+inline SymmetricScale symmetric_scale(float absmax, float levels = 127) {
   constexpr float kLargest = 0x1.fffffep+127f, kSmallestNormal = 0x1p-126f;
   if (!(absmax <= kLargest)) return {__builtin_nanf(""), 0};
-  float scale = absmax / 127;
+  float scale = absmax / levels;
   if (scale >= kSmallestNormal) return {scale, 1 / scale};
-  // A subnormal scale has few bits: rounded down, it would push the largest value past 127.
-  if (scale * 127 < absmax) {
+  // A subnormal scale has few bits: rounded down, it would push the largest value past them.
+  if (scale * levels < absmax) {
     scale = __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scale) + 1);
   }
   return {scale, 0};
@@ -86,8 +86,9 @@ inline I32x16 quantize(F32x16 x, SymmetricScale s) {
 // Codes of a group of `count` values, and zeros behind them up to `padded`: take(i, codes) gets
 // those of values i to i + 15. Returns the scale.
 template <class Take>
-inline float quantize_group(const float* x, size_t count, size_t padded, Take take) {
-  const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, count));
+inline float quantize_group(const float* x, size_t count, size_t padded, Take take,
+                            float levels = 127) {
+  const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, count), levels);
   size_t i = 0;
   for (; i + 16 <= count; i += 16) take(i, quantize(load_f32(x + i), s));
   if (i < count) {

@@ -1,9 +1,8 @@
-// The product of the layouts of layout.h on 256-bit registers: f32 rows and FMA.
+// The product of the layouts of layout.h on 256-bit registers: f32 rows and FMA, codes decoded
+// beside the products.
 //
-// Sixteen registers hold a tile's sums and little more, so nothing is decoded beside the products:
-// a run of 128 k is decoded into scratch, 16 KiB of f32 that stay in L1 while all tiles of rows
-// pass them. A tile has up to 6 rows x 16 columns (1 or 2 rows: 32) and the sums of one group of k
-// in registers, which are then scaled and added to dst.
+// Sixteen registers hold the sums of 2 rows x 32 columns or 4 x 16, those of one group of k, and
+// what it takes to decode. More rows share what ymm_decoded.h decodes.
 //
 // Every output is one chain of additions over ascending k within a group, and one over groups, so a
 // row gets the same bits in any batch.
@@ -12,49 +11,10 @@
 #include <immintrin.h>
 
 #include "codec/scaled/kernel.h"
+#include "codec/scaled/ymm_scales.h"
 
 namespace ktk {
 namespace {
-
-// --- scratch -------------------------------------------------------------------------------------
-
-constexpr size_t kRunDepth = 128;
-
-struct YmmScratch {
-  float weights[kRunDepth][kBlockCols];
-  float scales[kRunDepth / NvScales::kGroupDepth][kBlockCols];  // of each group
-};
-
-inline size_t ymm_scratch_size(const ktk_matrix*, size_t) { return sizeof(YmmScratch); }
-
-// Scales of eight columns as f32, divided by kUnit.
-template <class Scales>
-inline __m256 widen(__m128i eight);
-
-template <>
-inline __m256 widen<MxScales>(__m128i exponents) {
-  const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(exponents), 23);
-  // 0 means 2^-127. 255 means NaN, which is in `start` already.
-  return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x00400000)));
-}
-
-template <>
-inline __m256 widen<NvScales>(__m128i codes) {
-  // sign, a copy of it to remove, then the other seven bits
-  const __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7);
-  return _mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16(static_cast<short>(0xbf80))));
-}
-
-// The scales of 32 columns and one group.
-template <class Scales>
-inline void widen_scales(const char* scales, float* out) {
-  for (size_t col = 0; col < kBlockCols; col += 8) {
-    const __m128i* eight = reinterpret_cast<const __m128i*>(scales + col);
-    _mm256_storeu_ps(out + col, widen<Scales>(_mm_loadl_epi64(eight)));
-  }
-}
-
-// --- the tile ------------------------------------------------------------------------------------
 
 inline void fma_in_place(__m256& sum, __m256 a, __m256 w) {
   asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(w));
@@ -67,109 +27,108 @@ inline __m256 broadcast_f32(const char* value) {
   return a;
 }
 
-// One group of kVectors * 8 columns: weights [begin, end), kBlockCols apart.
-template <class Decoder, size_t kRows, size_t kVectors>
-inline void multiply_group(const float* begin, const float* end, const float* scales,
-                           const char* first_act, size_t act_stride, float* dst,
-                           size_t dst_stride) {
-  RowPointers<kRows> act(first_act, act_stride);
-  __m256 sum[kRows][kVectors];
+template <size_t kRows, size_t kVectors>
+inline void clear(__m256 (&sum)[kRows][kVectors]) {
 #pragma GCC unroll 6
   for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (size_t j = 0; j < kVectors; ++j) sum[i][j] = _mm256_setzero_ps();
   }
-#pragma GCC unroll 1
-  for (const float* weights = begin; weights != end; weights += kBlockCols) {
-    __m256 w[kVectors];
-#pragma GCC unroll 4
-    for (size_t j = 0; j < kVectors; ++j) w[j] = _mm256_load_ps(weights + 8 * j);
-#pragma GCC unroll 6
-    for (size_t i = 0; i < kRows; ++i) {
-      const __m256 a = broadcast_f32(act.row(i));
-#pragma GCC unroll 4
-      for (size_t j = 0; j < kVectors; ++j) fma_in_place(sum[i][j], a, w[j]);
-    }
-    act.advance(sizeof(float));
-  }
+}
+
+// dst += scale * sum, of a group and the columns from `col` on.
+template <class Decoder, class Scales, size_t kRows, size_t kVectors>
+inline void add_scaled(const __m256 (&sum)[kRows][kVectors], const YmmScales<Scales>& scales,
+                       size_t col, float* dst, size_t dst_stride) {
 #pragma GCC unroll 6
   for (size_t i = 0; i < kRows; ++i, dst += dst_stride) {
 #pragma GCC unroll 4
     for (size_t j = 0; j < kVectors; ++j) {
-      const __m256 scale = _mm256_load_ps(scales + 8 * j);
-      const __m256 value = Decoder::value(sum[i][j]);
+      const __m256 value = Decoder::value(sum[i][j]), scale = scales.load(col + 8 * j);
       _mm256_storeu_ps(dst + 8 * j, _mm256_fmadd_ps(value, scale, _mm256_loadu_ps(dst + 8 * j)));
     }
   }
 }
 
-template <class Decoder, class Layout, size_t kRows>
-void multiply_tile(const YmmScratch& scratch, size_t depth, const char* act, const Tile& t) {
-  constexpr size_t kGroupDepth = Layout::Scales::kGroupDepth;
-  constexpr size_t kVectors = kRows <= 2 ? 4 : 2;
-  const float* scales = scratch.scales[0];
-  for (size_t k = 0; k < depth; k += kGroupDepth, scales += kBlockCols) {
-    const size_t k_end = smaller(k + kGroupDepth, depth);
-    for (size_t col = 0; col < kBlockCols; col += 8 * kVectors) {
-      multiply_group<Decoder, kRows, kVectors>(
-          scratch.weights[k] + col, scratch.weights[k_end] + col, scales + col,
-          act + k * sizeof(float), t.act_stride, t.dst + col, t.dst_stride);
+// Decoder makes two registers of 16 columns of a line, for each of its k.
+template <class Decoder, size_t kRows, size_t kVectors>
+inline void add_line(__m256 (&sum)[kRows][kVectors], const char* line, size_t first,
+                     const RowPointers<kRows>& act) {
+  const typename Decoder::Line codes(line);
+#pragma GCC unroll 8
+  for (size_t k = 0; k < Decoder::kLineDepth; ++k) {
+    __m256 low, high;
+    codes.vectors(k, low, high);
+#pragma GCC unroll 4
+    for (size_t i = 0; i < kRows; ++i) {
+      const __m256 a = broadcast_f32(act.row(i) + k * sizeof(float));
+      fma_in_place(sum[i][first], a, low);
+      fma_in_place(sum[i][first + 1], a, high);
     }
   }
 }
 
-// Decoder writes the values of a line, kLineDepth rows of 16 columns, kBlockCols floats apart.
+// kHalves of a block's 32 columns, from `half` on.
+template <class Decoder, class Layout, size_t kRows, size_t kHalves>
+inline void multiply_codes(const ScaledKernel<Layout>& kernel, const Tile& t, size_t half,
+                           Fetch& fetch) {
+  using Scales = typename Layout::Scales;
+  constexpr size_t kVectors = 2 * kHalves;
+  constexpr size_t kGroupBytes = Layout::kGroupBytes, kCodeBytes = Layout::kCodeBytes;
+  constexpr size_t kGroups = kGroupBytes < kCodeBytes ? kCodeBytes / kGroupBytes : 1;
+  const size_t col = half * kHalfCols;
+  RowPointers<kRows> act(kernel.template act<sizeof(float)>(t), t.act_stride);
+  YmmScales<Scales> scales(kernel.scales(t));
+  const char* const run_end = kernel.end(t);
+  for (const char* line = kernel.begin(t); line != run_end;) {
+    scales.begin(line);
+    if constexpr (Scales::kLineBytes) {
+      if (half == 0) fetch.template next_of<Scales::kLineBytes / kLine>();
+      line += Scales::kLineBytes;
+    }
+#pragma GCC unroll 1
+    for (size_t group = 0; group < kGroups; ++group) {
+      const char* end = line + kGroupBytes;
+      // The last group may be one step short.
+      if (kGroupBytes > kCodeBytes && end > run_end) end = run_end;
+      __m256 sum[kRows][kVectors];
+      clear(sum);
+#pragma GCC unroll 1
+      for (; line != end; line += 2 * kLine) {
+#pragma GCC unroll 2
+        for (size_t i = 0; i < kHalves; ++i) {
+          fetch.next_unseen();
+          add_line<Decoder>(sum, line + (half + i) * kLine, 2 * i, act);
+        }
+        act.advance(Layout::kLineDepth * sizeof(float));
+      }
+      add_scaled<Decoder>(sum, scales, col, t.dst + col, t.dst_stride);
+      scales.advance();
+    }
+  }
+}
+
 template <class Decoder, class Layout>
 class YmmKernel : public ScaledKernel<Layout> {
-  using Base = ScaledKernel<Layout>;
-  using Scales = typename Layout::Scales;
-
  public:
-  static constexpr size_t kMr = 6;
+  using ScaledKernel<Layout>::ScaledKernel;
+  static constexpr size_t kMr = 4;
   static constexpr size_t kLineProducts = Layout::kLineDepth * 2;
-  static constexpr size_t kRunSlabs = kRunDepth / Base::kSlabDepth;
-  static constexpr auto kTiles =
-      row_table<kMr>([]<size_t kRows> { return &multiply_tile<Decoder, Layout, kRows>; });
+  static size_t passes(size_t rows) { return rows <= 2 ? 1 : 2; }
 
-  explicit YmmKernel(const ktk_matmul* mm)
-      : Base(mm), scratch_(static_cast<YmmScratch*>(mm->scratch)) {}
-
-  void begin_run(const Run& run, Fetch fetch) const {
-    const Decoder decoder;
-    float (*scales)[kBlockCols] = scratch_->scales;
-    if constexpr (!Scales::kLineBytes) {
-      static_assert(Scales::kGroupDepth == kRunDepth);
-      const float* from = reinterpret_cast<const float*>(this->scales(run));
-      for (size_t col = 0; col < kBlockCols; ++col) {
-        scales[0][col] = from[Scales::kPerGroup ? 0 : col];
-      }
-    }
-    float* out = scratch_->weights[0];
-    for (const char *line = this->begin(run), *end = this->end(run); line != end;) {
-      const char* step_end = line + Layout::kStepBytes;
-      if constexpr (Scales::kLineBytes) {
-        fetch.next_of<Scales::kLineBytes / kLine>();
-        for (size_t at = 0; at < Scales::kLineBytes; at += kBlockCols) {
-          widen_scales<Scales>(line + at, *scales++);
-        }
-        line += Scales::kLineBytes;
-      }
-      for (; line != step_end; line += 2 * kLine, out += Layout::kLineDepth * kBlockCols) {
-        fetch.next();
-        fetch.next();
-        decoder.decode(line, out);
-        decoder.decode(line + kLine, out + kHalfCols);
-      }
-    }
-  }
-
-  void tile(const Tile& t) const {
-    const size_t depth = (this->end(t) - this->begin(t)) / Layout::kStepBytes * kStepDepth;
-    kTiles[t.rows](*scratch_, depth, this->template act<sizeof(float)>(t), t);
-  }
+  void tile(const Tile& t) const { kTiles[t.rows](*this, t); }
 
  private:
-  YmmScratch* scratch_;
+  template <size_t kRows>
+  static void multiply(const YmmKernel& kernel, const Tile& t) {
+    constexpr size_t kHalves = kRows <= 2 ? 2 : 1;
+    Fetch fetch = t.fetch;
+    for (size_t half = 0; half < 2; half += kHalves) {
+      multiply_codes<Decoder, Layout, kRows, kHalves>(kernel, t, half, fetch);
+    }
+  }
+  static constexpr auto kTiles =
+      row_table<kMr>([]<size_t kRows> { return &YmmKernel::multiply<kRows>; });
 };
 
 }  // namespace

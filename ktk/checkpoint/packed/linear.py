@@ -3,12 +3,15 @@
     | 8 bytes | JSON                              | tensors, without gaps                  |
     | length  | __metadata__: ktk_linear, its xxh3 | 0.data 0.scale 0.zero 1.data ... bias |
 
-A tensor is the bytes of its rows, uint8 [rows, bytes], as a checkpoint would have them. The header
-says in which format each part of the weight is, and has the checksum of each tensor:
+A tensor is the bytes of its rows, uint8 [rows, bytes], as a checkpoint would have them. Of backends
+whose packed bytes files keep (ktk.checkpoint.packed.layout), a part is one tensor, 0.packed, uint8
+[1, bytes]. The header says in which format each part of the weight is, and has the checksum of each
+tensor:
 
     ktk_linear       {"version": 1, "writer": "ktk 0.1.0", "backend": "AMXINT8",
                       "in_features": 2048, "out_features": 4096,
-                      "parts": [{"rows": 4096, "factor": 1.0, "format": {...}}],
+                      "parts": [{"rows": 4096, "factor": 1.0, "format": {...},
+                                 "layout": "of 0.packed, or nothing"}],
                       "xxh3": {"0.data": "16 digits", ...}}
     ktk_linear_xxh3  the checksum of that text
 """
@@ -33,6 +36,8 @@ from ktk.checkpoint.entries import (
     table,
     text,
 )
+from ktk.checkpoint.matrix import MatrixInfo
+from ktk.checkpoint.packed.codec import kept_layout, pack, unpack
 from ktk.checkpoint.packed.header import checksum, format_entries, hex_of, read_format, writer
 from ktk.checkpoint.packed.layout import ALIGNMENT
 from ktk.checkpoint.safetensors.tensor_file import TensorFile
@@ -43,6 +48,7 @@ from ktk.quantize import from_bytes
 
 VERSION = 1
 _PIECES = ("data", "scale", "zero")
+_PACKED = "packed"
 _ENTRY = "ktk_linear"
 
 
@@ -78,16 +84,22 @@ class SavedLinear:
 def write_linear(path: Path, linear: Any) -> None:
     """Write a `ktk.Linear`; the file is there when it is complete."""
     core = linear._core
+    layout = kept_layout(linear.backend)
     tensors: dict[str, np.ndarray] = {}
     parts = []
     for index, (fmt, found) in enumerate(zip(linear.formats, core.exported(), strict=True)):
         *pieces, factor = found
-        tensors |= {
-            f"{index}.{name}": piece
-            for name, piece in zip(_PIECES, pieces, strict=True)
-            if piece.size
-        }
         entry = {"rows": len(pieces[0]), "factor": factor, "format": format_entries(fmt)}
+        if layout:
+            packed = pack(linear.backend, from_bytes(fmt, *pieces), fmt, fmt)
+            tensors[f"{index}.{_PACKED}"] = packed.numpy().reshape(1, -1)
+            entry["layout"] = layout
+        else:
+            tensors |= {
+                f"{index}.{name}": piece
+                for name, piece in zip(_PIECES, pieces, strict=True)
+                if piece.size
+            }
         parts.append(entry)
     if linear.bias:
         tensors["bias"] = core.bias()
@@ -155,15 +167,16 @@ def _read(file: TensorFile) -> SavedLinear:
         )
     tensors = {name: _checked(file, name, sums) for name in sums}
     file.close()
+    backend = text("backend", entries.get("backend"))
     columns = integer("in_features", entries.get("in_features"), least=1)
     rows = integer("out_features", entries.get("out_features"), least=1)
     parts = [
-        _part(index, table("parts", one), tensors)
+        _part(index, table("parts", one), tensors, backend, columns)
         for index, one in enumerate(items("parts", entries.get("parts")))
     ]
     bias = tensors.get("bias")
     return SavedLinear(
-        text("backend", entries.get("backend")),
+        backend,
         columns,
         rows,
         parts,
@@ -171,14 +184,30 @@ def _read(file: TensorFile) -> SavedLinear:
     )
 
 
-def _part(index: int, entries: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Matrix:
+def _part(
+    index: int,
+    entries: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    backend: str,
+    columns: int,
+) -> Matrix:
     fmt = read_format(f"part {index}", table("format", entries.get("format")))
     rows = integer("rows", entries.get("rows"), least=1)
     none = np.empty((rows, 0), np.uint8)
     data, scale, zero = (tensors.get(f"{index}.{name}", none) for name in _PIECES)
-    if len(data) != rows or not data.size:
+    packed = tensors.get(f"{index}.{_PACKED}")
+    made: Matrix
+    if packed is not None:
+        layout = text("layout", entries.get("layout"))
+        try:
+            info = MatrixInfo(fmt, rows, columns)
+            made = unpack(backend, layout, info, torch.from_numpy(packed).reshape(-1))
+        except ValueError as error:
+            raise EntryError(f"part {index}: {error}") from error
+    elif len(data) != rows or not data.size:
         raise EntryError(f"part {index} has {len(data)} rows, expected {rows}")
-    made = from_bytes(fmt, data, scale, zero)
+    else:
+        made = from_bytes(fmt, data, scale, zero)
     factor = number("factor", entries.get("factor"))
     return made if factor == 1 else replace(made, factor=torch.tensor([factor]))
 

@@ -75,6 +75,7 @@ enum {
   KTK_E5M2 = 9,   /* OCP FP8 E5M2 */
   KTK_E2M1 = 10,  /* OCP FP4, even k in the low nibble */
   KTK_UE8M0 = 11, /* OCP power-of-two scale, 2^(e-127), 255 is NaN */
+  KTK_I16 = 12,   /* two's complement, of activations */
   KTK_GGML = 256
 };
 

@@ -1,0 +1,220 @@
+// E2M1 times int16 rows on 256-bit registers: vpmaddwd multiplies two k of eight columns at once,
+// and codes need three instructions to become its operand.
+//
+// A pair of k of a column is a word each in a dword (layout.h), so shifting and masking leaves two
+// codes where two int16 belong, and vpshufb looks up both: the low byte by the code, and the high
+// byte, which is zero, as code 0. Twice a value is an integer; with kOffset added, its low byte is
+// positive and that of code 0 is 12. So what is looked up is
+//
+//   word(code) = 2 value(code) + 12 + 256 * 12 = 2 value(code) + kOffset
+//
+// and the sums of a group start at -kOffset * (sum of the row's codes), which ActI16 has ready. The
+// sums themselves are below 2^24 and exact; on the way they may wrap around.
+//
+// Every output is dst = fma(sum * act scale, weight scale, dst), group after group of ascending k,
+// so a row gets the same bits in any batch.
+#pragma once
+
+#include <immintrin.h>
+
+#include "codec/scaled/act_i16.h"
+#include "codec/scaled/kernel.h"
+#include "codec/scaled/ymm_scales.h"
+#include "mxfp4/layout.h"
+
+namespace ktk::mxfp4 {
+namespace {
+
+constexpr int kOffset = 12 + 256 * 12;
+constexpr size_t kLineCodes = Codes::kLineDepth;  // k of a line
+constexpr size_t kPairBytes = 2 * sizeof(int16_t);
+
+// --- codes ---------------------------------------------------------------------------------------
+
+struct WordLookup {
+  __m256i words = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
+  __m256i mask = _mm256_set1_epi16(15);
+
+  // Of eight columns the words of k 2i and 2i + 1.
+  template <int i>
+  __m256i pair(__m256i codes) const {
+    if constexpr (i > 0) codes = _mm256_srli_epi16(codes, 4 * i);
+    if constexpr (i < 3) codes = _mm256_and_si256(codes, mask);
+    return _mm256_shuffle_epi8(words, codes);
+  }
+};
+
+// --- rows ----------------------------------------------------------------------------------------
+
+// What a tile reads of its rows, from the first k of a run on.
+template <size_t kRows>
+struct I16Rows {
+  RowPointers<kRows> codes;
+  const char *scales, *sums;  // of the first row
+  size_t stride;
+
+  // Volatile: gcc 12 would keep the pairs of all rows for the next columns, and spill sums.
+  __m256i pair(size_t row, size_t i) const {
+    __m256i act;
+    asm volatile("vpbroadcastd %1, %0"
+                 : "=x"(act)
+                 : "m"(*reinterpret_cast<const int*>(codes.row(row) + i * kPairBytes)));
+    return act;
+  }
+  // What the sums of a group of so many k start at.
+  template <size_t kDepth>
+  __m256i start(size_t row) const {
+    const int* sum = reinterpret_cast<const int*>(sums + row * stride);
+    __m256i all = _mm256_set1_epi32(sum[0]);
+    if constexpr (kDepth > ActI16::kSumDepth) {
+      all = _mm256_add_epi32(all, _mm256_set1_epi32(sum[1]));
+    }
+    return _mm256_mullo_epi32(all, _mm256_set1_epi32(-kOffset));
+  }
+  __m256 scale(size_t row) const {
+    return _mm256_set1_ps(*reinterpret_cast<const float*>(scales + row * stride));
+  }
+  // Past a group of so many k that starts at k, or any multiple of its scale's group further on.
+  template <size_t kDepth>
+  void advance_group(size_t k) {
+    sums += kDepth / ActI16::kSumDepth * sizeof(int32_t);
+    if ((k + kDepth) % ActI16::kGroup == 0) scales += sizeof(float);
+  }
+};
+
+// sum += the products of pairs. One piece of asm, so that gcc 12 keeps to sixteen registers.
+inline void add_pairs(__m256i& sum, __m256i weights, __m256i act) {
+  __m256i products;
+  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
+      : "+x"(sum), "=&x"(products)
+      : "x"(weights), "x"(act));
+}
+
+// dst += scaled sums of a group, of the columns from `col` on. Words are twice the values, scales
+// kUnit times too small.
+template <class Scales, size_t kRows, size_t kVectors>
+inline void add_scaled(const __m256i (&sum)[kRows][kVectors], const I16Rows<kRows>& rows,
+                       const YmmScales<Scales>& scales, size_t col, float* dst, size_t dst_stride) {
+  __m256 scale[kVectors];
+#pragma GCC unroll 4
+  for (size_t j = 0; j < kVectors; ++j) scale[j] = scales.load(col + 8 * j);
+#pragma GCC unroll 6
+  for (size_t i = 0; i < kRows; ++i, dst += dst_stride) {
+    const __m256 act = _mm256_mul_ps(rows.scale(i), _mm256_set1_ps(Scales::kUnit / 2));
+#pragma GCC unroll 4
+    for (size_t j = 0; j < kVectors; ++j) {
+      const __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[i][j]), act);
+      _mm256_storeu_ps(dst + 8 * j, _mm256_fmadd_ps(value, scale[j], _mm256_loadu_ps(dst + 8 * j)));
+    }
+  }
+}
+
+// --- few rows: codes become words beside the products
+// ---------------------------------------------
+
+// The words of one line, times its rows.
+template <int i, size_t kRows, size_t kVectors>
+inline void add_pair(__m256i (&sum)[kRows][kVectors], const WordLookup& lookup, __m256i codes,
+                     size_t j, const I16Rows<kRows>& rows) {
+  const __m256i weights = lookup.pair<i>(codes);
+#pragma GCC unroll 4
+  for (size_t row = 0; row < kRows; ++row) {
+    add_pairs(sum[row][j], weights, rows.pair(row, i));
+  }
+}
+
+// kHalves of a block's 32 columns, from `half` on.
+template <class Layout, size_t kRows, size_t kHalves>
+inline void multiply_codes(const ScaledKernel<Layout>& kernel, const Tile& t, size_t half,
+                           I16Rows<kRows> rows, Fetch& fetch) {
+  using Scales = typename Layout::Scales;
+  constexpr size_t kDepth = Scales::kGroupDepth, kVectors = 2 * kHalves;
+  const WordLookup lookup;
+  const size_t col = half * kHalfCols;
+  YmmScales<Scales> scales(nullptr);
+  for (const char *step = kernel.begin(t), *end = kernel.end(t); step != end;
+       step += Layout::kStepBytes) {
+    scales.begin(step);
+    const char* line = step + Scales::kLineBytes + half * kLine;
+    if (half == 0) fetch.template next_of<Scales::kLineBytes / kLine>();
+#pragma GCC unroll 1
+    for (size_t k = 0; k < kStepDepth; k += kDepth) {
+      __m256i sum[kRows][kVectors];
+#pragma GCC unroll 4
+      for (size_t i = 0; i < kRows; ++i) {
+        sum[i][0] = rows.template start<kDepth>(i);
+#pragma GCC unroll 4
+        for (size_t j = 1; j < kVectors; ++j) sum[i][j] = sum[i][0];
+      }
+#pragma GCC unroll 1
+      for (size_t i = 0; i < kDepth; i += kLineCodes, line += 2 * kLine) {
+#pragma GCC unroll 4
+        for (size_t j = 0; j < kVectors; ++j) {
+          if (j % 2 == 0) fetch.next_unseen();
+          const __m256i codes = _mm256_load_si256(reinterpret_cast<const __m256i*>(line) + j);
+          add_pair<0>(sum, lookup, codes, j, rows);
+          add_pair<1>(sum, lookup, codes, j, rows);
+          add_pair<2>(sum, lookup, codes, j, rows);
+          add_pair<3>(sum, lookup, codes, j, rows);
+        }
+        rows.codes.advance(kLineCodes * sizeof(int16_t));
+      }
+      add_scaled(sum, rows, scales, col, t.dst + col, t.dst_stride);
+      scales.advance();
+      rows.template advance_group<kDepth>(k);
+    }
+  }
+}
+
+// --- the kernels ---------------------------------------------------------------------------------
+
+template <class Layout>
+class I16Kernel : public ScaledKernel<Layout> {
+ public:
+  explicit I16Kernel(const ktk_matmul* mm)
+      : ScaledKernel<Layout>(mm),
+        scale_offset_(ActI16::scale_offset(mm->matrix)),
+        sum_offset_(ActI16::sum_offset(mm->matrix)) {}
+
+ protected:
+  template <size_t kRows>
+  I16Rows<kRows> rows(const Tile& t) const {
+    const size_t k = t.begin * kStepDepth;
+    return {{t.act + k * sizeof(int16_t), t.act_stride},
+            t.act + scale_offset_ + k / ActI16::kGroup * sizeof(float),
+            t.act + sum_offset_ + k / ActI16::kSumDepth * sizeof(int32_t),
+            t.act_stride};
+  }
+
+ private:
+  size_t scale_offset_, sum_offset_;
+};
+
+template <class Layout>
+class I16CodesKernel : public I16Kernel<Layout> {
+ public:
+  using I16Kernel<Layout>::I16Kernel;
+  static constexpr size_t kMr = 4;
+  static constexpr size_t kLineProducts = 4;
+  // Two rows of 32 columns fill the registers, as four of 16 do.
+  static size_t passes(size_t rows) { return rows <= 2 ? 1 : 2; }
+
+  void tile(const Tile& t) const { kTiles[t.rows](*this, t); }
+
+ private:
+  template <size_t kRows>
+  static void multiply(const I16CodesKernel& kernel, const Tile& t) {
+    constexpr size_t kHalves = kRows <= 2 ? 2 : 1;
+    const I16Rows<kRows> rows = kernel.template rows<kRows>(t);
+    Fetch fetch = t.fetch;
+    for (size_t half = 0; half < 2; half += kHalves) {
+      multiply_codes<Layout, kRows, kHalves>(kernel, t, half, rows, fetch);
+    }
+  }
+  static constexpr auto kTiles =
+      row_table<kMr>([]<size_t kRows> { return &I16CodesKernel::multiply<kRows>; });
+};
+
+}  // namespace
+}  // namespace ktk::mxfp4
