@@ -118,6 +118,14 @@ def cpu_seconds(body: str) -> float:
     return min(float(run(_TIMED.format(body=body))) for _ in range(5))
 
 
+def allowed(seconds: float) -> float:
+    """Return the time that something may take: on a slow machine, in proportion to numpy's import.
+
+    That takes a tenth of a second where this package was first measured.
+    """
+    return seconds * max(1, (cpu_seconds("import numpy") - cpu_seconds("pass")) / 0.1)
+
+
 def test_import_takes_little_memory() -> None:
     """Torch takes 200 MB; Python with ktk has to do with a quarter of that."""
     # Not ru_maxrss: a child starts with that of its parent.
@@ -126,13 +134,13 @@ def test_import_takes_little_memory() -> None:
 
 
 def test_import_takes_a_tenth_of_a_second() -> None:
-    assert cpu_seconds("import ktk") - cpu_seconds("import subprocess") < 0.1
+    assert cpu_seconds("import ktk") - cpu_seconds("import subprocess") < allowed(0.1)
 
 
 @pytest.mark.parametrize("arguments", ["", ", '--help'"])
 def test_help_takes_a_quarter_of_a_second(arguments: str) -> None:
     body = f"sys.argv = ['ktk'{arguments}]; from ktk.__main__ import main; main()"
-    assert cpu_seconds(body) < 0.25
+    assert cpu_seconds(body) < allowed(0.25)
 
 
 def test_import_loads_no_backend_and_no_optional_package() -> None:
