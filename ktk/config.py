@@ -12,7 +12,7 @@ from ktk._core import activation_names
 ACTIVATIONS = tuple(activation_names())
 #: What else checkpoints call them (`hidden_act` of config.json). transformers has the tanh form of
 #: GELU under two names.
-_SPELLINGS = {
+SPELLINGS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
@@ -124,5 +124,5 @@ class MoEConfig:
 
 def activation_called(name: str) -> str | None:
     """Return the activation function that checkpoints call so; None if ktk does not compute it."""
-    found = _SPELLINGS.get(name, name)
+    found = SPELLINGS.get(name, name)
     return found if found in ACTIVATIONS else None

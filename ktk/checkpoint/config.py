@@ -28,7 +28,7 @@ _NAMES = {
 }
 
 # What no choice of an activation makes right.
-_REFUSED = {
+REFUSED = {
     **dict.fromkeys(
         ("llama4", "llama4_text"),
         "multiplies what goes into an expert by its routing weight; ktk multiplies what comes out",
@@ -156,7 +156,7 @@ def _config(entries: dict[str, Any]) -> ExpertConfig:
 
 def refusal(model_type: str) -> str:
     """Return why a model's experts are others than ktk computes; empty if they are not."""
-    reason = _REFUSED.get(model_type)
+    reason = REFUSED.get(model_type)
     return f"the model type {model_type!r} {reason}" if reason else ""
 
 

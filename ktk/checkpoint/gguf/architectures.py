@@ -28,7 +28,7 @@ _SILU = (
     *("rnd1", "step35"),
 )
 # In the words of config.json; one that `ktk.config` does not know is refused with its name.
-_ACTIVATIONS = {
+ACTIVATIONS = {
     **dict.fromkeys(_SILU, "silu"),
     "gemma4": "gelu_pytorch_tanh",
     "gpt-oss": "swigluoai",
@@ -72,7 +72,7 @@ class Metadata:
 
     def config(self, layer: int, intermediate_size: int) -> ExpertConfig:
         """Describe the experts of a layer."""
-        activation = _ACTIVATIONS.get(self.architecture, "unknown")
+        activation = ACTIVATIONS.get(self.architecture, "unknown")
         limit = self._of_layer(_CLAMP, layer, _CLAMP_OF_OLD_FILES.get(self.architecture, 0)) or None
         if activation == "swigluoai":
             limit = _OAI_LIMIT

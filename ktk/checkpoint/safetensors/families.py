@@ -56,17 +56,20 @@ class Family:
 
     `parts` has gate and up, or gate_up, and down; and the same with `_bias` where experts have
     biases. `model_types` restricts the row to these values of config.json's model_type, for schemes
-    that names and shapes cannot tell apart.
+    that names and shapes cannot tell apart. `models` says for people who uses it, in
+    docs/checkpoints.md.
     """
 
     name: str
+    models: str
     parts: Mapping[str, Stored]
     model_types: tuple[str, ...] = ()
 
 
-def _per_expert(name: str, where: str, gate: str, up: str, down: str) -> Family:
+def _per_expert(name: str, models: str, where: str, gate: str, up: str, down: str) -> Family:
     return Family(
         name,
+        models,
         {
             "gate": Stored(f"{where}.{gate}.weight", "I H"),
             "up": Stored(f"{where}.{up}.weight", "I H"),
@@ -75,26 +78,32 @@ def _per_expert(name: str, where: str, gate: str, up: str, down: str) -> Family:
     )
 
 
-def _fused(name: str, gate_up: tuple[str, str], down: tuple[str, str]) -> Family:
-    return Family(name, {"gate_up": Stored(*gate_up), "down": Stored(*down)})
+def _fused(name: str, models: str, gate_up: tuple[str, str], down: tuple[str, str]) -> Family:
+    return Family(name, models, {"gate_up": Stored(*gate_up), "down": Stored(*down)})
 
 
 # In order of trial. Rows with model_types come before rows that read the same names otherwise.
 FAMILIES = (
-    # Qwen2/3/3.5-MoE and Qwen3-Next, DeepSeek V2/V3/V3.2, Kimi-K2, GLM-4.5 and later, OLMoE,
-    # Ernie-4.5, dots1, Hunyuan and most of the rest
-    _per_expert("per-expert", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj"),
-    # Mixtral, MiniMax M2 and M3, Phi-3.5-MoE, Kimi-Linear
-    _per_expert("mixtral", "block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
-    # DeepSeek-V4
-    _per_expert("deepseek-v4", "ffn.experts.{e}", "w1", "w3", "w2"),
-    # Mistral's own names
-    _per_expert("mistral", "experts.{e}", "w1", "w3", "w2"),
-    # Jamba
-    _per_expert("jamba", "feed_forward.experts.{e}", "gate_proj", "up_proj", "down_proj"),
-    # LFM2-MoE
-    _per_expert("lfm2", "feed_forward.experts.{e}", "w1", "w3", "w2"),
+    _per_expert(
+        "per-expert",
+        "Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, DeepSeek V2, V3, V3.2, Kimi-K2, "
+        "K2-Thinking, K2.5, GLM-4.5 to 5, OLMoE, Ernie-4.5, dots1, Hunyuan-A13B, Hy3, MiMo-V2, "
+        "AFMoE, EXAONE-MoE, Ling and most others",
+        *("mlp.experts.{e}", "gate_proj", "up_proj", "down_proj"),
+    ),
+    _per_expert(
+        "mixtral",
+        "Mixtral, MiniMax-Text-01, M2, M3, Phi-3.5-MoE, Kimi-Linear",
+        *("block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
+    ),
+    _per_expert("deepseek-v4", "DeepSeek-V4", "ffn.experts.{e}", "w1", "w3", "w2"),
+    _per_expert("mistral", "Mistral's own files", "experts.{e}", "w1", "w3", "w2"),
+    _per_expert(
+        *("jamba", "Jamba", "feed_forward.experts.{e}", "gate_proj", "up_proj", "down_proj"),
+    ),
+    _per_expert("lfm2", "LFM2-MoE", "feed_forward.experts.{e}", "w1", "w3", "w2"),
     Family(
+        "gpt-oss",
         "gpt-oss",
         {
             "gate_up": Stored("mlp.experts.gate_up_proj", "E H I2"),
@@ -104,26 +113,35 @@ FAMILIES = (
         },
         model_types=("gpt_oss",),
     ),
-    # Qwen3.5-MoE, Mistral-4, and what transformers 5 keeps in memory
     _fused(
         "fused",
+        "Qwen3.5-MoE, Mistral-4, Hy4, and what transformers 5 keeps in memory",
         ("mlp.experts.gate_up_proj", "E 2I H"),
         ("mlp.experts.down_proj", "E H I"),
     ),
-    # Qwen3-VL-MoE. No sizes fit this row and the one above: that would take H = 2I and H = I.
+    # No sizes fit this row and the one above: that would take H = 2I and H = I.
     _fused(
         "fused-transposed",
+        "Qwen3-VL-MoE",
         ("mlp.experts.gate_up_proj", "E H 2I"),
         ("mlp.experts.down_proj", "E I H"),
     ),
-    # Granite 3 and 4
     _fused(
         "granite",
+        "Granite 3 and 4",
         ("block_sparse_moe.input_linear.weight", "E 2I H"),
         ("block_sparse_moe.output_linear.weight", "E H I"),
     ),
-    # Gemma-4
-    _fused("gemma4", ("experts.gate_up_proj", "E 2I H"), ("experts.down_proj", "E H I")),
-    # Aria
-    _fused("aria", ("mlp.experts.fc1.weight", "E H 2I"), ("mlp.experts.fc2.weight", "E I H")),
+    _fused(
+        "gemma4",
+        "Gemma-4",
+        ("experts.gate_up_proj", "E 2I H"),
+        ("experts.down_proj", "E H I"),
+    ),
+    _fused(
+        "aria",
+        "Aria",
+        ("mlp.experts.fc1.weight", "E H 2I"),
+        ("mlp.experts.fc2.weight", "E I H"),
+    ),
 )

@@ -86,9 +86,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Scheme:
-    """A row of the table: `tensors` has the elements as ``data``, and what else belongs to them."""
+    """A row of the table: `tensors` has the elements as ``data``, and what else belongs to them.
+
+    `found` says for people whose files are so, in docs/checkpoints.md.
+    """
 
     name: str
+    found: str
     tensors: Mapping[str, Part]
     decode: Callable[[Tensors, Layout], Matrix]
 
@@ -251,11 +255,17 @@ _FLOATS = ("F32", "BF16", "F16")
 _EXPONENTS = ("U8", "F8_E8M0")
 _BY_ROW = "N 1 | N | 1 |"
 
-PLAIN = Scheme("plain", {"data": Part(".weight", "N K", ("BF16", "F16", "F32"), fused="")}, _plain)
+PLAIN = Scheme(
+    "plain",
+    "models that are not quantised",
+    {"data": Part(".weight", "N K", ("BF16", "F16", "F32"), fused="")},
+    _plain,
+)
 
 
 def _fp8(
     name: str,
+    found: str,
     scale: str,
     shape: str,
     dtypes: tuple[str, ...],
@@ -265,32 +275,47 @@ def _fp8(
         "data": Part(".weight", "N K", ("F8_E4M3",), fused=""),
         "scale": Part("." + scale, shape, dtypes, fused=scale.removeprefix("weight")),
     }
-    return Scheme(name, tensors, decode)
+    return Scheme(name, found, tensors, decode)
 
 
-def _nvfp4(shape: str, scale: str, decode: Callable[[Tensors, Layout], Matrix]) -> Scheme:
+def _nvfp4(
+    found: str, shape: str, scale: str, decode: Callable[[Tensors, Layout], Matrix]
+) -> Scheme:
     tensors = {
         "data": Part(".weight", shape, ("U8",), fused=""),
         "scale": Part(".weight_scale", scale, ("F8_E4M3",), fused="_weight_scale"),
         "factor": Part(".weight_scale_2", "1 |", ("F32",), fused="_weight_scale_2", shared=True),
     }
-    return Scheme("nvfp4", tensors, decode)
+    return Scheme("nvfp4", found, tensors, decode)
 
 
 # In order of trial; the first whose tensors are there, of the right types and shapes.
 SCHEMES = (
     PLAIN,
-    # MiniMax-M3, and compressed-tensors; before blocks, which weight_block_size [1, 32] would fit
-    _fp8("mxfp8", "weight_scale_inv", "N K/32", _EXPONENTS, _mx("e4m3")),
-    _fp8("mxfp8", "weight_scale", "N K/32", _EXPONENTS, _mx("e4m3")),
-    # DeepSeek-V3, MiniMax-M2, GLM, Qwen3: fine-grained FP8, and the same by compressed-tensors
-    _fp8("fp8 by blocks", "weight_scale_inv", "N/B K/C", (*_FLOATS, *_EXPONENTS), _fp8_block),
-    _fp8("fp8 by blocks", "weight_scale", "N/B K/C", _FLOATS, _fp8_block),
-    # compressed-tensors float-quantized, per channel or per tensor
-    _fp8("fp8 by rows", "weight_scale", _BY_ROW, _FLOATS, _fp8_row),
-    # compressed-tensors int-quantized
+    # Before blocks, which weight_block_size [1, 32] would fit
+    _fp8("mxfp8", "MiniMax-M3", "weight_scale_inv", "N K/32", _EXPONENTS, _mx("e4m3")),
+    _fp8("mxfp8", "compressed-tensors", "weight_scale", "N K/32", _EXPONENTS, _mx("e4m3")),
+    _fp8(
+        "fp8 by blocks",
+        "DeepSeek-V3, MiniMax-M2, GLM, Qwen3",
+        *("weight_scale_inv", "N/B K/C", (*_FLOATS, *_EXPONENTS)),
+        _fp8_block,
+    ),
+    _fp8(
+        "fp8 by blocks",
+        "compressed-tensors",
+        *("weight_scale", "N/B K/C", _FLOATS),
+        _fp8_block,
+    ),
+    _fp8(
+        "fp8 by rows",
+        "compressed-tensors `float-quantized`, by channel or by tensor",
+        *("weight_scale", _BY_ROW, _FLOATS),
+        _fp8_row,
+    ),
     Scheme(
         "int8 by rows",
+        "compressed-tensors `int-quantized`, by channel",
         {
             "data": Part(".weight", "N K", ("I8",)),
             "scale": Part(".weight_scale", _BY_ROW, _FLOATS),
@@ -298,9 +323,9 @@ SCHEMES = (
         },
         _int8_row,
     ),
-    # compressed-tensors pack-quantized: Kimi-K2-Thinking
     Scheme(
         "int4 by compressed-tensors",
+        "compressed-tensors `pack-quantized`: Kimi-K2-Thinking",
         {
             "data": Part(".weight_packed", "N K/8", ("I32",)),
             "scale": Part(".weight_scale", "N K/G", _FLOATS),
@@ -313,6 +338,7 @@ SCHEMES = (
     # The same bytes, stored as such; MXFP4 below differs in the type of its scales.
     Scheme(
         "int4 in bytes",
+        "compressed-tensors, the same bytes as uint8",
         {
             "data": Part(".weight_packed", "N K/2", ("U8",)),
             "scale": Part(".weight_scale", "N K/G", _FLOATS),
@@ -323,6 +349,7 @@ SCHEMES = (
     ),
     Scheme(
         "int4 by gptq",
+        "GPTQ",
         {
             "data": Part(".qweight", "K/8 N", ("I32",)),
             "scale": Part(".scales", "K/G N", _FLOATS),
@@ -333,6 +360,7 @@ SCHEMES = (
     ),
     Scheme(
         "int4 by awq",
+        "AWQ",
         {
             "data": Part(".qweight", "K N/8", ("I32",)),
             "scale": Part(".scales", "K/G N", _FLOATS),
@@ -340,30 +368,30 @@ SCHEMES = (
         },
         _awq,
     ),
-    # gpt-oss
     Scheme(
         "mxfp4 in blocks",
+        "gpt-oss",
         {
             "data": Part("_blocks", "N K/32 16", ("U8",), fused="_blocks"),
             "scale": Part("_scales", "N K/32", ("U8",), fused="_scales"),
         },
         _mx("e2m1"),
     ),
-    # DeepSeek-V4
     Scheme(
         "mxfp4",
+        "DeepSeek-V4",
         {
             "data": Part(".weight", "N K/2", ("I8", "U8")),
             "scale": Part(".scale", "N K/32", _EXPONENTS),
         },
         _mx("e2m1"),
     ),
-    # NVFP4 by ModelOpt, which transposes what experts share in Llama-4 and gpt-oss
-    _nvfp4("N K/2", "N K/16", _nv),
-    _nvfp4("K/2 N", "K/16 N", _nv_transposed),
-    # compressed-tensors nvfp4-pack-quantized
+    _nvfp4("ModelOpt", "N K/2", "N K/16", _nv),
+    # What experts share in Llama-4 and gpt-oss
+    _nvfp4("ModelOpt, transposed", "K/2 N", "K/16 N", _nv_transposed),
     Scheme(
         "nvfp4",
+        "compressed-tensors `nvfp4-pack-quantized`",
         {
             "data": Part(".weight_packed", "N K/2", ("U8",)),
             "scale": Part(".weight_scale", "N K/16", ("F8_E4M3",)),
@@ -371,9 +399,9 @@ SCHEMES = (
         },
         _nv_divided,
     ),
-    # compressed-tensors mxfp4-pack-quantized
     Scheme(
         "mxfp4",
+        "compressed-tensors `mxfp4-pack-quantized`",
         {
             "data": Part(".weight_packed", "N K/2", ("U8",)),
             "scale": Part(".weight_scale", "N K/32", _EXPONENTS),
