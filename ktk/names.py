@@ -36,7 +36,7 @@ PREFERRED: Mapping[str, tuple[str, ...]] = {
 }
 #: For all other elements, which are blocks of ggml.
 BLOCKS = ("LLAMAFILE",)
-#: For blocks that none of these takes, and that their reader decodes to floats: bf16 loses least.
+#: For what none of these takes as it is, and is decoded to floats: bf16 loses least.
 DECODED = ("BF16",)
 
 #: Stores bf16 weights in fewer bits where their exponents allow it: `ktk inspect --escapes`.

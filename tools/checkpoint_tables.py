@@ -14,7 +14,9 @@ import argparse
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from difflib import unified_diff
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -25,7 +27,8 @@ from ktk.checkpoint.config import REFUSED
 from ktk.checkpoint.gguf import architectures
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Family
-from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES, Layout, Part, Scheme
+from ktk.checkpoint.safetensors.scheme import FLOAT, Layout, Part, Scheme, StorageError
+from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.config import ACTIVATIONS, SPELLINGS
 from ktk.errors import BackendUnsupported
 from ktk.formats import FLOATS, is_blocks, label
@@ -33,7 +36,8 @@ from ktk.names import PREFERRED
 from ktk.registry import backends, open_backend
 
 PAGE = Path(__file__).parents[1] / "docs/checkpoints.md"
-GROUPS = (32, 64, 128, 256, 0)
+GROUPS = (16, 32, 64, 128, 256, 0)
+BITS = (4, 8)
 # Rows and columns of the matrix that schemes are tried with: a multiple of all groups.
 SIZE = 512
 # As safetensors spells them.
@@ -46,6 +50,7 @@ DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 # Zero points that are the middle of four bits, in every nibble of a word.
@@ -120,15 +125,25 @@ def names(family: Family) -> str:
 def formats_of(scheme: Scheme) -> list[Format]:
     """Return what a scheme may hold, by reading matrices of zeros stored so in every way."""
     found: dict[str, Format] = {}
-    grouped = any("G" in part.shape for part in scheme.tensors.values())
-    for group in GROUPS if grouped else (0,):
-        for symmetric in (True, False) if "zero" in scheme.tensors and grouped else (True,):
-            quantization = Quantization(group_size=group, symmetric=symmetric, zero_offset=0)
-            layout = Layout(SIZE, SIZE, group, quantization)
-            for tensors in stored(scheme, layout):
+    for layout in layouts(scheme):
+        for tensors in stored(scheme, layout):
+            with suppress(StorageError):
                 fmt = scheme.decode(tensors, layout).format
-                found[label(fmt)] = fmt
+                # f32 are codes of no format, which the page has words for.
+                if scheme is PLAIN or fmt != FLOAT:
+                    found[label(fmt)] = fmt
     return list(found.values())
+
+
+def layouts(scheme: Scheme) -> Iterator[Layout]:
+    """Yield sizes that a scheme may be stored in."""
+    shapes = " ".join(part.shape for part in scheme.tensors.values())
+    grouped = "G" in shapes
+    for bits in BITS if "b" in shapes else BITS[:1]:
+        for group in GROUPS if grouped else (0,):
+            for symmetric in (True, False) if "zero" in scheme.tensors and grouped else (True,):
+                quantization = Quantization(group_size=group, symmetric=symmetric, zero_offset=0)
+                yield Layout(SIZE, SIZE, group, quantization, bits)
 
 
 def stored(scheme: Scheme, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
@@ -138,10 +153,11 @@ def stored(scheme: Scheme, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
         for role, part in scheme.tensors.items()
         if not part.optional or (role == "zero" and not layout.quantization.symmetric)
     }
-    varied = "data" if scheme is PLAIN else "scale"
-    for dtype in parts[varied].dtypes:
+    varied = [role for role in ("data", "scale") if role in parts]
+    for dtypes in product(*(parts[role].dtypes for role in varied)):
+        chosen = dict(zip(varied, dtypes, strict=True))
         yield {
-            role: empty(role, part, dtype if role == varied else part.dtypes[0], layout)
+            role: empty(role, part, chosen.get(role, part.dtypes[0]), layout)
             for role, part in parts.items()
         }
 
@@ -149,7 +165,7 @@ def stored(scheme: Scheme, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
 def empty(role: str, part: Part, dtype: str, layout: Layout) -> torch.Tensor:
     """Return a tensor without content, or with the zero points of symmetric codes."""
     made = torch.zeros(layout.shapes(part)[0], dtype=DTYPES[dtype])
-    return MIDDLE.expand(made.shape) if role == "zero" and dtype == "I32" else made
+    return MIDDLE.expand(made.shape).contiguous() if role == "zero" and dtype == "I32" else made
 
 
 def short(formats: list[Format]) -> str:
@@ -170,7 +186,7 @@ def short(formats: list[Format]) -> str:
 def takers(fmt: Format, known: list[Backend]) -> tuple[str, ...]:
     """Return the backends that keep a format as it is; floats are rounded to bf16 at most."""
     able = {backend.name for backend in known if keeps(backend, fmt)}
-    first = [name for name in PREFERRED[fmt.element] if name in able]
+    first = [name for name in PREFERRED.get(fmt.element, ()) if name in able]
     return (*first, *sorted(able.difference(first)))
 
 
@@ -194,7 +210,7 @@ def format_rows(known: list[Backend]) -> Iterator[list[str]]:
             groups.setdefault(takers(fmt, known), []).append(fmt)
         tensors = code(part.suffix for part in scheme.tensors.values() if not part.optional)
         for able, formats in sorted(groups.items(), key=lambda one: not one[0]):
-            loaded = code(able) or "decoded and quantised only, by a backend that is named"
+            loaded = code(able) or "`BF16`, decoded"
             yield [scheme.found, tensors, short(formats), loaded]
 
 

@@ -49,6 +49,9 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
     method = text("quant_method", found.get("quant_method") or "")
     weights = _compressed_tensors(found) if "config_groups" in found else found
     block = weights.get("weight_block_size") or weights.get("block_structure")
+    if found.get("dynamic"):
+        # GPTQModel's rules for some modules: what is said holds for the others.
+        weights = {name: weights[name] for name in weights if name not in ("bits", "group_size")}
     bits = weights.get("bits", weights.get("num_bits"))
     rows, columns = integers("weight_block_size", block, 2, least=1) if block else (128, 128)
     second_format = "gptq_v2" in str(found.get("checkpoint_format", ""))

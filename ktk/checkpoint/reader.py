@@ -64,9 +64,16 @@ class LayerReader(ABC):
         return {part: matrix.format for part, matrix in self.formats.items()}
 
     @property
+    def decodes(self) -> bool:
+        """Whether the files have codes of no format that ktk names, which are read as f32."""
+        return False
+
+    @property
     def has_floats(self) -> bool:
         """Whether the matrices are not quantised."""
-        return all(matrix.format.element in FLOATS for matrix in self.formats.values())
+        return not self.decodes and all(
+            matrix.format.element in FLOATS for matrix in self.formats.values()
+        )
 
     @property
     @abstractmethod

@@ -14,8 +14,9 @@ from ktk.backend import Backend
 from ktk.checkpoint.entries import EntryError
 from ktk.checkpoint.quantization import read_quantization
 from ktk.checkpoint.safetensors.families import Stored
+from ktk.checkpoint.safetensors.scheme import StorageError
 from ktk.checkpoint.safetensors.split import split_tensor
-from ktk.checkpoint.safetensors.storage import SCHEMES, StorageError
+from ktk.checkpoint.safetensors.storage import SCHEMES
 from ktk.checkpoint.safetensors.tensors import has_roles, read_part
 from ktk.checkpoint.spans import spans
 from ktk.config import MoEConfig

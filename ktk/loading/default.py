@@ -38,7 +38,7 @@ def default_backend(layer: LayerReader) -> Backend:
     for name, exactly in candidates({matrix.format.element for matrix in formats.values()}):
         try:
             backend = load_backend(name)
-            given = taken(layer, backend)
+            given = taken(layer, backend) if exactly else route_of(layer, backend).given
         except (BackendError, CheckpointFormatError) as error:
             reasons.append(f"{name}: {error}")
             continue

@@ -59,7 +59,9 @@ class Route:
     @property
     def how(self) -> str:
         """What happens to the weights, for people: "stored as they are", "rounded" ..."""
-        decoded = any(self._changes(part, self.source, self.given[part].format) for part in PARTS)
+        decoded = self.layer.decodes or any(
+            self._changes(part, self.source, self.given[part].format) for part in PARTS
+        )
         if not any(self._changes(part, self.given, self.stored[part]) for part in PARTS):
             return "decoded to f32" if decoded else "stored as they are"
         plain = all(fmt.scale == "none" for fmt in self.stored.values())
@@ -72,7 +74,7 @@ class Route:
         """Whether codes become other codes: their errors add up."""
         return any(
             fmt.element not in FLOATS
-            and self.source[part].format.element not in FLOATS
+            and (self.layer.decodes or self.source[part].format.element not in FLOATS)
             and self._changes(part, self.source, fmt)
             for part, fmt in self.stored.items()
         )

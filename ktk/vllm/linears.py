@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 from ktk._core import Format
 from ktk.backend import Backend
 from ktk.checkpoint.quantization import read_quantization
-from ktk.checkpoint.safetensors.storage import StorageError
+from ktk.checkpoint.safetensors.scheme import StorageError
 from ktk.checkpoint.safetensors.tensors import read_tensors
 from ktk.errors import BackendError, CheckpointError
 from ktk.expert import Matrix

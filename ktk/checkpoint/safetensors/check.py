@@ -8,7 +8,8 @@ from typing import Any
 
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias
-from ktk.checkpoint.safetensors.storage import PLAIN, Part
+from ktk.checkpoint.safetensors.scheme import Part
+from ktk.checkpoint.safetensors.storage import PLAIN
 from ktk.checkpoint.safetensors.surplus import by_layer, surplus
 from ktk.errors import CheckpointError
 

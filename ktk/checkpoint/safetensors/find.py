@@ -11,7 +11,9 @@ from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Stored
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.names import LayerNames, first_part, is_bias, weight_parts
-from ktk.checkpoint.safetensors.storage import SCHEMES, Scheme
+from ktk.checkpoint.safetensors.scheme import Scheme
+from ktk.checkpoint.safetensors.storage import SCHEMES
+from ktk.checkpoint.safetensors.tensors import Header, layout_of, role_of
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 
@@ -42,8 +44,8 @@ class Finder:
         typed = [layer for layer in candidates if self._has_types(layer)]
         if not typed:
             raise CheckpointError(self._no_scheme(candidates))
-        grouped = [replace(layer, group=self._group_of(layer)) for layer in typed]
-        return next((layer for layer in grouped if self._fits(layer)), grouped[0])
+        sized = [self._sized(layer) for layer in typed]
+        return next((layer for layer in sized if self._fits(layer)), sized[0])
 
     def _candidates(self, number: int) -> Iterator[LayerNames]:
         config = self.config.of_layer(number)
@@ -93,19 +95,18 @@ class Finder:
     def _optional(self, layer: LayerNames, part: str, role: str) -> bool:
         return not is_bias(part) and layer.scheme.tensors[role].optional
 
-    def _group_of(self, layer: LayerNames) -> int:
-        """Columns of a group: as config.json says, or else as the first scales have it."""
-        said = self.config.quantization.group_size
-        if said is not None:
-            return said
-        scale = layer.scheme.tensors.get("scale")
-        if scale is None or "K/G" not in scale.shape:
-            return 0
-        part = layer.first
-        _, k = layer.extents(part)
-        shape = self.index.shape(layer.name(part, 0, "scale"))
-        groups = shape[-len(scale.shape.split()) :][scale.shape.split().index("K/G")]
-        return 0 if groups == 1 else -(-k // groups)
+    def _sized(self, layer: LayerNames) -> LayerNames:
+        """Fill in the columns of a group and the bits of a code, as the first matrix has them."""
+        headers = {}
+        for role, piece in layer.scheme.tensors.items():
+            name = layer.name(layer.first, 0, role)
+            if name in self.index:
+                shape = self.index.shape(name)
+                own = shape[1:] if layer.family.parts[layer.first].fused else shape
+                headers[role_of(piece)] = Header(self.index.dtype(name), own)
+        n, k = layer.extents(layer.first)
+        layout = layout_of(layer.scheme, headers, n, k, self.config.quantization)
+        return replace(layer, group=layout.group, bits=layout.bits)
 
     def _no_scheme(self, candidates: list[LayerNames]) -> str:
         """Say what is beside a tensor that no row of the table explains."""

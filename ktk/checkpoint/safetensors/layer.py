@@ -11,12 +11,13 @@ import torch
 from ktk._core import Format
 from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.pieces import ELEMENTS, Piece, flat
-from ktk.checkpoint.reader import LayerReader, Storage
+from ktk.checkpoint.reader import LayerReader, Storage, decoded
 from ktk.checkpoint.safetensors.families import Stored
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias, weight_parts
+from ktk.checkpoint.safetensors.scheme import FLOAT, StorageError
 from ktk.checkpoint.safetensors.split import split_tensor
-from ktk.checkpoint.safetensors.storage import PLAIN, StorageError
+from ktk.checkpoint.safetensors.storage import PLAIN
 from ktk.checkpoint.safetensors.tensors import decoded_part
 from ktk.errors import CheckpointError
 from ktk.expert import Expert, Matrix
@@ -33,11 +34,20 @@ class SafetensorsLayer(LayerReader):
 
     @cached_property
     def format(self) -> Format:
-        """The format of all matrices; reads the scales of one, the first time."""
+        """The format of all matrices; reads the scales of one, the first time.
+
+        Tensors that may leave a matrix without a format are read of all.
+        """
+        if any(self._needs_decoding(part, expert) for part, expert in self.names.tensors()):
+            return FLOAT
         matrices = self._matrices_of(self.names.first, 0, values=False)
         fmt = next(iter(matrices.values())).format
         assert fmt is not None, "schemes know what they decode"
         return fmt
+
+    @property
+    def decodes(self) -> bool:
+        return self.names.scheme is not PLAIN and self.format == FLOAT
 
     @property
     def formats(self) -> Mapping[str, MatrixInfo]:
@@ -58,9 +68,13 @@ class SafetensorsLayer(LayerReader):
 
     @property
     def storage(self) -> Storage:
-        """The naming scheme, and the element type or the format of the matrices."""
-        plain = self.format.scale == "none"
-        dtype = self._index.dtype(self.names.first_name) if plain else str(self.format)
+        """The naming scheme, and the element type, format or scheme of the matrices."""
+        if self.decodes:
+            dtype = self.names.scheme.name
+        elif self.format.scale == "none":
+            dtype = self._index.dtype(self.names.first_name)
+        else:
+            dtype = str(self.format)
         return Storage(self.names.family.name, dtype)
 
     @property
@@ -99,6 +113,8 @@ class SafetensorsLayer(LayerReader):
         matrices: dict[str, Matrix] = {}
         for part in weight_parts(self.names.family):
             for name, matrix in self._matrices_of(part, number).items():
+                if self.decodes:
+                    matrix = decoded(matrix, self.where(part, number))
                 # One format is said of all: arrays of another would be read as what they are not.
                 if matrix.format != self.format:
                     raise CheckpointError(
@@ -125,6 +141,17 @@ class SafetensorsLayer(LayerReader):
             return decoded_part(part, names.scheme, arrays, names.layout(part), stored)
         except StorageError as error:
             raise CheckpointError(f"{self.where(part, number)} {error}") from None
+
+    def _needs_decoding(self, part: str, expert: int) -> bool:
+        """Whether what a matrix's tensors hold is of no format."""
+        if is_bias(part):
+            return False
+        layout = self.names.layout(part)
+        return any(
+            name in self._index and test(self._index.tensor(name), layout)
+            for role, test in self.names.scheme.decoded_if.items()
+            for name in [self.names.name(part, expert, role)]
+        )
 
     def _biases(self, number: int) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.safetensors.families import Family
-from ktk.checkpoint.safetensors.storage import PLAIN, Layout, Scheme
+from ktk.checkpoint.safetensors.scheme import Layout, Scheme
+from ktk.checkpoint.safetensors.storage import PLAIN
 
 
 @dataclass(frozen=True)
 class LayerNames:
     """Which names the tensors of a layer have, and how its matrices are stored.
 
-    `group` is the number of columns that share a scale, where the scheme leaves it open; 0 for all.
+    Where the scheme leaves them open, `group` is the number of columns that share a scale, 0 for
+    all, and `bits` those of a code.
     """
 
     number: int
@@ -23,6 +25,7 @@ class LayerNames:
     scheme: Scheme
     config: ExpertConfig
     group: int = 0
+    bits: int = 4
 
     @property
     def first(self) -> str:
@@ -82,7 +85,7 @@ class LayerNames:
 
     def layout(self, part: str) -> Layout:
         """Return the sizes of a matrix, as schemes want them."""
-        return Layout(*self.extents(part), self.group, self.config.quantization)
+        return Layout(*self.extents(part), self.group, self.config.quantization, self.bits)
 
     def extents(self, part: str) -> tuple[int, int]:
         """Return rows and columns of a part as it is multiplied, whatever the order of its axes."""

@@ -8,11 +8,13 @@ from functools import cached_property
 from ktk._core import Format
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.index import TensorIndex
-from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES, Layout, Scheme, StorageError
+from ktk.checkpoint.safetensors.scheme import Layout, Scheme, StorageError
+from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.checkpoint.safetensors.tensors import (
+    USUAL_BITS,
     Header,
-    group_of,
     has_roles,
+    layout_of,
     role_of,
     wrong_shapes,
     wrong_types,
@@ -129,10 +131,12 @@ def _as(
         return None
     sizes = {"N": 0, "K": 0}
     for word, extent in zip(words, shape, strict=True):
-        axis, _, divisor = word.partition("/")
+        product, _, divisor = word.partition("/")
+        axis, _, bits = product.partition("*")
         if axis in sizes:
-            sizes[axis] = extent * int(divisor or 1)
+            each = (quantization.bits or USUAL_BITS) if bits else 1
+            sizes[axis] = extent * int(divisor or 1) // each
     n, k = sizes.values()
-    layout = Layout(n, k, group_of(scheme, headers, k, quantization), quantization)
+    layout = layout_of(scheme, headers, n, k, quantization)
     fits = not any(wrong_shapes(scheme, layout, headers))
     return StoredMatrix(index, stem, scheme, layout) if fits else None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ktk.checkpoint.safetensors.families import Stored
-from ktk.checkpoint.safetensors.storage import StorageError
+from ktk.checkpoint.safetensors.scheme import StorageError
 from ktk.expert import Matrix
 
 

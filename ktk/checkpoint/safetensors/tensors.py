@@ -13,12 +13,15 @@ import torch
 
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.families import Stored
+from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, StorageError
 from ktk.checkpoint.safetensors.split import split_matrix, split_tensor
-from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES, Layout, Part, Scheme, StorageError
+from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.checkpoint.safetensors.tensor_file import dtype_name
 from ktk.expert import Matrix
 
 Tensors = Mapping[str, torch.Tensor]
+#: Of a code, where neither config.json nor a shape says it.
+USUAL_BITS = 4
 
 
 class Header(NamedTuple):
@@ -98,10 +101,7 @@ def scheme_of(
     typed = [scheme for scheme in named if not any(wrong_types(scheme, headers))]
     if not typed:
         raise StorageError(next(wrong_types(named[0], headers)))
-    layouts = [
-        (scheme, Layout(n, k, group_of(scheme, headers, k, quantization), quantization))
-        for scheme in typed
-    ]
+    layouts = [(scheme, layout_of(scheme, headers, n, k, quantization)) for scheme in typed]
     for scheme, layout in layouts:
         if not any(wrong_shapes(scheme, layout, headers)):
             return scheme, layout
@@ -121,10 +121,18 @@ def role_of(part: Part) -> str:
     return part.suffix.lstrip("._")
 
 
-def group_of(
+def layout_of(
+    scheme: Scheme, headers: Mapping[str, Header], n: int, k: int, quantization: Quantization
+) -> Layout:
+    """Return the sizes of a matrix [n, k]: as config.json says, or else as its tensors have it."""
+    group = _group_of(scheme, headers, k, quantization)
+    return Layout(n, k, group, quantization, _bits_of(scheme, headers, n, k, quantization))
+
+
+def _group_of(
     scheme: Scheme, headers: Mapping[str, Header], k: int, quantization: Quantization
 ) -> int:
-    """Return the columns of a group: as config.json says, or else as the scales have it; 0: all."""
+    """Return the columns of a group; 0: all."""
     scale = scheme.tensors.get("scale")
     if scale is None or "K/G" not in (words := scale.shape.split()):
         return 0
@@ -133,6 +141,21 @@ def group_of(
     shape = headers[role_of(scale)].shape
     groups = shape[words.index("K/G")] if len(shape) == len(words) else 0
     return 0 if groups <= 1 else -(-k // groups)
+
+
+def _bits_of(
+    scheme: Scheme, headers: Mapping[str, Header], n: int, k: int, quantization: Quantization
+) -> int:
+    """Return the bits of a code."""
+    if quantization.bits is not None:
+        return quantization.bits
+    data = scheme.tensors["data"]
+    words, shape = data.shape.split(), headers[role_of(data)].shape
+    for word, extent in zip(words, shape, strict=False):
+        axis, _, rest = word.partition("*b/")
+        if rest and len(words) == len(shape):
+            return extent * int(rest) // {"N": n, "K": k}[axis]
+    return USUAL_BITS
 
 
 def wrong_types(scheme: Scheme, headers: Mapping[str, Header]) -> Iterator[str]:

@@ -1,0 +1,135 @@
+"""What a row of the table of `storage` is: the tensors of a matrix, and what they mean.
+
+Shapes are written in the sizes of the matrix as it is multiplied: N output columns, K depth, and
+
+    G      columns of a group, from config.json or the shape of the scales
+    B, C   rows and columns of a block, from config.json
+    b      bits of a code, from config.json or the shape of the codes
+    N*b/32 a product, or its quotient, rounded up
+    |      or
+
+Tensors that several experts share have an axis of experts before these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ktk._core import Format
+from ktk.checkpoint.quantization import Quantization
+from ktk.expert import Matrix
+
+Tensors = Mapping[str, torch.Tensor]
+#: What matrices are decoded to that no `Format` is.
+FLOAT = Format("f32")
+
+
+class StorageError(ValueError):
+    """What a matrix's tensors hold cannot be read; the message lacks their name."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a matrix.
+
+    Attributes
+    ----------
+    suffix
+        What follows the matrix's name where each expert has tensors of its own.
+    shape
+        Alternatives, in the language above.
+    dtypes
+        Element types, as safetensors spells them.
+    fused
+        What follows the matrix's name where experts share a tensor; None: they never do.
+    optional
+        Whether it may be missing.
+    shared
+        Whether one may do for all experts that share the others.
+    """
+
+    suffix: str
+    shape: str
+    dtypes: tuple[str, ...]
+    fused: str | None = None
+    optional: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that shapes are written in."""
+
+    n: int
+    k: int
+    group: int
+    quantization: Quantization
+    bits: int = 4
+
+    def shapes(self, part: Part) -> list[tuple[int, ...]]:
+        """Return what a tensor's shape may be."""
+        sizes = {"N": self.n, "K": self.k, "G": self.group or self.k, "b": self.bits}
+        sizes |= dict(zip("BC", self.quantization.block, strict=True))
+
+        def size(word: str) -> int:
+            product, _, divisor = word.partition("/")
+            extents = (sizes[one] if one in sizes else int(one) for one in product.split("*"))
+            return -(-math.prod(extents) // (sizes.get(divisor) or int(divisor or 1)))
+
+        return [tuple(map(size, words.split())) for words in part.shape.split("|")]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A row of the table.
+
+    Attributes
+    ----------
+    name
+        For messages.
+    found
+        Whose files are so, in docs/checkpoints.md.
+    tensors
+        The elements as ``data``, and what else belongs to them.
+    decode
+        Makes a matrix of them.
+    decoded_if
+        Tensors whose values may leave the matrix without a `Format`, so that it becomes f32; and
+        what finds that out.
+    """
+
+    name: str
+    found: str
+    tensors: Mapping[str, Part]
+    decode: Callable[[Tensors, Layout], Matrix]
+    decoded_if: Mapping[str, Callable[[torch.Tensor, Layout], bool]] = field(default_factory=dict)
+
+    def name_of(self, role: str, stem: str, fused: bool) -> str | None:
+        """Return the full name of a tensor; None where shared tensors have none."""
+        part = self.tensors[role]
+        suffix = part.fused if fused else part.suffix
+        return None if suffix is None else stem + suffix
+
+
+def decoded(layout: Layout, data: torch.Tensor, values: Callable[[], torch.Tensor]) -> Matrix:
+    """Return a matrix of f32, of a format that no `Format` is.
+
+    Where `data` is a stand-in on the device meta, so are the values, and nothing is computed.
+    """
+    if data.is_meta:
+        return Matrix(FLOAT, torch.empty(layout.n, layout.k, device="meta"))
+    return Matrix(FLOAT, values())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor whose last axis is contiguous."""
+    return tensor.view(torch.uint8)
+
+
+def element_name(dtype: torch.dtype) -> str:
+    """Return what `Format` calls the elements of a tensor of floats."""
+    return {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[dtype]

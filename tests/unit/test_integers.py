@@ -1,0 +1,341 @@
+"""Integers of all widths, in groups of all sizes and columns in any order, mean what they did.
+
+Codes are packed here as one long number for each row, and values are computed in float64 from the
+definition: (code - zero) * scale of the group that a column belongs to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from schemes import CONFIG, NAMES, PREFIX, SIZES, E, Tensors, ct
+
+import ktk
+from ktk import Format
+from ktk.checkpoint import describe, open_checkpoint
+from ktk.errors import CheckpointError
+
+F32 = Format("f32")
+Values = dict[tuple[str, int], np.ndarray]
+
+
+@dataclass
+class Integers:
+    """A matrix of random integers: codes [n, k], scales and zero points [n, groups], order [k]."""
+
+    codes: np.ndarray
+    scale: torch.Tensor
+    zero: np.ndarray
+    order: np.ndarray
+
+    @property
+    def values(self) -> np.ndarray:
+        scale = self.scale.double().numpy()[:, self.order]
+        return (self.codes - self.zero[:, self.order]) * scale
+
+
+def random(
+    shape: tuple[int, int],
+    bits: int,
+    group: int,
+    rng: np.random.Generator,
+    *,
+    zeros: bool = False,
+    sort: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> Integers:
+    n, k = shape
+    columns = group or k
+    groups = -(-k // columns)
+    scale = torch.from_numpy(rng.uniform(0.001, 0.01, (n, groups))).to(dtype)
+    middle = 1 << bits - 1
+    zero = rng.integers(1, 1 << bits, (n, groups)) if zeros else np.full((n, groups), middle)
+    order = np.arange(k) // columns
+    if sort:
+        order = rng.permutation(order)
+    return Integers(rng.integers(0, 1 << bits, (n, k)), scale, zero, order)
+
+
+def stream(codes: np.ndarray, bits: int) -> torch.Tensor:
+    """Pack each row as one number, code i at bit bits * i, in words of 32 bits."""
+    n, k = codes.shape
+    words = -(-k * bits // 32)
+    rows = [int("".join(f"{code:0{bits}b}" for code in row[::-1]), 2) for row in codes]
+    packed = b"".join(row.to_bytes(4 * words, "little") for row in rows)
+    return torch.from_numpy(np.frombuffer(packed, "<i4").reshape(n, words).copy())
+
+
+def gptq(one: Integers, bits: int, *, zeros: bool = True, order: bool = True) -> Tensors:
+    """AutoGPTQ's first format: words along the depth, zero points less one, along the rows."""
+    found = {
+        ".qweight": stream(one.codes, bits).T.contiguous(),
+        ".scales": one.scale.T.contiguous(),
+    }
+    if zeros:
+        found[".qzeros"] = stream(one.zero.T - 1, bits)
+    if order:
+        found[".g_idx"] = torch.from_numpy(one.order).int()
+    return found
+
+
+def compressed(one: Integers, bits: int, *, zeros: bool = False, order: bool = False) -> Tensors:
+    """pack-quantized: rows of words; zero points in words along the rows."""
+    found = {
+        ".weight_packed": stream(one.codes, bits),
+        ".weight_scale": one.scale,
+        ".weight_shape": torch.tensor(one.codes.shape),
+    }
+    if zeros:
+        found[".weight_zero_point"] = stream(one.zero.T, bits).T.contiguous()
+    if order:
+        found[".weight_g_idx"] = torch.from_numpy(one.order).int()
+    return found
+
+
+def save(folder: Path, made: dict[tuple[str, int], Tensors], quantization: dict[str, Any]) -> None:
+    entries = {**CONFIG, "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(entries))
+    tensors = {
+        NAMES[part].format(e=e) + suffix: tensor
+        for (part, e), each in made.items()
+        for suffix, tensor in each.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+
+
+def all_random(bits: int, group: int, **options: Any) -> dict[tuple[str, int], Integers]:
+    rng = np.random.default_rng(bits * 1000 + group)
+    return {
+        (part, e): random(size, bits, group, rng, **options)
+        for part, size in SIZES.items()
+        for e in range(E)
+    }
+
+
+def assert_means(folder: Path, expected: dict[tuple[str, int], Integers], fmt: Format) -> None:
+    """What is read are these values exactly, and in this format."""
+    with open_checkpoint(folder) as checkpoint:
+        layer = checkpoint.layer(3)
+        assert {one.format for one in layer.formats.values()} == {fmt}
+        assert layer.has_floats is False
+        for e in range(E):
+            layer.check_expert(e)
+            assert {one.format for one in layer.expert(e).matrices.values()} == {fmt}
+            assert all(array.is_contiguous() for array in layer.expert(e).arrays().values())
+            for part, matrix in layer.values(e).matrices.items():
+                np.testing.assert_array_equal(matrix.data, expected[part, e].values)
+
+
+def assert_loads(
+    folder: Path, expected: dict[tuple[str, int], Integers], backend: str, dtype: torch.dtype
+) -> None:
+    """The backend that is taken by default has these values, rounded to its elements."""
+    moe = ktk.MoE.from_checkpoint(folder, 3)
+    assert moe.backend.name == backend
+    for e in range(E):
+        for part, matrix in zip(SIZES, moe.unpack_expert(e), strict=True):
+            want = torch.from_numpy(expected[part, e].values).float().to(dtype).float()
+            np.testing.assert_array_equal(matrix, want)
+
+
+def config(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group or -1, "sym": True, **more}
+
+
+# --- GPTQ ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
+def test_gptq_with_columns_in_order_of_activations(tmp_path: Path, bits: int, zeros: bool) -> None:
+    made = all_random(bits, 32, zeros=zeros, sort=True)
+    # An expert that no token came to in calibration keeps its columns.
+    one = made["up", 1]
+    one.order = np.sort(one.order)
+    save(
+        tmp_path,
+        {key: gptq(one, bits) for key, one in made.items()},
+        config(bits, 32, desc_act=True, sym=not zeros),
+    )
+    assert_means(tmp_path, made, F32)
+    assert_loads(tmp_path, made, "BF16", torch.bfloat16)
+    assert str(describe(tmp_path)).endswith("integers by gptq, in layers 3")
+
+
+def test_what_is_decoded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = all_random(4, 32, sort=True)
+    save(tmp_path, {key: gptq(one, 4) for key, one in made.items()}, config(4, 32, desc_act=True))
+    caplog.set_level(logging.INFO, "ktk")
+    ktk.MoE.from_checkpoint(tmp_path, 3)
+    assert "layers 3: decoded to f32 and rounded; bf16" in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    ktk.MoE.from_checkpoint(tmp_path, 3, "AMXINT4")
+    [warning] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "decoded to f32 and quantised by AMXINT4; u4" in warning.getMessage()
+
+
+def test_the_first_expert_may_be_the_one_in_order(tmp_path: Path) -> None:
+    made = all_random(4, 32, sort=True)
+    for part in SIZES:
+        made[part, 0].order = np.sort(made[part, 0].order)
+    save(tmp_path, {key: gptq(one, 4) for key, one in made.items()}, config(4, 32))
+    assert_means(tmp_path, made, F32)
+
+
+def test_columns_of_groups_that_are_none_are_refused(tmp_path: Path) -> None:
+    made = all_random(4, 32, sort=True)
+    tensors = {key: gptq(one, 4) for key, one in made.items()}
+    tensors["up", 0][".g_idx"] += 1
+    save(tmp_path, tensors, config(4, 32, desc_act=True))
+    with open_checkpoint(tmp_path) as checkpoint:
+        layer = checkpoint.layer(3)
+        wanted = r"0\.up_proj\.qweight in .* groups 1 to 6, and has 6 of them: it is damaged"
+        with pytest.raises(CheckpointError, match=wanted):
+            layer.expert(0)
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_gptq_without_zero_points(tmp_path: Path, order: bool) -> None:
+    made = all_random(4, 32)
+    tensors = {key: gptq(one, 4, zeros=False, order=order) for key, one in made.items()}
+    save(tmp_path, tensors, config(4, 32))
+    assert_means(tmp_path, made, Format("u4", "f16", "none", 1, 32))
+    assert_loads(tmp_path, made, "RAWINT4", torch.float32)
+
+
+def test_gptq_without_zero_points_that_should_have_some(tmp_path: Path) -> None:
+    made = {key: gptq(one, 4, zeros=False) for key, one in all_random(4, 32).items()}
+    save(tmp_path, made, config(4, 32, sym=False))
+    wanted = r"gate_proj\.qweight in .* has no zero points, though config\.json says that it is not"
+    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(CheckpointError, match=wanted):
+        checkpoint.layer(3).expert(0)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
+def test_gptq_of_few_bits_is_stored_in_four(tmp_path: Path, bits: int, zeros: bool) -> None:
+    made = all_random(bits, 32, zeros=zeros)
+    tensors = {key: gptq(one, bits) for key, one in made.items()}
+    save(tmp_path, tensors, config(bits, 32, sym=not zeros))
+    assert_means(tmp_path, made, Format("u4", "f16", "u8" if zeros else "none", 1, 32))
+    assert_loads(tmp_path, made, "AMXINT4" if zeros else "RAWINT4", torch.float32)
+
+
+def test_gptq_of_eight_bits_by_rows_is_stored_as_it_is(tmp_path: Path) -> None:
+    made = all_random(8, 0)
+    save(tmp_path, {key: gptq(one, 8) for key, one in made.items()}, config(8, 0))
+    assert_means(tmp_path, made, Format("i8", "f32", "none", 1, 0))
+    assert_loads(tmp_path, made, "AMXINT8", torch.float32)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
+def test_gptq_of_eight_bits_in_groups(tmp_path: Path, zeros: bool) -> None:
+    made = all_random(8, 32, zeros=zeros)
+    save(tmp_path, {key: gptq(one, 8) for key, one in made.items()}, config(8, 32, sym=not zeros))
+    assert_means(tmp_path, made, F32 if zeros else Format("i8", "f32", "none", 1, 32))
+    assert_loads(tmp_path, made, "BF16", torch.bfloat16)
+
+
+def test_modules_with_rules_of_their_own_say_it_by_their_tensors(tmp_path: Path) -> None:
+    """GPTQModel's `dynamic`: bits and groups that config.json gives are those of the others."""
+    made = all_random(8, 64)
+    tensors = {key: gptq(one, 8) for key, one in made.items()}
+    dynamic = {r"+:.*\.experts\..*": {"bits": 8, "group_size": 64}}
+    save(tmp_path, tensors, config(4, 128, dynamic=dynamic))
+    assert_means(tmp_path, made, Format("i8", "f32", "none", 1, 64))
+
+
+# --- compressed-tensors -------------------------------------------------------------------------
+
+
+def packed(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    strategy = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    return ct(num_bits=bits, type="int", **strategy, **more)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
+def test_groups_of_compressed_tensors(tmp_path: Path, group: int, zeros: bool) -> None:
+    made = all_random(4, group, zeros=zeros, dtype=torch.bfloat16)
+    save(
+        tmp_path,
+        {key: compressed(one, 4, zeros=zeros) for key, one in made.items()},
+        packed(4, group, symmetric=not zeros),
+    )
+    assert_means(tmp_path, made, Format("u4", "bf16", "u8" if zeros else "none", 1, group))
+    kept = "AMXINT4" if zeros else "RAWINT4"
+    backend, dtype = ("BF16", torch.bfloat16) if group == 16 else (kept, torch.float32)
+    assert_loads(tmp_path, made, backend, dtype)
+
+
+def test_compressed_tensors_in_order_of_activations(tmp_path: Path) -> None:
+    made = all_random(4, 32, sort=True, zeros=True)
+    save(
+        tmp_path,
+        {key: compressed(one, 4, zeros=True, order=True) for key, one in made.items()},
+        packed(4, 32, symmetric=False, actorder="group"),
+    )
+    assert_means(tmp_path, made, F32)
+    assert_loads(tmp_path, made, "BF16", torch.bfloat16)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["config says 8", "config says nothing"])
+@pytest.mark.parametrize("group", [0, 32, 64])
+def test_eight_bits_of_compressed_tensors(tmp_path: Path, group: int, said: bool) -> None:
+    made = all_random(8, group)
+    tensors = {key: compressed(one, 8) for key, one in made.items()}
+    save(tmp_path, tensors, packed(8, group) if said else {})
+    assert_means(tmp_path, made, Format("i8", "f32", "none", 1, group))
+    backend, dtype = ("BF16", torch.bfloat16) if group else ("AMXINT8", torch.float32)
+    assert_loads(tmp_path, made, backend, dtype)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
+@pytest.mark.parametrize("group", [0, 32])
+def test_int8_that_is_not_packed(tmp_path: Path, group: int, zeros: bool) -> None:
+    """int-quantized: codes from -128 to 127, with zero points of the same kind."""
+    made = all_random(8, group, zeros=zeros, dtype=torch.float32)
+    tensors = {}
+    for key, one in made.items():
+        tensors[key] = {
+            ".weight": torch.from_numpy(one.codes - 128).to(torch.int8),
+            ".weight_scale": one.scale,
+            ".weight_zero_point": torch.from_numpy(one.zero - 128).to(torch.int8),
+        }
+    save(tmp_path, tensors, packed(8, group, symmetric=not zeros))
+    with open_checkpoint(tmp_path) as checkpoint:
+        for e in range(E):
+            for part, matrix in checkpoint.layer(3).expert(e, SIZES).matrices.items():
+                want = made[part, e].values.astype(np.float32)
+                # A product of two f32, rounded once.
+                np.testing.assert_array_equal(matrix.data, want)
+    moe = ktk.MoE.from_checkpoint(tmp_path, 3)
+    assert moe.backend.name == ("BF16" if zeros or group else "AMXINT8")
+
+
+def test_other_widths_are_refused_by_name(tmp_path: Path) -> None:
+    tensors = {
+        f"{PREFIX}mlp.experts.{e}.{part}_proj.{name}": tensor
+        for part, (n, k) in SIZES.items()
+        for e in range(E)
+        for name, tensor in {
+            "qweight": torch.zeros(k // 2, n, dtype=torch.int32),
+            "scales": torch.ones(k // 32, n, dtype=torch.float16),
+        }.items()
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": config(16, 32)})
+    )
+    save_file(tensors, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        layer = checkpoint.layer(3)
+        with pytest.raises(CheckpointError, match="integers of 16 bits; ktk reads those of 2"):
+            layer.expert(0)
