@@ -38,6 +38,8 @@ from ktk.registry import backends, open_backend
 PAGE = Path(__file__).parents[1] / "docs/checkpoints.md"
 GROUPS = (16, 32, 64, 128, 256, 0)
 BITS = (4, 8)
+# Rows and columns that share a scale.
+BLOCKS = ((128, 128), (32, 32))
 # Rows and columns of the matrix that schemes are tried with: a multiple of all groups.
 SIZE = 512
 # As safetensors spells them.
@@ -139,11 +141,16 @@ def layouts(scheme: Scheme) -> Iterator[Layout]:
     """Yield sizes that a scheme may be stored in."""
     shapes = " ".join(part.shape for part in scheme.tensors.values())
     grouped = "G" in shapes
-    for bits in BITS if "b" in shapes else BITS[:1]:
-        for group in GROUPS if grouped else (0,):
-            for symmetric in (True, False) if "zero" in scheme.tensors and grouped else (True,):
-                quantization = Quantization(group_size=group, symmetric=symmetric, zero_offset=0)
-                yield Layout(SIZE, SIZE, group, quantization, bits)
+    for block, bits, group, symmetric in product(
+        BLOCKS if "B" in shapes else BLOCKS[:1],
+        BITS if "b" in shapes else BITS[:1],
+        GROUPS if grouped else (0,),
+        (True, False) if "zero" in scheme.tensors and grouped else (True,),
+    ):
+        quantization = Quantization(
+            group_size=group, symmetric=symmetric, block=block, zero_offset=0
+        )
+        yield Layout(SIZE, SIZE, group, quantization, bits)
 
 
 def stored(scheme: Scheme, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:

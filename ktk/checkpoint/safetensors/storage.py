@@ -17,7 +17,7 @@ from ktk.expert import Matrix
 _FLOATS = ("F32", "BF16", "F16")
 _EXPONENTS = ("U8", "F8_E8M0")
 _WORDS = ("I32",)
-_BY_ROW = "N 1 | N | 1 |"
+_BY_ROW = "N 1 | N | 1 1 | 1 |"
 # Which group a column is of.
 _ORDER = {"order": integers.out_of_order}
 
@@ -38,7 +38,7 @@ def _fp8(
     decode: Callable[[Tensors, Layout], Matrix],
 ) -> Scheme:
     tensors = {
-        "data": Part(".weight", "N K", ("F8_E4M3",), fused=""),
+        "data": Part(".weight", "N K", ("F8_E4M3", "F8_E5M2"), fused=""),
         "scale": Part("." + scale, shape, dtypes, fused=scale.removeprefix("weight")),
     }
     return Scheme(name, found, tensors, decode)
@@ -85,10 +85,18 @@ SCHEMES = (
         floats.fp8_blocks,
     ),
     _fp8(
-        "fp8 by rows",
-        "compressed-tensors `float-quantized`, by channel or by tensor",
-        *("weight_scale", _BY_ROW, _FLOATS),
-        floats.fp8_rows,
+        "fp8 by blocks",
+        "DeepSeek-V4.1's dense layers",
+        *("scale", "N/B K/C", (*_FLOATS, *_EXPONENTS)),
+        floats.fp8_blocks,
+    ),
+    *(
+        _fp8("fp8 by rows", found, scale, _BY_ROW, _FLOATS, floats.fp8_rows)
+        for scale, found in (
+            ("weight_scale", "compressed-tensors `float-quantized`, by channel or by tensor"),
+            ("weight_scale_inv", "transformers, a static scale for a matrix"),
+            ("qscale_weight", "Mistral, a static scale for a matrix"),
+        )
     ),
     *(
         Scheme(

@@ -14,7 +14,7 @@ from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES
 
 # What quantised activations are made with, since ktk encodes activations its own way; and what the
 # router adds to its scores.
-_HARMLESS = re.compile(r"[._]input_\w+|\.e_score_correction_bias")
+_HARMLESS = re.compile(r"[._](?:input_\w+|activation_scale|qscale_act)|\.e_score_correction_bias")
 
 
 def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
