@@ -27,7 +27,7 @@ from ktk.checkpoint.config import REFUSED
 from ktk.checkpoint.gguf import architectures
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Family
-from ktk.checkpoint.safetensors.scheme import FLOAT, Layout, Part, Scheme, StorageError
+from ktk.checkpoint.safetensors.scheme import ANY, FLOAT, Layout, Part, Scheme, StorageError
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.config import ACTIVATIONS, SPELLINGS
 from ktk.errors import BackendUnsupported
@@ -55,6 +55,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+_DECODED = "`BF16`, decoded"
 # Zero points that are the middle of four bits, in every nibble of a word.
 MIDDLE = torch.tensor(0x88888888 - (1 << 32), dtype=torch.int32)
 
@@ -171,7 +172,8 @@ def stored(scheme: Scheme, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
 
 def empty(role: str, part: Part, dtype: str, layout: Layout) -> torch.Tensor:
     """Return a tensor without content, or with the zero points of symmetric codes."""
-    made = torch.zeros(layout.shapes(part)[0], dtype=DTYPES[dtype])
+    shape = [0 if extent == ANY else extent for extent in layout.shapes(part)[0]]
+    made = torch.zeros(shape, dtype=DTYPES[dtype])
     return MIDDLE.expand(made.shape).contiguous() if role == "zero" and dtype == "I32" else made
 
 
@@ -216,8 +218,10 @@ def format_rows(known: list[Backend]) -> Iterator[list[str]]:
         for fmt in formats_of(scheme):
             groups.setdefault(takers(fmt, known), []).append(fmt)
         tensors = code(part.suffix for part in scheme.tensors.values() if not part.optional)
+        if not groups:
+            yield [scheme.found, tensors, "codes of its own", _DECODED]
         for able, formats in sorted(groups.items(), key=lambda one: not one[0]):
-            loaded = code(able) or "`BF16`, decoded"
+            loaded = code(able) or _DECODED
             yield [scheme.found, tensors, short(formats), loaded]
 
 

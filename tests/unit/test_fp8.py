@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from meanings import assert_loads, assert_means
 from schemes import FP8_CONFIG, NAMES, PREFIX, SIZES, E, Tensors, ct, write
 
-import ktk
 from ktk import Format
-from ktk.checkpoint import open_checkpoint
 
 KINDS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 Codes = dict[tuple[str, int], torch.Tensor]
@@ -41,26 +40,6 @@ def spread(scale: torch.Tensor, size: tuple[int, int], block: tuple[int, int]) -
     rows, columns = block[0] or n, block[1] or k
     wide = scale.double().numpy().reshape(groups(size, block))
     return wide.repeat(rows, 0)[:n].repeat(columns, 1)[:, :k]
-
-
-def assert_holds(folder: Path, wanted: dict[tuple[str, int], np.ndarray], fmt: Format) -> None:
-    with open_checkpoint(folder) as checkpoint:
-        layer = checkpoint.layer(3)
-        assert layer.formats["down"].format == fmt
-        for e in range(E):
-            for part, matrix in layer.values(e).matrices.items():
-                np.testing.assert_array_equal(matrix.data, wanted[part, e])
-
-
-def assert_loads(
-    folder: Path, wanted: dict[tuple[str, int], np.ndarray], backend: str, dtype: torch.dtype
-) -> None:
-    moe = ktk.MoE.from_checkpoint(folder, 3)
-    assert moe.backend.name == backend
-    for e in range(E):
-        for part, matrix in zip(SIZES, moe.unpack_expert(e), strict=True):
-            want = torch.from_numpy(wanted[part, e]).float().to(dtype).float()
-            np.testing.assert_array_equal(matrix, want)
 
 
 def made(
@@ -95,7 +74,7 @@ def test_powers_of_two_by_32_x_32_are_kept(tmp_path: Path, name: str, stored: st
             scale if stored == "F8_E8M0" else scale.view(torch.uint8)
         )
     write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
-    assert_holds(tmp_path, values, Format("e4m3", "ue8m0", "none", 1, 32))
+    assert_means(tmp_path, values, Format("e4m3", "ue8m0", "none", 1, 32))
     assert_loads(tmp_path, values, "FP8", torch.float32)
 
 
@@ -110,7 +89,7 @@ def test_powers_of_two_of_other_blocks(tmp_path: Path, block: tuple[int, int]) -
     write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": list(block)})
     kept = block[1] % 32 == 0
     fmt = Format("e4m3", "ue8m0", "none", 1, 32) if kept else Format("e4m3", "f32", "none", *block)
-    assert_holds(tmp_path, values, fmt)
+    assert_means(tmp_path, values, fmt)
     assert_loads(tmp_path, values, *(("FP8", torch.float32) if kept else ("BF16", torch.bfloat16)))
 
 
@@ -127,7 +106,7 @@ def test_powers_of_two_that_experts_share_a_tensor_of(tmp_path: Path) -> None:
         tensors[f"{PREFIX}mlp.experts.gate_up_proj{suffix}"] = torch.cat([gate, up], 1).view(kind)
         tensors[f"{PREFIX}mlp.experts.down_proj{suffix}"] = down.view(kind)
     write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [32, 32]})
-    assert_holds(tmp_path, values, Format("e4m3", "ue8m0", "none", 1, 32))
+    assert_means(tmp_path, values, Format("e4m3", "ue8m0", "none", 1, 32))
     assert_loads(tmp_path, values, "FP8", torch.float32)
 
 
@@ -151,7 +130,7 @@ def test_e5m2_is_decoded(
     tensors = {f"{NAMES[part].format(e=e)}.weight": data for (part, e), data in codes.items()}
     tensors |= {f"{NAMES[part].format(e=e)}.{name}": scale for (part, e), scale in scales.items()}
     write(tmp_path, tensors, config)
-    assert_holds(tmp_path, values, Format("e5m2", "f32", "none", *(block if block[0] else (1, 0))))
+    assert_means(tmp_path, values, Format("e5m2", "f32", "none", *(block if block[0] else (1, 0))))
     # Products of two f32 are rounded to bf16 by way of f32.
     once = {key: one.astype(np.float32).astype(np.float64) for key, one in values.items()}
     assert_loads(tmp_path, once, "BF16", torch.bfloat16)
@@ -182,6 +161,6 @@ def test_a_static_scale_for_a_whole_matrix(
         }
     entries = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     write(tmp_path, tensors, entries)
-    assert_holds(tmp_path, values, Format("e4m3", "f32", "none", 1, 0))
+    assert_means(tmp_path, values, Format("e4m3", "f32", "none", 1, 0))
     once = {key: one.astype(np.float32).astype(np.float64) for key, one in values.items()}
     assert_loads(tmp_path, once, "FP8", torch.float32)

@@ -15,16 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from meanings import F32, assert_loads, assert_means, save
 from safetensors.torch import save_file
-from schemes import CONFIG, NAMES, PREFIX, SIZES, E, Tensors, ct
+from schemes import CONFIG, PREFIX, SIZES, E, Tensors, ct
 
 import ktk
 from ktk import Format
 from ktk.checkpoint import describe, open_checkpoint
 from ktk.errors import CheckpointError
-
-F32 = Format("f32")
-Values = dict[tuple[str, int], np.ndarray]
 
 
 @dataclass
@@ -100,17 +98,6 @@ def compressed(one: Integers, bits: int, *, zeros: bool = False, order: bool = F
     return found
 
 
-def save(folder: Path, made: dict[tuple[str, int], Tensors], quantization: dict[str, Any]) -> None:
-    entries = {**CONFIG, "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(entries))
-    tensors = {
-        NAMES[part].format(e=e) + suffix: tensor
-        for (part, e), each in made.items()
-        for suffix, tensor in each.items()
-    }
-    save_file(tensors, folder / "model.safetensors")
-
-
 def all_random(bits: int, group: int, **options: Any) -> dict[tuple[str, int], Integers]:
     rng = np.random.default_rng(bits * 1000 + group)
     return {
@@ -120,30 +107,8 @@ def all_random(bits: int, group: int, **options: Any) -> dict[tuple[str, int], I
     }
 
 
-def assert_means(folder: Path, expected: dict[tuple[str, int], Integers], fmt: Format) -> None:
-    """What is read are these values exactly, and in this format."""
-    with open_checkpoint(folder) as checkpoint:
-        layer = checkpoint.layer(3)
-        assert {one.format for one in layer.formats.values()} == {fmt}
-        assert layer.has_floats is False
-        for e in range(E):
-            layer.check_expert(e)
-            assert {one.format for one in layer.expert(e).matrices.values()} == {fmt}
-            assert all(array.is_contiguous() for array in layer.expert(e).arrays().values())
-            for part, matrix in layer.values(e).matrices.items():
-                np.testing.assert_array_equal(matrix.data, expected[part, e].values)
-
-
-def assert_loads(
-    folder: Path, expected: dict[tuple[str, int], Integers], backend: str, dtype: torch.dtype
-) -> None:
-    """The backend that is taken by default has these values, rounded to its elements."""
-    moe = ktk.MoE.from_checkpoint(folder, 3)
-    assert moe.backend.name == backend
-    for e in range(E):
-        for part, matrix in zip(SIZES, moe.unpack_expert(e), strict=True):
-            want = torch.from_numpy(expected[part, e].values).float().to(dtype).float()
-            np.testing.assert_array_equal(matrix, want)
+def values(made: dict[tuple[str, int], Integers]) -> dict[tuple[str, int], np.ndarray]:
+    return {key: one.values for key, one in made.items()}
 
 
 def config(bits: int, group: int, **more: Any) -> dict[str, Any]:
@@ -165,8 +130,8 @@ def test_gptq_with_columns_in_order_of_activations(tmp_path: Path, bits: int, ze
         {key: gptq(one, bits) for key, one in made.items()},
         config(bits, 32, desc_act=True, sym=not zeros),
     )
-    assert_means(tmp_path, made, F32)
-    assert_loads(tmp_path, made, "BF16", torch.bfloat16)
+    assert_means(tmp_path, values(made), F32)
+    assert_loads(tmp_path, values(made), "BF16", torch.bfloat16)
     assert str(describe(tmp_path)).endswith("integers by gptq, in layers 3")
 
 
@@ -187,7 +152,7 @@ def test_the_first_expert_may_be_the_one_in_order(tmp_path: Path) -> None:
     for part in SIZES:
         made[part, 0].order = np.sort(made[part, 0].order)
     save(tmp_path, {key: gptq(one, 4) for key, one in made.items()}, config(4, 32))
-    assert_means(tmp_path, made, F32)
+    assert_means(tmp_path, values(made), F32)
 
 
 def test_columns_of_groups_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -207,8 +172,8 @@ def test_gptq_without_zero_points(tmp_path: Path, order: bool) -> None:
     made = all_random(4, 32)
     tensors = {key: gptq(one, 4, zeros=False, order=order) for key, one in made.items()}
     save(tmp_path, tensors, config(4, 32))
-    assert_means(tmp_path, made, Format("u4", "f16", "none", 1, 32))
-    assert_loads(tmp_path, made, "RAWINT4", torch.float32)
+    assert_means(tmp_path, values(made), Format("u4", "f16", "none", 1, 32))
+    assert_loads(tmp_path, values(made), "RAWINT4", torch.float32)
 
 
 def test_gptq_without_zero_points_that_should_have_some(tmp_path: Path) -> None:
@@ -225,23 +190,23 @@ def test_gptq_of_few_bits_is_stored_in_four(tmp_path: Path, bits: int, zeros: bo
     made = all_random(bits, 32, zeros=zeros)
     tensors = {key: gptq(one, bits) for key, one in made.items()}
     save(tmp_path, tensors, config(bits, 32, sym=not zeros))
-    assert_means(tmp_path, made, Format("u4", "f16", "u8" if zeros else "none", 1, 32))
-    assert_loads(tmp_path, made, "AMXINT4" if zeros else "RAWINT4", torch.float32)
+    assert_means(tmp_path, values(made), Format("u4", "f16", "u8" if zeros else "none", 1, 32))
+    assert_loads(tmp_path, values(made), "AMXINT4" if zeros else "RAWINT4", torch.float32)
 
 
 def test_gptq_of_eight_bits_by_rows_is_stored_as_it_is(tmp_path: Path) -> None:
     made = all_random(8, 0)
     save(tmp_path, {key: gptq(one, 8) for key, one in made.items()}, config(8, 0))
-    assert_means(tmp_path, made, Format("i8", "f32", "none", 1, 0))
-    assert_loads(tmp_path, made, "AMXINT8", torch.float32)
+    assert_means(tmp_path, values(made), Format("i8", "f32", "none", 1, 0))
+    assert_loads(tmp_path, values(made), "AMXINT8", torch.float32)
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
 def test_gptq_of_eight_bits_in_groups(tmp_path: Path, zeros: bool) -> None:
     made = all_random(8, 32, zeros=zeros)
     save(tmp_path, {key: gptq(one, 8) for key, one in made.items()}, config(8, 32, sym=not zeros))
-    assert_means(tmp_path, made, F32 if zeros else Format("i8", "f32", "none", 1, 32))
-    assert_loads(tmp_path, made, "BF16", torch.bfloat16)
+    assert_means(tmp_path, values(made), F32 if zeros else Format("i8", "f32", "none", 1, 32))
+    assert_loads(tmp_path, values(made), "BF16", torch.bfloat16)
 
 
 def test_modules_with_rules_of_their_own_say_it_by_their_tensors(tmp_path: Path) -> None:
@@ -250,7 +215,7 @@ def test_modules_with_rules_of_their_own_say_it_by_their_tensors(tmp_path: Path)
     tensors = {key: gptq(one, 8) for key, one in made.items()}
     dynamic = {r"+:.*\.experts\..*": {"bits": 8, "group_size": 64}}
     save(tmp_path, tensors, config(4, 128, dynamic=dynamic))
-    assert_means(tmp_path, made, Format("i8", "f32", "none", 1, 64))
+    assert_means(tmp_path, values(made), Format("i8", "f32", "none", 1, 64))
 
 
 # --- compressed-tensors -------------------------------------------------------------------------
@@ -270,10 +235,10 @@ def test_groups_of_compressed_tensors(tmp_path: Path, group: int, zeros: bool) -
         {key: compressed(one, 4, zeros=zeros) for key, one in made.items()},
         packed(4, group, symmetric=not zeros),
     )
-    assert_means(tmp_path, made, Format("u4", "bf16", "u8" if zeros else "none", 1, group))
+    assert_means(tmp_path, values(made), Format("u4", "bf16", "u8" if zeros else "none", 1, group))
     kept = "AMXINT4" if zeros else "RAWINT4"
     backend, dtype = ("BF16", torch.bfloat16) if group == 16 else (kept, torch.float32)
-    assert_loads(tmp_path, made, backend, dtype)
+    assert_loads(tmp_path, values(made), backend, dtype)
 
 
 def test_compressed_tensors_in_order_of_activations(tmp_path: Path) -> None:
@@ -283,8 +248,8 @@ def test_compressed_tensors_in_order_of_activations(tmp_path: Path) -> None:
         {key: compressed(one, 4, zeros=True, order=True) for key, one in made.items()},
         packed(4, 32, symmetric=False, actorder="group"),
     )
-    assert_means(tmp_path, made, F32)
-    assert_loads(tmp_path, made, "BF16", torch.bfloat16)
+    assert_means(tmp_path, values(made), F32)
+    assert_loads(tmp_path, values(made), "BF16", torch.bfloat16)
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["config says 8", "config says nothing"])
@@ -293,9 +258,9 @@ def test_eight_bits_of_compressed_tensors(tmp_path: Path, group: int, said: bool
     made = all_random(8, group)
     tensors = {key: compressed(one, 8) for key, one in made.items()}
     save(tmp_path, tensors, packed(8, group) if said else {})
-    assert_means(tmp_path, made, Format("i8", "f32", "none", 1, group))
+    assert_means(tmp_path, values(made), Format("i8", "f32", "none", 1, group))
     backend, dtype = ("BF16", torch.bfloat16) if group else ("AMXINT8", torch.float32)
-    assert_loads(tmp_path, made, backend, dtype)
+    assert_loads(tmp_path, values(made), backend, dtype)
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])

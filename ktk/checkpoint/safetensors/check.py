@@ -8,7 +8,7 @@ from typing import Any
 
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias
-from ktk.checkpoint.safetensors.scheme import Part
+from ktk.checkpoint.safetensors.scheme import Part, fits
 from ktk.checkpoint.safetensors.storage import PLAIN
 from ktk.checkpoint.safetensors.surplus import by_layer, surplus
 from ktk.errors import CheckpointError
@@ -59,7 +59,7 @@ class Checker:
         self, layer: LayerNames, part: str, role: str, name: str, piece: Part
     ) -> None:
         shape, expected = self.index.shape(name), layer.shapes(part, role)
-        if shape not in expected:
+        if not fits(shape, expected):
             stored = layer.family.parts[part]
             axes = stored.axes if layer.scheme is PLAIN or is_bias(part) else piece.shape
             raise CheckpointError(

@@ -11,7 +11,7 @@ from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Stored
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.names import LayerNames, first_part, is_bias, weight_parts
-from ktk.checkpoint.safetensors.scheme import Scheme
+from ktk.checkpoint.safetensors.scheme import Scheme, fits
 from ktk.checkpoint.safetensors.storage import SCHEMES
 from ktk.checkpoint.safetensors.tensors import Header, layout_of, role_of
 from ktk.checkpoint.spans import spans
@@ -85,7 +85,7 @@ class Finder:
 
     def _fits(self, layer: LayerNames) -> bool:
         return all(
-            name in self.index and self.index.shape(name) in layer.shapes(part, role)
+            name in self.index and fits(self.index.shape(name), layer.shapes(part, role))
             for part in layer.family.parts
             for role in (layer.scheme.tensors if not is_bias(part) else ("data",))
             for name in [layer.name(part, 0, role)]

@@ -6,6 +6,7 @@ Shapes are written in the sizes of the matrix as it is multiplied: N output colu
     B, C   rows and columns of a block, from config.json
     b      bits of a code, from config.json or the shape of the codes
     N*b/32 a product, or its quotient, rounded up
+    *      any extent
     |      or
 
 Tensors that several experts share have an axis of experts before these.
@@ -24,6 +25,8 @@ from ktk.checkpoint.quantization import Quantization
 from ktk.expert import Matrix
 
 Tensors = Mapping[str, torch.Tensor]
+#: Stands for any extent.
+ANY = -1
 #: What matrices are decoded to that no `Format` is.
 FLOAT = Format("f32")
 
@@ -71,16 +74,27 @@ class Layout:
     bits: int = 4
 
     def shapes(self, part: Part) -> list[tuple[int, ...]]:
-        """Return what a tensor's shape may be."""
+        """Return what a tensor's shape may be, as `fits` takes it."""
         sizes = {"N": self.n, "K": self.k, "G": self.group or self.k, "b": self.bits}
         sizes |= dict(zip("BC", self.quantization.block, strict=True))
 
         def size(word: str) -> int:
+            if word == "*":
+                return ANY
             product, _, divisor = word.partition("/")
             extents = (sizes[one] if one in sizes else int(one) for one in product.split("*"))
             return -(-math.prod(extents) // (sizes.get(divisor) or int(divisor or 1)))
 
         return [tuple(map(size, words.split())) for words in part.shape.split("|")]
+
+
+def fits(shape: tuple[int, ...], expected: list[tuple[int, ...]]) -> bool:
+    """Whether a shape is one of those expected."""
+    return any(
+        len(shape) == len(one)
+        and all(wanted in (extent, ANY) for extent, wanted in zip(shape, one, strict=True))
+        for one in expected
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ktk.checkpoint.safetensors import floats, integers
+from ktk.checkpoint.safetensors import bitsandbytes, floats, integers
 from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, Tensors
 from ktk.expert import Matrix
 
@@ -66,6 +66,18 @@ def _compressed_tensors(name: str, found: str, shape: str, dtypes: tuple[str, ..
     return Scheme(name, found, tensors, integers.compressed_tensors, decoded_if=_ORDER)
 
 
+def _four_bits(kind: str) -> Scheme:
+    tensors = {
+        "data": Part(".weight", "N*K/2 1 | N*K/4 1 | N*K/8 1", ("U8", "I8", *_FLOATS)),
+        "absmax": Part(".weight.absmax", "*", ("F32", "U8")),
+        "map": Part(".weight.quant_map", "16", ("F32",)),
+        "state": Part(f".weight.quant_state.bitsandbytes__{kind}", "*", ("U8",)),
+        "nested_absmax": Part(".weight.nested_absmax", "*", ("F32",), optional=True),
+        "nested_map": Part(".weight.nested_quant_map", "256", ("F32",), optional=True),
+    }
+    return Scheme(f"{kind} by bitsandbytes", "bitsandbytes", tensors, bitsandbytes.four_bits)
+
+
 # In order of trial; the first whose tensors are there, of the right types and shapes.
 SCHEMES = (
     PLAIN,
@@ -112,6 +124,18 @@ SCHEMES = (
         )
         for name, shape in (("int8 by rows", _BY_ROW), ("int8 by groups", "N K/G"))
     ),
+    Scheme(
+        "int8 by bitsandbytes",
+        "bitsandbytes, LLM.int8",
+        {
+            "data": Part(".weight", "N K", ("I8",)),
+            "scale": Part(".SCB", "N", _FLOATS),
+            "layout": Part(".weight_format", "| 1", ("U8",), optional=True),
+        },
+        bitsandbytes.int8,
+    ),
+    _four_bits("nf4"),
+    _four_bits("fp4"),
     _compressed_tensors(
         "integers by compressed-tensors",
         "compressed-tensors `pack-quantized` of 2 to 8 bits: Kimi-K2-Thinking",

@@ -13,7 +13,7 @@ import torch
 
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.families import Stored
-from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, StorageError
+from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, StorageError, fits
 from ktk.checkpoint.safetensors.split import split_matrix, split_tensor
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.checkpoint.safetensors.tensor_file import dtype_name
@@ -169,7 +169,7 @@ def wrong_types(scheme: Scheme, headers: Mapping[str, Header]) -> Iterator[str]:
 def wrong_shapes(scheme: Scheme, layout: Layout, headers: Mapping[str, Header]) -> Iterator[str]:
     """Say which tensors have another shape than sizes mean."""
     for role, part, _, shape in _there(scheme, headers):
-        if shape not in (expected := layout.shapes(part)):
+        if not fits(shape, expected := layout.shapes(part)):
             listed = " or ".join(str(list(one)) for one in expected)
             yield f"has a tensor {role} of shape {list(shape)}, expected {listed} ({part.shape})"
 
