@@ -14,6 +14,25 @@ import pytest
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+#: Markers of all tests in a folder; single tests are marked where they stand.
+FOLDERS = {
+    "conformance": ("slow",),
+    "distributed": ("integration",),
+    "emulation": ("emulation", "slow"),
+    "mutants": ("slow",),
+    "sglang": ("integration",),
+    "thirdparty": ("integration", "slow"),
+    "vllm": ("integration", "slow"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folders."""
+    for item in items:
+        for marker in FOLDERS.get(item.path.relative_to(Path(__file__).parent).parts[0], ()):
+            item.add_marker(marker)
+
+
 @pytest.fixture(scope="session")
 def stub_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stub: one for all tests of a process, which loads one driver only."""
