@@ -49,6 +49,7 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "I16": torch.int16,
     "I32": torch.int32,
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,

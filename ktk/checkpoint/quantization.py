@@ -8,6 +8,9 @@ from typing import Any
 
 from ktk.checkpoint.entries import integer, integers, table, text
 
+# Others (marlin, bitblas, gptq_p ...) may have tensors of the same names and shapes.
+_PACKINGS = ("", "gptq", "gptq_v2", "gemm", "gemv", "gemv_fast", "exllama", "exllamav2", "ipex")
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -29,6 +32,8 @@ class Quantization:
         Rows and columns that share a scale, of schemes by blocks.
     zero_offset
         What to add to zero points: GPTQ's first format stores them minus one.
+    packing
+        What GPTQ and AWQ call the layout of their tensors; empty where they do not say.
     """
 
     method: str = ""
@@ -38,6 +43,17 @@ class Quantization:
     symmetric: bool | None = None
     block: tuple[int, int] = (128, 128)
     zero_offset: int = 1
+    packing: str = ""
+
+    @property
+    def refusal(self) -> str:
+        """Why codes cannot be read, though their tensors look as if; ends a sentence. Or empty."""
+        if self.packing in _PACKINGS:
+            return ""
+        return (
+            f"is packed as {self.packing}, as config.json says, which ktk does not read: take a "
+            f"checkpoint that is packed as gptq or gemm, or the one that it was made from"
+        )
 
 
 def read_quantization(entries: Mapping[str, Any]) -> Quantization:
@@ -54,7 +70,7 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
         weights = {name: weights[name] for name in weights if name not in ("bits", "group_size")}
     bits = weights.get("bits", weights.get("num_bits"))
     rows, columns = integers("weight_block_size", block, 2, least=1) if block else (128, 128)
-    second_format = "gptq_v2" in str(found.get("checkpoint_format", ""))
+    packing = _packing(method, found)
     return Quantization(
         method=method,
         bits=None if bits is None else integer("bits", bits, least=1, most=64),
@@ -62,7 +78,8 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
         group_size=_group_size(weights),
         symmetric=_symmetric(weights),
         block=(rows, columns),
-        zero_offset=0 if second_format else 1,
+        zero_offset=0 if packing == "gptq_v2" else 1,
+        packing=packing,
     )
 
 
@@ -93,3 +110,13 @@ def _symmetric(weights: Mapping[str, Any]) -> bool | None:
     if isinstance(weights.get("zero_point"), bool):  # AWQ
         return not weights["zero_point"]
     return None
+
+
+def _packing(method: str, found: Mapping[str, Any]) -> str:
+    """Return what GPTQ, AWQ, GPTQModel or AutoRound call their layout, without a prefix."""
+    if method not in ("gptq", "awq", "auto-round"):
+        return ""
+    names = ("checkpoint_format", "packing_format", "format", "version")
+    said = next((found[name] for name in names if found.get(name)), "")
+    packing = str(said).lower().rpartition(":")[2].removeprefix("auto_")
+    return "gemm" if packing == "awq" else packing

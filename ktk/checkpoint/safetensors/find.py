@@ -12,7 +12,7 @@ from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Stored
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.names import LayerNames, first_part, is_bias, weight_parts
 from ktk.checkpoint.safetensors.scheme import Scheme, fits
-from ktk.checkpoint.safetensors.storage import SCHEMES
+from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.checkpoint.safetensors.tensors import Header, layout_of, role_of
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
@@ -45,7 +45,10 @@ class Finder:
         if not typed:
             raise CheckpointError(self._no_scheme(candidates))
         sized = [self._sized(layer) for layer in typed]
-        return next((layer for layer in sized if self._fits(layer)), sized[0])
+        found = next((layer for layer in sized if self._fits(layer)), sized[0])
+        if found.scheme is not PLAIN and (refusal := self.config.quantization.refusal):
+            raise CheckpointError(f"{self.index.where(found.first_name)} {refusal}")
+        return found
 
     def _candidates(self, number: int) -> Iterator[LayerNames]:
         config = self.config.of_layer(number)

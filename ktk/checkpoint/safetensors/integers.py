@@ -1,4 +1,4 @@
-"""Decodes integers of 2 to 8 bits, as compressed-tensors, GPTQ and AWQ store them.
+"""Decodes integers of 2 to 8 bits, as compressed-tensors and GPTQ store them.
 
 All of them pack codes without gaps, the lowest bits first, so that the bytes of a row are one
 stream of bits, whatever words they are called. Seven codes of three bits, and one of the next:
@@ -154,24 +154,6 @@ def zeros(layout: Layout, zero: torch.Tensor) -> torch.Tensor | None:
     if not (zero == 1 << layout.bits - 1).all():
         raise StorageError("has zero points, though config.json says that it is symmetric")
     return None
-
-
-# AWQ keeps, from the lowest bits up, columns 0 2 4 6 1 3 5 7 of eight; this is where column i is.
-_AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-def _awq_columns(words: torch.Tensor, count: int) -> torch.Tensor:
-    codes = torch.stack([words >> 4 * place & 15 for place in _AWQ_PLACE], dim=-1).flatten(-2)
-    return codes[:, :count]
-
-
-def awq(t: Tensors, layout: Layout) -> Matrix:
-    """Decode AWQ's packing for products of matrices: words of codes run along N, in an order."""
-    if layout.bits != 4:
-        raise StorageError(f"is AWQ of {layout.bits} bits; ktk reads AWQ of 4 bits")
-    data = pack_u4(_awq_columns(t["data"], layout.n).T.to(torch.uint8))
-    zero = zeros(layout, _awq_columns(t["zero"], layout.n))
-    return integers(layout, data, t["scale"].T, zero)
 
 
 def int8(t: Tensors, layout: Layout) -> Matrix:

@@ -5,6 +5,7 @@ Shapes are written in the sizes of the matrix as it is multiplied: N output colu
     G      columns of a group, from config.json or the shape of the scales
     B, C   rows and columns of a block, from config.json
     b      bits of a code, from config.json or the shape of the codes
+    Z      words of zero points in a row, of AWQ for products with a vector
     N*b/32 a product, or its quotient, rounded up
     *      any extent
     |      or
@@ -77,6 +78,9 @@ class Layout:
         """Return what a tensor's shape may be, as `fits` takes it."""
         sizes = {"N": self.n, "K": self.k, "G": self.group or self.k, "b": self.bits}
         sizes |= dict(zip("BC", self.quantization.block, strict=True))
+        # Padded so that small groups have whole words for 128 columns.
+        words, whole = math.ceil(self.k / sizes["G"] / 8), max(128 // sizes["G"], 1)
+        sizes["Z"] = math.ceil(words / whole) * whole
 
         def size(word: str) -> int:
             if word == "*":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ktk.checkpoint.safetensors import bitsandbytes, floats, integers
+from ktk.checkpoint.safetensors import awq, bitsandbytes, floats, integers
 from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, Tensors
 from ktk.expert import Matrix
 
@@ -159,13 +159,33 @@ SCHEMES = (
     ),
     Scheme(
         "int4 by awq",
-        "AWQ",
+        "AWQ, `gemm`",
         {
             "data": Part(".qweight", "K N*b/32", _WORDS),
             "scale": Part(".scales", "K/G N", _FLOATS),
             "zero": Part(".qzeros", "K/G N*b/32", _WORDS),
         },
-        integers.awq,
+        awq.gemm,
+    ),
+    Scheme(
+        "int4 by awq for gemv",
+        "AWQ, `gemv`",
+        {
+            "data": Part(".qweight", "N K*b/32", _WORDS),
+            "scale": Part(".scales", "N Z*8", _FLOATS),
+            "zero": Part(".qzeros", "N Z", _WORDS),
+        },
+        awq.gemv,
+    ),
+    Scheme(
+        "int4 by awq for gemv_fast",
+        "AWQ, `gemv_fast`",
+        {
+            "data": Part(".qweight", "N/4 K", ("I16",)),
+            "scale": Part(".scales", "Z*8 N", ("F16",)),
+            "zero": Part(".qzeros", "Z*8 N", ("F16",)),
+        },
+        awq.gemv_fast,
     ),
     Scheme(
         "mxfp4 in blocks",

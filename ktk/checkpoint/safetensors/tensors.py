@@ -96,6 +96,8 @@ def scheme_of(
         No row of the table has such tensors; the message says what is wrong with them.
     """
     named = [scheme for scheme in SCHEMES if has_roles(scheme, headers)]
+    if quantization.refusal and named and named != [PLAIN]:
+        raise StorageError(quantization.refusal)
     if not named:
         raise StorageError(f"is stored as {_listed(headers)}, and ktk knows no such scheme")
     typed = [scheme for scheme in named if not any(wrong_types(scheme, headers))]
@@ -134,10 +136,11 @@ def _group_of(
 ) -> int:
     """Return the columns of a group; 0: all."""
     scale = scheme.tensors.get("scale")
-    if scale is None or "K/G" not in (words := scale.shape.split()):
+    words = [] if scale is None else scale.shape.split()
+    if scale is None or not {"K/G", "Z*8"} & set(words):
         return 0
-    if quantization.group_size is not None:
-        return quantization.group_size
+    if quantization.group_size is not None or "K/G" not in words:
+        return quantization.group_size or 0
     shape = headers[role_of(scale)].shape
     groups = shape[words.index("K/G")] if len(shape) == len(words) else 0
     return 0 if groups <= 1 else -(-k // groups)
