@@ -220,6 +220,8 @@ def _open(info: BackendInfo) -> Backend:
         plugin = info.entry.load()
         capsule = plugin.__ktk_backend__()
         library = plugin.__ktk_library__() if hasattr(plugin, "__ktk_library__") else None
+    except MemoryError:  # says nothing of the backend
+        raise
     except BackendUnsupported as error:
         message = f"backend {info} cannot run here: {error}"
         raise BackendUnsupported(message, brief=error.brief, advice=error.advice) from error
@@ -234,6 +236,8 @@ def _open(info: BackendInfo) -> Backend:
             brief="is built for another version of ktk's interface for backends",
             advice=remedy,
         ) from error
+    except MemoryError:
+        raise
     except Exception as error:
         raise _failed(info, error) from error
     return Backend(core, info, library)

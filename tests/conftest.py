@@ -19,6 +19,7 @@ FOLDERS = {
     "conformance": ("slow",),
     "distributed": ("integration",),
     "emulation": ("emulation", "slow"),
+    "faults": ("integration", "slow"),
     "mutants": ("slow",),
     "sglang": ("integration",),
     "thirdparty": ("integration", "slow"),

@@ -84,7 +84,13 @@ def table(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
+def printable(name: str) -> str:
+    """Return a name that came from a file as it may stand in a message of one line."""
+    return name if name.isprintable() else ascii(name)
+
+
 def _wrong(name: str, value: Any, expected: str) -> EntryError:
+    name = printable(name)
     try:
         shown = repr(value)
     except ValueError:  # an integer of more digits than Python prints

@@ -1,5 +1,8 @@
 #include "moe/engine.h"
 
+#include <stdexcept>
+#include <string>
+#include <system_error>
 #include <utility>
 
 namespace ktk {
@@ -11,7 +14,11 @@ std::shared_ptr<Engine> Engine::make(const WorkerPool::Options& options, const T
   return {new Engine(options, topology), [process = Process()](Engine* engine) {
             if (!process.here()) return;
             if (engine->server_.get_id() == std::this_thread::get_id()) {
-              std::thread([engine] { delete engine; }).detach();
+              try {
+                std::thread([engine] { delete engine; }).detach();
+              } catch (const std::system_error&) {
+                // Without another thread nobody can free it.
+              }
             } else {
               delete engine;
             }
@@ -36,10 +43,19 @@ void Engine::enqueue(std::function<void()> job) {
   process_.check();
   {
     std::lock_guard lock(queue_mutex_);
-    if (!server_.joinable()) server_ = std::thread(&Engine::serve, this);
+    if (!server_.joinable()) start_server();
     queue_.push_back(std::move(job));
   }
   queue_changed_.notify_one();
+}
+
+void Engine::start_server() {
+  try {
+    server_ = std::thread(&Engine::serve, this);
+  } catch (const std::system_error& error) {
+    throw std::runtime_error("the system starts no thread for calls that nobody waits for (" +
+                             error.code().message() + "): raise the limits (ulimit -u, pids.max)");
+  }
 }
 
 void Engine::serve() {

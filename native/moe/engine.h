@@ -33,10 +33,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_lock<std::mutex> turn();
 
   // Runs `job` later, in the order of calls, on a thread of the engine's own (which is worker 0 of
-  // the regions it runs). `job` must not throw. In a forked child: as turn().
+  // the regions it runs). `job` must not throw. Throws std::runtime_error where the system starts
+  // no thread. In a forked child: as turn().
   void enqueue(std::function<void()> job);
 
  private:
+  void start_server();
   void serve();
 
   const Process process_;

@@ -2,6 +2,8 @@
 #include <cxxabi.h>
 
 #include <exception>
+#include <new>
+#include <typeinfo>
 
 #include "ktk/abi.h"
 #include "python/bind.h"
@@ -10,10 +12,14 @@ namespace nb = nanobind;
 
 namespace {
 
-// Backends are built by others, and one may throw what Python has no exception for.
-void translate_unknown(const std::exception_ptr& error, void*) {
+// Backends are built by others, and one may throw what Python has no exception for. Of memory that
+// is refused, the C++ library says no more than the name of its exception.
+void translate_error(const std::exception_ptr& error, void*) {
   try {
     std::rethrow_exception(error);
+  } catch (const std::bad_alloc& refused) {
+    if (typeid(refused) != typeid(std::bad_alloc)) throw;
+    PyErr_SetString(PyExc_MemoryError, "the system refuses more memory");
   } catch (const std::exception&) {
     throw;  // nanobind knows these
   } catch (const abi::__forced_unwind&) {
@@ -35,7 +41,7 @@ NB_MODULE(_core, m) {
   m.doc() =
       "The core of ktk: CPU detection, worker pool, memory, the MoE pipeline and dense layers.";
   m.attr("ABI") = nb::make_tuple(KTK_ABI_MAJOR, KTK_ABI_MINOR);
-  nb::register_exception_translator(translate_unknown);
+  nb::register_exception_translator(translate_error);
   ktk::bind_system(m);
   ktk::bind_backend(m);
   ktk::bind_packed(m);

@@ -43,6 +43,21 @@ def test_every_call_may_be_the_last(tmp_path: Path) -> None:
     assert made.contents(source) == before
 
 
+@pytest.mark.slow
+def test_any_moment_may_be_the_last(tmp_path: Path) -> None:
+    """`KTK_KILLS` asks for more of them."""
+    source = made.write(tmp_path / "source", layers=(0, 1, 2))
+    kills = os.environ.get("KTK_KILLS", "5")
+    done = subprocess.run(
+        [sys.executable, HERE / "kill_randomly.py", source, tmp_path, "AMXINT4", kills, "1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert int(done.stdout.split()[0]) == int(kills)
+
+
 def test_the_command_can_be_killed_and_resumed(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", layers=tuple(range(8)))
     command = [sys.executable, "-m", "ktk", "convert", source]

@@ -219,7 +219,10 @@ class _Parser:
         length = self.number(_U64)
         if length > _LONGEST_NAME:
             raise struct.error(f"a name of {length} bytes, expected no more than {_LONGEST_NAME}")
-        return self.take(length).decode("utf-8")
+        name = self.take(length).decode("utf-8")
+        if not name.isprintable():
+            raise struct.error(f"the name {name!a}")
+        return name
 
     def take(self, length: int) -> bytes:
         """Return the next bytes."""

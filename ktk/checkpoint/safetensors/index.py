@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from ktk.checkpoint.entries import EntryError, table, text
+from ktk.checkpoint.entries import EntryError, printable, table, text
 from ktk.checkpoint.files import MissingFile, read_json
 from ktk.checkpoint.safetensors.tensor_file import TensorFile, TensorInfo
 from ktk.closing import Closing
@@ -117,9 +117,10 @@ class TensorIndex(Closing):
     def _inside(self, index: Path, name: str, file: str) -> Path:
         """Refuse files elsewhere, which a download must not name. Links to such are the user's."""
         parts = PurePosixPath(file).parts
-        if not parts or parts[0] == "/" or ".." in parts or "\0" in file:
+        if not parts or parts[0] == "/" or ".." in parts or not file.isprintable():
             raise CheckpointError(
-                f"{index} says that {name} is in {file!r}, expected a file in the same folder"
+                f"{index} says that {printable(name)} is in {file!r}, expected a file in the same "
+                "folder"
             )
         return self.folder / file
 

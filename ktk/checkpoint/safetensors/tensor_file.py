@@ -146,6 +146,8 @@ def _header(file: File) -> tuple[dict[str, str], dict[str, TensorInfo]]:
 def _tensors(document: dict[str, Any]) -> Iterator[TensorInfo]:
     """Yield what the header lists, counted from the first tensor."""
     for name, value in document.items():
+        if not name.isprintable():
+            raise EntryError(f"it has a tensor called {name!a}")
         entry = table(f"tensor {name}", value)
         dtype = text(f"dtype of tensor {name}", entry.get("dtype"))
         shape = integers(f"shape of tensor {name}", entry.get("shape"), most=_ANY)
