@@ -142,7 +142,7 @@ def formats_of(scheme: Scheme) -> list[Format]:
 def layouts(scheme: Scheme) -> Iterator[Layout]:
     """Yield sizes that a scheme may be stored in."""
     shapes = " ".join(part.shape for part in scheme.tensors.values())
-    grouped = "G" in shapes
+    grouped = "G" in shapes or "Z" in shapes
     for block, bits, group, symmetric in product(
         BLOCKS if "B" in shapes else BLOCKS[:1],
         BITS if "b" in shapes else BITS[:1],

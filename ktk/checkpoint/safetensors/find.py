@@ -17,6 +17,13 @@ from ktk.checkpoint.safetensors.tensors import Header, layout_of, role_of
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 
+# By what the names of experts that cannot be read have: what helps.
+_CURES = {
+    "zero_q": "HQQ's zero points are quantised themselves: save the model with quant_zero=False",
+    "scale_q": "HQQ's scales are quantised themselves: save the model with quant_scale=False",
+    "absmax": "Of bitsandbytes ktk reads experts with tensors of their own: save a model that "
+    "has them as modules, or one without codes (model.dequantize())",
+}
 # Names that are listed where none is known.
 _SHOWN = 8
 
@@ -126,6 +133,9 @@ class Finder:
             f"{self.index.where(first)} has elements of type {self.index.dtype(first)}, and ktk "
             f"knows no scheme that it is part of; beside it: {', '.join(beside) or 'nothing'}"
             + (f"; config.json says {method}" if method else "")
+            + next(
+                (f". {cure}" for role, cure in _CURES.items() if role in f"{first} {beside}"), ""
+            )
         )
 
     def no_experts(self, number: int | None = None) -> str:

@@ -137,6 +137,8 @@ def _as(
             each = (quantization.bits or USUAL_BITS) if bits else 1
             sizes[axis] = extent * int(divisor or 1) // each
     n, k = sizes.values()
+    if not n or not k:
+        return None
     layout = layout_of(scheme, headers, n, k, quantization)
     fits = not any(wrong_shapes(scheme, layout, headers))
     return StoredMatrix(index, stem, scheme, layout) if fits else None

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ktk.checkpoint.safetensors import awq, bitsandbytes, floats, integers
+import torch
+
+from ktk.checkpoint.safetensors import awq, bitsandbytes, floats, hqq, integers
 from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, Tensors
 from ktk.expert import Matrix
 
 _FLOATS = ("F32", "BF16", "F16")
+_FP8 = ("F8_E4M3", "F8_E5M2")
 _EXPONENTS = ("U8", "F8_E8M0")
 _WORDS = ("I32",)
 _BY_ROW = "N 1 | N | 1 1 | 1 |"
@@ -38,7 +41,7 @@ def _fp8(
     decode: Callable[[Tensors, Layout], Matrix],
 ) -> Scheme:
     tensors = {
-        "data": Part(".weight", "N K", ("F8_E4M3", "F8_E5M2"), fused=""),
+        "data": Part(".weight", "N K", _FP8, fused=""),
         "scale": Part("." + scale, shape, dtypes, fused=scale.removeprefix("weight")),
     }
     return Scheme(name, found, tensors, decode)
@@ -76,6 +79,10 @@ def _four_bits(kind: str) -> Scheme:
         "nested_map": Part(".weight.nested_quant_map", "256", ("F32",), optional=True),
     }
     return Scheme(f"{kind} by bitsandbytes", "bitsandbytes", tensors, bitsandbytes.four_bits)
+
+
+def _has_zeros(zero: torch.Tensor, layout: Layout) -> bool:
+    return bool(zero.any())
 
 
 # In order of trial; the first whose tensors are there, of the right types and shapes.
@@ -120,7 +127,7 @@ SCHEMES = (
                 "zero": Part(".weight_zero_point", shape, ("I8", "I32"), optional=True),
             },
             integers.int8,
-            decoded_if={"zero": lambda zero, layout: bool(zero.any())},
+            decoded_if={"zero": _has_zeros},
         )
         for name, shape in (("int8 by rows", _BY_ROW), ("int8 by groups", "N K/G"))
     ),
@@ -186,6 +193,31 @@ SCHEMES = (
             "zero": Part(".qzeros", "Z*8 N", ("F16",)),
         },
         awq.gemv_fast,
+    ),
+    Scheme(
+        "hqq",
+        "HQQ",
+        {
+            "data": Part(".W_q", "* *", ("U8", "I32", *_FLOATS)),
+            "scale": Part(".scale", "* * |", _FLOATS),
+            "zero": Part(".zero", "* * |", _FLOATS),
+            "shape": Part(".shape", "2", ("I64", "I32")),
+            "packing": Part(".packing", "*", ("U8",)),
+            "axis": Part(".axis", "| 1", ("I32",)),
+            "group": Part(".group_size", "| 1", ("I32",), optional=True),
+            # How they were made, and what to compute with.
+            **{
+                name: Part(f".{name}", shape, ("U8", "I32", "F32"), optional=True)
+                for shape, names in (
+                    ("*", ("compute_dtype", "unpack_view_dtype")),
+                    ("| 1", ("nbits", "view_as_float", "channel_wise", "optimize", "round_zero")),
+                    ("| 1", ("quant_scale", "quant_zero", "offload_meta")),
+                    ("| 1", ("encoded_state_dict", "stores_quant_config")),
+                )
+                for name in names
+            },
+        },
+        hqq.hqq,
     ),
     Scheme(
         "mxfp4 in blocks",
