@@ -19,6 +19,10 @@ from ktk.errors import CheckpointError
 
 # By what the names of experts that cannot be read have: what helps.
 _CURES = {
+    "_scale_and_zero": "Tensors of torchao's Int4TilePackedTo4dTensor are laid out for one kind of "
+    'GPU: save the model with int4_packing_format="plain"',
+    "_qdata": "Of torchao's tensors ktk reads Int8Tensor, Float8Tensor and Int4Tensor "
+    '(int4_packing_format="plain"): save the model as one of these',
     "zero_q": "HQQ's zero points are quantised themselves: save the model with quant_zero=False",
     "scale_q": "HQQ's scales are quantised themselves: save the model with quant_scale=False",
     "absmax": "Of bitsandbytes ktk reads experts with tensors of their own: save a model that "
@@ -123,6 +127,8 @@ class Finder:
         layer = candidates[0]
         first = layer.first_name
         stem = layer.stem(layer.first, 0)
+        if first.endswith("_qdata"):  # torchao's names do not all begin with the matrix's
+            stem = first.removesuffix("_qdata")
         beside = [
             f"{name} ({self.index.dtype(name)})"
             for name in sorted(self.index.names())

@@ -49,7 +49,8 @@ class Part:
     dtypes
         Element types, as safetensors spells them.
     fused
-        What follows the matrix's name where experts share a tensor; None: they never do.
+        What follows the matrix's name where experts share a tensor, or stands in the place of its
+        last word, {}; None: they never do.
     optional
         Whether it may be missing.
     shared
@@ -130,7 +131,10 @@ class Scheme:
         """Return the full name of a tensor; None where shared tensors have none."""
         part = self.tensors[role]
         suffix = part.fused if fused else part.suffix
-        return None if suffix is None else stem + suffix
+        if suffix is None or "{}" not in suffix:
+            return None if suffix is None else stem + suffix
+        module, dot, name = stem.rpartition(".")
+        return module + dot + suffix.format(name)
 
 
 def decoded(layout: Layout, data: torch.Tensor, values: Callable[[], torch.Tensor]) -> Matrix:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from ktk.checkpoint.safetensors import awq, bitsandbytes, floats, hqq, integers
+from ktk.checkpoint.safetensors import awq, bitsandbytes, floats, hqq, integers, torchao
 from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, Tensors
 from ktk.expert import Matrix
 
@@ -79,6 +79,25 @@ def _four_bits(kind: str) -> Scheme:
         "nested_map": Part(".weight.nested_quant_map", "256", ("F32",), optional=True),
     }
     return Scheme(f"{kind} by bitsandbytes", "bitsandbytes", tensors, bitsandbytes.four_bits)
+
+
+def _torchao(
+    found: str,
+    data: tuple[str, tuple[str, ...]],
+    scale: str,
+    zero: tuple[str, ...],
+    decode: Callable[[Tensors, Layout], Matrix],
+) -> Scheme:
+    """Return a row of torchao's; `zero` are the types of zero points, none where there are none."""
+
+    def part(role: str, shape: str, dtypes: tuple[str, ...], *, optional: bool = False) -> Part:
+        return Part(f"._weight_{role}", shape, dtypes, f"_{{}}_{role}", optional)
+
+    tensors = {"data": part("qdata", *data), "scale": part("scale", scale, _FLOATS)}
+    if zero:
+        tensors["zero"] = part("zero_point", scale, zero, optional=decode is integers.int8)
+    test = {"zero": _has_zeros} if zero else {}
+    return Scheme(f"{found} of torchao", f"torchao, {found}", tensors, decode, test)
 
 
 def _has_zeros(zero: torch.Tensor, layout: Layout) -> bool:
@@ -219,6 +238,11 @@ SCHEMES = (
         },
         hqq.hqq,
     ),
+    _torchao("Int8Tensor", ("N K", ("I8",)), _BY_ROW, ("I8", *_FLOATS), integers.int8),
+    _torchao("Int8Tensor", ("N K", ("I8",)), "N K/G", ("I8", *_FLOATS), integers.int8),
+    _torchao("Int4Tensor", ("N K/2", ("I8", "U8")), "K/G N", _FLOATS, torchao.int4),
+    _torchao("Float8Tensor", ("N K", _FP8), _BY_ROW, (), floats.fp8_rows),
+    _torchao("Float8Tensor", ("N K", _FP8), "N/B K/C", (), floats.fp8_blocks),
     Scheme(
         "mxfp4 in blocks",
         "gpt-oss",
