@@ -99,6 +99,7 @@ class Backend:
         clamp_gate_below: bool = False,
         gate_softcap: float | None = None,
         up_softcap: float | None = None,
+        gated: bool = True,
         variant: str | None = None,
         force: bool = False,
         pool: _core.WorkerPool | None = None,
@@ -113,6 +114,8 @@ class Backend:
             Sizes, as in :class:`ktk.MoEConfig`.
         activation, activation_limit, activation_alpha, clamp_gate_below, gate_softcap, up_softcap
             The activation function, as in :class:`ktk.MoEConfig`.
+        gated : bool
+            Whether experts have a gate, as in :class:`ktk.MoEConfig`.
         variant, force, pool, shards, weight_format
             How the layer is computed, as in :class:`ktk.MoE`.
 
@@ -139,6 +142,7 @@ class Backend:
             clamp_gate_below=clamp_gate_below,
             gate_softcap=gate_softcap,
             up_softcap=up_softcap,
+            gated=gated,
         )
         return MoE(
             self,

@@ -17,6 +17,8 @@ SPELLINGS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+#: The matrices of an expert, in the order of all arguments and files.
+PARTS = ("gate", "up", "down")
 #: The fields of `MoEConfig` that are sizes.
 SIZES = ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size")
 
@@ -29,7 +31,8 @@ class MoEConfig:
     """Sizes and activation function of one layer of experts.
 
     With ``g = gate @ x + gate_bias`` and ``u = up @ x + up_bias``, an expert computes
-    ``down @ act(g, u) + down_bias``, where ``act`` is one of
+    ``down @ act(g, u) + down_bias``, where ``act`` is one of the functions below. Experts without a
+    gate compute ``down @ f(u) + down_bias``, where ``f`` is what the function does to ``g``.
 
     ``silu``
         ``silu(g) * u``.
@@ -72,6 +75,9 @@ class MoEConfig:
         model itself, as published for transformers, clamps ``g`` from above only; so does gpt-oss.
     gate_softcap, up_softcap : float, optional
         The sizes that ``situ`` keeps its factors below; no other activation takes them.
+    gated : bool
+        Whether experts have a gate. Nemotron-H's have none: ``relu2`` of up. What is said of ``g``
+        then holds for ``u``, its clamps, too.
     """
 
     num_experts: int
@@ -84,6 +90,7 @@ class MoEConfig:
     clamp_gate_below: bool = False
     gate_softcap: float | None = None
     up_softcap: float | None = None
+    gated: bool = True
 
     def __post_init__(self) -> None:
         self._check_activation()
@@ -102,9 +109,15 @@ class MoEConfig:
             raise ValueError(f"activation_limit must be a positive number or None, got {limit!r}")
         if not isinstance(alpha, Real):
             raise ValueError(f"activation_alpha must be a number, got {alpha!r}")
-        if not isinstance(self.clamp_gate_below, bool):
-            raise ValueError(f"clamp_gate_below must be a bool, got {self.clamp_gate_below!r}")
+        for name in ("clamp_gate_below", "gated"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
         self._check_softcaps()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The matrices of an expert: gate, if there is one, up and down."""
+        return PARTS if self.gated else PARTS[1:]
 
     def _check_softcaps(self) -> None:
         for name in ("gate_softcap", "up_softcap"):

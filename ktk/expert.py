@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from ktk._core import Format
 from ktk.arrays import Array
-
-#: The matrices of an expert, in the order of all arguments and files.
-PARTS = ("gate", "up", "down")
+from ktk.config import PARTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,19 +38,19 @@ class Matrix:
     factor: Array | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Expert:
     """The weights of one expert.
 
     Attributes
     ----------
     gate, up : Matrix
-        [intermediate_size, hidden_size].
+        [intermediate_size, hidden_size]. Of gate None, where experts have none.
     down : Matrix
         [hidden_size, intermediate_size].
     """
 
-    gate: Matrix
+    gate: Matrix | None = None
     up: Matrix
     down: Matrix
 
@@ -61,20 +59,21 @@ class Expert:
         cls, arrays: Mapping[str, Array | None], formats: Mapping[str, Format | None]
     ) -> Expert:
         """Make an expert of arrays by name; see `arrays`. `formats` has one for each matrix."""
-        gate, up, down = (
-            Matrix(
-                formats[part],
-                arrays[part],
-                *(arrays.get(f"{part}_{what}") for what in ("scale", "zero", "bias", "factor")),
+        beside = ("scale", "zero", "bias", "factor")
+        matrices = {
+            part: Matrix(
+                formats[part], arrays[part], *(arrays.get(f"{part}_{what}") for what in beside)
             )
             for part in PARTS
-        )
-        return cls(gate, up, down)
+            if part in formats
+        }
+        return cls(**matrices)
 
     @property
     def matrices(self) -> dict[str, Matrix]:
-        """Gate, up and down by name."""
-        return {"gate": self.gate, "up": self.up, "down": self.down}
+        """Gate, if there is one, up and down by name."""
+        gate = {} if self.gate is None else {"gate": self.gate}
+        return {**gate, "up": self.up, "down": self.down}
 
     def arrays(self) -> dict[str, Array]:
         """Return the arrays that are there by name: ``gate``, ``gate_scale``, ``gate_bias`` ..."""

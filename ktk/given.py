@@ -45,7 +45,7 @@ def experts_of_slots(
     Parameters
     ----------
     stacks : mapping of names to arrays or sequences
-        Each with an entry for each expert; the first one is gate.
+        Each with an entry for each expert.
     slots : int
         Experts of the layer.
     order : sequence of int, optional
@@ -59,13 +59,14 @@ def experts_of_slots(
     for name, stack in stacks.items():
         if not hasattr(stack, "__len__"):
             raise TypeError(f"{name} must have an entry for each expert, got {stack!r}")
-    count = len(stacks["gate"])
+    first = next(iter(stacks))
+    count = len(stacks[first])
     for name, stack in stacks.items():
         if len(stack) != count:
-            raise ValueError(f"{name} has {len(stack)} experts, gate has {count}")
+            raise ValueError(f"{name} has {len(stack)} experts, {first} has {count}")
     if order is None:
         if count != slots:
-            raise ValueError(f"gate has {count} experts, expected {slots}")
+            raise ValueError(f"{first} has {count} experts, expected {slots}")
         return list(range(slots))
     if not hasattr(order, "__len__"):
         raise TypeError(f"physical_to_logical_map must be a sequence of ints, got {order!r}")
@@ -78,7 +79,9 @@ def experts_of_slots(
 
 
 def expert_of(
-    arguments: Mapping[str, tuple[Any, Any, Any, Any, Any]], given: GivenFormats | None
+    arguments: Mapping[str, tuple[Any, Any, Any, Any, Any]],
+    given: GivenFormats | None,
+    parts: Sequence[str],
 ) -> Expert:
     """Return the expert that the arguments of `MoE.load_expert` mean.
 
@@ -89,11 +92,13 @@ def expert_of(
         `Expert` for gate is all there is.
     given : Format, its name, or tuple of three, optional
         What the arrays hold, if somebody said it.
+    parts : sequence of str
+        The matrices that experts of the layer have.
 
     Raises
     ------
     TypeError
-        A matrix is missing, or there is more beside an expert.
+        A matrix is missing, or there is more beside an expert, or there is a gate too many.
     ValueError
         Something is said twice.
     """
@@ -101,12 +106,27 @@ def expert_of(
     if isinstance(expert, Expert):
         if given is not None or any(one is not None for one in (*beside, *up, *down)):
             raise TypeError("an Expert has all that belongs to it: give nothing else")
+        check_gate("gate" in parts, expert.gate is not None)
         return expert
-    for name, (data, *_) in arguments.items():
+    check_gate("gate" in parts, any(one is not None for one in arguments["gate"]))
+    found = {}
+    for (name, (data, *more)), fmt in zip(arguments.items(), formats_of(given), strict=True):
+        if name not in parts:
+            continue
         if data is None:
-            raise TypeError(f"{name} is missing: give gate, up and down, or an Expert")
-    formats = zip(arguments.items(), formats_of(given), strict=True)
-    return Expert(**{name: matrix_of(name, *arrays, fmt) for (name, arrays), fmt in formats})
+            given_by = "gate, up and down" if "gate" in parts else "up and down"
+            raise TypeError(f"{name} is missing: give {given_by}, or an Expert")
+        scale, zero, bias, factor = more
+        found[name] = matrix_of(name, data, scale, zero, bias, factor, fmt)
+    return Expert(**found)
+
+
+def check_gate(wanted: bool, given: bool) -> None:
+    """Raise a TypeError unless a gate is given just where the experts of a layer have one."""
+    if given and not wanted:
+        raise TypeError("the experts of this layer have no gate (gated=False): gate must be None")
+    if wanted and not given:
+        raise TypeError("gate is missing: give gate, up and down, or an Expert")
 
 
 def matrix_of(

@@ -73,8 +73,8 @@ class PackedLayer:
     config: MoEConfig
     _core: core.MoE
 
-    def unpack_expert(self, expert: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return gate, up and down of an expert as they are stored, in f32."""
+    def unpack_expert(self, expert: int) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+        """Return gate, up and down of an expert as they are stored, in f32; None for no gate."""
         gate, up, down = self._core.unpack_expert(self._slot(expert))
         return gate, up, down
 
@@ -100,7 +100,7 @@ class PackedLayer:
 
     @property
     def format(self) -> core.Format | None:
-        """What gate is stored as, and mostly up and down; None before an expert is loaded."""
+        """What gate is stored as, or up without one; None before an expert is loaded."""
         return self._core.format
 
     @property

@@ -11,7 +11,7 @@ from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import MoEConfig
 from ktk.errors import BackendUnsupported
 from ktk.expert import Expert
-from ktk.given import GivenFormats, expert_of, experts_of_slots, read_matrix
+from ktk.given import GivenFormats, check_gate, expert_of, experts_of_slots, read_matrix
 from ktk.layer import check_shards, inputs, tell_shards
 from ktk.lora import Adapters, given_adapters
 from ktk.pool import default_pool
@@ -167,7 +167,7 @@ class MoE(TrainableLayer):
 
     def load(
         self,
-        gate: Stack,
+        gate: Stack | None,
         up: Stack,
         down: Stack,
         *,
@@ -194,7 +194,7 @@ class MoE(TrainableLayer):
             Or sequences of 2-D arrays, or what :func:`ktk.quantize.quantize` returns. None in place
             of an expert leaves it out: it takes no memory, and rows routed to it contribute nothing
             (it lives on a GPU, say). Arrays whose rows are not contiguous are copied, one expert at
-            a time.
+            a time. None for all of gate where experts have none.
         down : array [experts, hidden_size, intermediate_size]
             Likewise.
         gate_scale, up_scale, down_scale, gate_zero, up_zero, down_zero : array, optional
@@ -218,7 +218,10 @@ class MoE(TrainableLayer):
         RuntimeError, TypeError, ValueError
             As :meth:`load_expert`; or the arrays hold unequal numbers of experts.
         """
-        stacks: dict[str, Any] = {"gate": gate, "up": up, "down": down}
+        check_gate(self.config.gated, gate is not None)
+        stacks: dict[str, Any] = {"up": up, "down": down}
+        if gate is not None:
+            stacks = {"gate": gate} | stacks
         beside = {
             "gate_scale": gate_scale,
             "up_scale": up_scale,
@@ -236,7 +239,7 @@ class MoE(TrainableLayer):
         stacks |= {name: stack for name, stack in beside.items() if stack is not None}
         sources = experts_of_slots(stacks, self.config.num_experts, physical_to_logical_map)
         for slot, expert in enumerate(sources):
-            if gate[expert] is None:
+            if up[expert] is None:
                 self.leave_out(slot)
             else:
                 one = {name: stack[expert] for name, stack in stacks.items()}
@@ -246,7 +249,7 @@ class MoE(TrainableLayer):
     def load_expert(
         self,
         expert: int,
-        gate: Array | Expert,
+        gate: Array | Expert | None = None,
         up: Array | None = None,
         down: Array | None = None,
         *,
@@ -277,7 +280,7 @@ class MoE(TrainableLayer):
             floats are torch.float8_e4m3fn or float8_e5m2; two 4-bit elements share a uint8, or are
             torch.float4_e2m1fn_x2; ggml's types are uint8 [rows, bytes of a row]. An
             :class:`ktk.expert.Expert` in the place of gate, such as readers of checkpoints give,
-            stands for all arguments that follow.
+            stands for all arguments that follow. None for gate where experts have none.
         gate_scale, up_scale, down_scale : array [groups of n, groups of k], optional
             Or [n]: one per row. The shape tells how large groups are, among those that the backend
             takes. torch.float8_e8m0fnu and uint8 hold powers of two; float8_e4m3fn, or uint8, the
@@ -299,7 +302,8 @@ class MoE(TrainableLayer):
         RuntimeError
             A tensor requires grad while torch records gradients.
         TypeError
-            An array has a dtype that ktk does not read.
+            An array has a dtype that ktk does not read, or a matrix is missing, or there is a gate
+            and experts of this layer have none.
         ValueError
             The backend does not take what is given, or an array has another shape than the sizes of
             the layer mean.
@@ -309,12 +313,15 @@ class MoE(TrainableLayer):
             "up": (up, up_scale, up_zero, up_bias, up_factor),
             "down": (down, down_scale, down_zero, down_bias, down_factor),
         }
-        weights = expert_of(arguments, given)
+        weights = expert_of(arguments, given, self.config.parts)
         name, accepts = self.backend.name, self.backend.accepts
         matrices = weights.matrices.items()
         ready = Expert(**{part: read_matrix(part, one, name, accepts) for part, one in matrices})
-        formats = (ready.gate.format, ready.up.format, ready.down.format)
-        self._core.load_expert(self._slot(expert), **ready.arrays(), given=formats)
+        of_gate = ready.gate.format if ready.gate else None
+        formats = (of_gate, ready.up.format, ready.down.format)
+        self._core.load_expert(
+            self._slot(expert), **{"gate": None, **ready.arrays()}, given=formats
+        )
         if self._hoped_shards is not None:
             tell_shards(self.config.intermediate_size, self._hoped_shards, self.shards)
             self._hoped_shards = None

@@ -27,16 +27,17 @@ class WeightGradients:
     experts
         Whose they are.
     gate, up : array [len(experts), intermediate_size, hidden_size]
+        Of gate None, and of its bias, where experts have none.
     down : array [len(experts), hidden_size, intermediate_size]
     gate_bias, up_bias : array [len(experts), intermediate_size]
     down_bias : array [len(experts), hidden_size]
     """
 
     experts: range
-    gate: Array
+    gate: Array | None
     up: Array
     down: Array
-    gate_bias: Array
+    gate_bias: Array | None
     up_bias: Array
     down_bias: Array
 
@@ -110,7 +111,7 @@ class TrainableLayer(PackedLayer):
         array [tokens, hidden_size]
         tensor [tokens, k, 2, intermediate_size], bf16, or None
             Products of gate, then of up, with what the adapter adds, without biases. What no expert
-            computes holds anything.
+            computes holds anything. Without a gate [tokens, k, 1, intermediate_size].
         """
         import torch
 
@@ -118,8 +119,8 @@ class TrainableLayer(PackedLayer):
         kept = None
         if save:
             tokens, top_k = _shape(topk_ids)
-            width = self.config.intermediate_size
-            kept = torch.empty((tokens, top_k, 2, width), dtype=torch.bfloat16, device="cpu")
+            shape = (tokens, top_k, 1 + self.config.gated, self.config.intermediate_size)
+            kept = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         _core.forward_with(
             self._core,
             *inputs(*map(_plain, (hidden, topk_ids, topk_weights, mask))),
@@ -181,7 +182,11 @@ class TrainableLayer(PackedLayer):
         count, c = len(experts), self.config
         h, i = c.hidden_size, c.intermediate_size
         shapes = ((i, h), (i, h), (h, i), (i,), (i,), (h,))
-        weights = [_zeros((count, *shape), like) for shape in shapes] if count else []
+        weights = [
+            _zeros((count, *shape), like) if c.gated or not name.startswith("gate") else None
+            for name, shape in zip(_WEIGHTS, shapes, strict=True)
+            if count
+        ]
         _core.backward(
             self._core,
             float_backend(),

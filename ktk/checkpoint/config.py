@@ -23,7 +23,8 @@ _NAMES = {
         *("num_experts_per_tok", "num_experts_per_token"),
         *("moe_topk", "moe_top_k", "moe_k", "top_k_experts"),
     ),
-    "hidden_size": ("hidden_size",),
+    # Of the experts: models with a latent width project what goes into them and comes out.
+    "hidden_size": ("moe_latent_size", "hidden_size"),
     "intermediate_size": ("moe_intermediate_size", "intermediate_size"),
 }
 
@@ -34,12 +35,14 @@ REFUSED = {
         "multiplies what goes into an expert by its routing weight; ktk multiplies what comes out",
     ),
     "longcat_flash": "has experts that pass tokens through, which ktk would leave out",
-    "nemotron_h": "has experts without a gate, and ktk computes gated ones",
     **dict.fromkeys(
         ("muse_spark", "muse_spark_text"),
         "normalises what an expert returns, and ktk adds it up as it is",
     ),
 }
+
+# Whose experts have no gate; config.json does not say so.
+_UNGATED = ("nemotron_h",)
 
 # Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.
 _LIMITS_OF_LAYERS = ("expert_swiglu_limit_list", "swiglu_limits")
@@ -150,6 +153,7 @@ def _config(entries: dict[str, Any]) -> ExpertConfig:
         num_layers=None if layers is None else integer("num_hidden_layers", layers),
         **sizes,
         **_activation(entries),
+        gated=model_type not in _UNGATED,
         quantization=read_quantization(entries),
     )
 
@@ -175,8 +179,9 @@ def _size(entries: dict[str, Any], field: str) -> int:
 
 
 def _activation(entries: dict[str, Any]) -> dict[str, Any]:
-    named = entries.get("hidden_act") or entries.get("hidden_activation") or "silu"
-    name = text("hidden_act", named)
+    # Nemotron-H has an activation for experts and one for Mamba layers.
+    names = ("mlp_hidden_act", "hidden_act", "hidden_activation")
+    name = text("hidden_act", next(filter(None, map(entries.get, names)), "silu"))
     for key in _LIMITS_OF_LAYERS:
         limits = tuple(number(key, one or 0) for one in items(key, entries.get(key) or []))
         if any(limits) and activation_called(name) == "silu":

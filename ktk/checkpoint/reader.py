@@ -16,7 +16,7 @@ from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.pieces import Piece
 from ktk.closing import Closing
 from ktk.errors import CheckpointError
-from ktk.expert import PARTS, Expert, Matrix
+from ktk.expert import Expert, Matrix
 from ktk.formats import FLOATS
 from ktk.quantize import dequantize
 
@@ -113,8 +113,8 @@ class LayerReader(ABC):
     def values(self, number: int, dtype: torch.dtype = torch.float64) -> Expert:
         """Read what one expert means, as floats: weights and biases."""
         matrices = self._read(number).matrices
-        for part in PARTS:
-            one = decoded(matrices[part], self.where(part, number), dtype)
+        for part, matrix in matrices.items():
+            one = decoded(matrix, self.where(part, number), dtype)
             bias = None if one.bias is None else one.bias.to(dtype)
             matrices[part] = replace(one, bias=bias)
         return Expert(**matrices)

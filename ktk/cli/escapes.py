@@ -17,7 +17,6 @@ from ktk.backend import Backend
 from ktk.checkpoint import open_checkpoint
 from ktk.checkpoint.reader import LayerReader
 from ktk.errors import CheckpointError
-from ktk.expert import PARTS
 from ktk.names import FEWER_BITS
 from ktk.progress import Progress
 from ktk.registry import load_backend
@@ -141,7 +140,7 @@ def count_escapes(path: Path) -> Report:
 def _of_experts(layer: LayerReader, backend: Backend) -> Iterable[Escapes]:
     for number in range(layer.config.num_experts):
         matrices = layer.expert(number).matrices
-        parts = (of_matrix(torch.as_tensor(matrices[part].data), backend) for part in PARTS)
+        parts = (of_matrix(torch.as_tensor(matrices[part].data), backend) for part in matrices)
         yield sum(parts, Escapes())
 
 

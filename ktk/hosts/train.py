@@ -86,8 +86,8 @@ def _train_shape(
     hidden: torch.Tensor, topk_ids: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *_, layer, keep = others
-    width = LAYERS[layer].moe.config.intermediate_size
-    shape = (*topk_ids.shape, 2, width) if keep else (0,)
+    config = LAYERS[layer].moe.config
+    shape = (*topk_ids.shape, 1 + config.gated, config.intermediate_size) if keep else (0,)
     return hidden.new_empty(hidden.shape), hidden.new_empty(
         shape, dtype=torch.bfloat16, device="cpu"
     )

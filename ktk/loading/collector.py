@@ -21,7 +21,7 @@ from ktk.checkpoint.safetensors.tensors import has_roles, read_part
 from ktk.checkpoint.spans import spans
 from ktk.config import MoEConfig
 from ktk.errors import BackendError, CheckpointError, CheckpointFormatError
-from ktk.expert import PARTS, Expert, Matrix
+from ktk.expert import Expert, Matrix
 from ktk.layer import integer
 from ktk.loading.cut import columns_of, cut_expert
 from ktk.loading.default import candidates
@@ -232,7 +232,7 @@ class ExpertCollector:
 
     def _missing(self, held: Mapping[tuple[str, str], Any]) -> list[tuple[str, str]]:
         joined = any(part == _JOINED for part, _ in held)
-        parts = (_JOINED, "down") if joined else PARTS
+        parts = (_JOINED, "down") if joined else self.config.parts
         each = [(part, role) for part in parts for role in self._each]
         return [one for one in each if one not in held]
 
@@ -245,7 +245,7 @@ class ExpertCollector:
         for part in dict.fromkeys(part for part, _ in held):
             tensors = {role: held[part, role].cpu() for role in self._each}
             matrices |= self._read(slot, part, tensors)
-        expert = Expert(**{part: matrices[part] for part in PARTS})
+        expert = Expert(**{part: matrices[part] for part in self.config.parts})
         if self._ranks > 1:
             if self._columns is None:
                 size = self.config.intermediate_size

@@ -37,8 +37,8 @@ def columns_of(expert: Expert, size: int, rank: int, ranks: int) -> tuple[int, i
     ValueError
         Groups are too large for so many ranks.
     """
-    gate, up, down = (_format(matrix) for matrix in expert.matrices.values())
-    parts = (gate.group_n or 1, up.group_n or 1, down.group_k or 1, down.block[0])
+    *rows, down = (_format(matrix) for matrix in expert.matrices.values())
+    parts = (*(one.group_n or 1 for one in rows), down.group_k or 1, down.block[0])
     unit = math.lcm(*parts)
     if size // (wide := math.lcm(unit, _ALIGNED)) >= ranks and size % wide == 0:
         unit = wide
@@ -59,9 +59,9 @@ def cut_expert(expert: Expert, first: int, behind: int, rank: int) -> Expert:
     if down.bias is not None and rank:
         down = replace(down, bias=torch.zeros_like(torch.as_tensor(down.bias)))
     return Expert(
-        cut_rows(expert.gate, first, behind),
-        cut_rows(expert.up, first, behind),
-        down,
+        gate=None if expert.gate is None else cut_rows(expert.gate, first, behind),
+        up=cut_rows(expert.up, first, behind),
+        down=down,
     )
 
 

@@ -14,8 +14,9 @@ from ktk.backend import Backend
 from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.reader import LayerReader
 from ktk.checkpoint.spans import spans
+from ktk.config import PARTS
 from ktk.errors import CheckpointError, CheckpointFormatError
-from ktk.expert import PARTS, Expert, Matrix
+from ktk.expert import Expert, Matrix
 from ktk.formats import FLOATS, is_blocks
 from ktk.moe import Formats
 from ktk.names import find_alias
@@ -59,13 +60,14 @@ class Route:
     @property
     def how(self) -> str:
         """What happens to the weights, for people: "stored as they are", "rounded" ..."""
+        given = self.given
         decoded = self.layer.decodes or any(
-            self._changes(part, self.source, self.given[part].format) for part in PARTS
+            self._changes(part, self.source, one.format) for part, one in given.items()
         )
-        if not any(self._changes(part, self.given, self.stored[part]) for part in PARTS):
+        if not any(self._changes(part, given, fmt) for part, fmt in self.stored.items()):
             return "decoded to f32" if decoded else "stored as they are"
         plain = all(fmt.scale == "none" for fmt in self.stored.values())
-        who = self.quantizer if all(map(self._takes, PARTS)) else "ktk.quantize"
+        who = self.quantizer if all(map(self._takes, given)) else "ktk.quantize"
         what = "rounded" if plain else f"quantised by {who}"
         return f"decoded to f32 and {what}" if decoded else what
 
@@ -90,7 +92,7 @@ class Route:
         """Read an expert as `given` says."""
         source = self.source
         return self.layer.expert(
-            number, [part for part in PARTS if self.given[part].format != source[part].format]
+            number, [part for part, one in source.items() if self.given[part].format != one.format]
         )
 
     def expert(self, number: int) -> Expert:
@@ -151,8 +153,8 @@ def route_of(layer: LayerReader, backend: Backend, choose: Choose | None = None)
     for decoded, given in ways:
         stored = {}
         try:
-            for part in PARTS:
-                stored[part] = choose(part, given[part], decoded)
+            for part, one in given.items():
+                stored[part] = choose(part, one, decoded)
         except ValueError as error:
             refusals.append(f"{part}: {error}")
             continue

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ktk.expert import PARTS
+from ktk.config import PARTS
 from ktk.lora import Lora
 from ktk.names import PREFERRED
 from ktk.transformers import adapter
-from ktk.transformers.layout import BIASES
 from ktk.transformers.packed import Packed, packed_modules
 
 #: Matrices of an expert that factors can be beside.
@@ -75,6 +74,8 @@ def add_lora(
         c = packed.moe.config
         e, h, i = c.num_experts, c.hidden_size, c.intermediate_size
         factors = {}
+        if "gate" in wanted and not c.gated:
+            raise ValueError(f"the experts of {name} have no gate: targets are up and down")
         for part in wanted:
             rows, columns = (h, i) if part == "down" else (i, h)
             a = torch.empty(e, rank, columns, dtype=dtype, device="cpu")
@@ -126,12 +127,17 @@ def merge(model: torch.nn.Module) -> torch.nn.Module:
         for expert in range(packed.moe.config.num_experts):
             weights: dict[str, Any] = {}
             for part, unpacked in zip(PARTS, packed.moe.unpack_expert(expert), strict=True):
+                if unpacked is None:
+                    continue
                 value = torch.from_numpy(unpacked)
                 if f"{part}_a" in factors:
                     a, b = factors[f"{part}_a"][expert], factors[f"{part}_b"][expert]
                     value = value.addmm(b, a, alpha=lora.scale)
                 weights[part] = value.to(packed.dtype)
-            packed.moe.load_expert(expert, **weights, **_biases(module, packed, expert))
+            biases: dict[str, Any] = {
+                name: one.contiguous() for name, one in packed.layout.biases(module, expert).items()
+            }
+            packed.moe.load_expert(expert, **weights, **biases)
         adapter.remove_lora(module)
     return model
 
@@ -152,11 +158,3 @@ def packed_experts(model: torch.nn.Module) -> list[tuple[str, Any, Packed]]:
             'experts_implementation="ktk", or call ktk.transformers.pack(model)'
         )
     return found
-
-
-def _biases(module: Any, packed: Packed, expert: int) -> dict[str, Any]:
-    if not packed.layout.has_bias:
-        return {}
-    joined, down = (getattr(module, name).detach()[expert] for name in BIASES)
-    gate, up = packed.layout.split(joined)
-    return {"gate_bias": gate.contiguous(), "up_bias": up.contiguous(), "down_bias": down}

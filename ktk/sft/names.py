@@ -70,15 +70,16 @@ def to_fused(name: str, lora: Lora, layout: Layout) -> State:
         assert known is not None
         width = known.shape[1]
         columns = given.get("gate_a", given.get("up_a")).shape[-1]  # type: ignore[union-attr]
-        a = some.new_zeros(experts, 2 * rank, columns)
-        b = some.new_zeros(experts, 2 * width, 2 * rank)
-        for at, part in enumerate(("gate", "up")):
+        parts = ("gate", "up") if layout.gated else ("up",)
+        a = some.new_zeros(experts, len(parts) * rank, columns)
+        b = some.new_zeros(experts, len(parts) * width, len(parts) * rank)
+        for at, part in enumerate(parts):
             if f"{part}_a" not in given:
                 continue
             mine = slice(at * rank, (at + 1) * rank)
             a[:, mine] = given[f"{part}_a"]
             for expert in range(experts):
-                layout.split(b[expert])[at][:, mine] = given[f"{part}_b"][expert]
+                layout.parts(b[expert])[part][:, mine] = given[f"{part}_b"][expert]
         put(name if "down_a" not in given else f"{name}.base_layer", a, b)
     if "down_a" in given:
         a = torch.cat([given["down_a"], torch.zeros_like(given["down_a"])], 1)
@@ -169,7 +170,8 @@ def _from_fused(
             continue
         a, b = (state[key] for key in keys)
         # How they are nested depends on the order in which they were named; shapes tell.
-        kind = {(h, 2 * i): "joined", (i, h): "down"}.get((a.shape[1], b.shape[0]))
+        first = (1 + config.gated) * i
+        kind = {(h, first): "joined", (i, h): "down"}.get((a.shape[1], b.shape[0]))
         if kind is None or a.shape[0] % experts or b.shape[1] != a.shape[0]:
             raise AdapterError(
                 f"{keys[0]} {list(a.shape)} and {keys[1]} {list(b.shape)} are no adapter of "
@@ -180,7 +182,7 @@ def _from_fused(
         if kind == "down":
             found |= {"down_a": a, "down_b": b}
             continue
-        halves = [layout.split(one) for one in b]
-        for at, part in enumerate(("gate", "up")):
-            found |= {f"{part}_a": a, f"{part}_b": torch.stack([half[at] for half in halves])}
+        each = [layout.parts(one) for one in b]
+        for part in each[0]:
+            found |= {f"{part}_a": a, f"{part}_b": torch.stack([one[part] for one in each])}
     return found

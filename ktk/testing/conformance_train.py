@@ -32,7 +32,7 @@ def _draw(
 @st.composite
 def adapters(draw: st.DrawFn, config: ktk.MoEConfig) -> ktk.Lora | None:
     """No adapter, or one of some of the matrices, of any small rank."""
-    parts = draw(st.sets(st.sampled_from(["gate", "up", "down"])), label="targets")
+    parts = draw(st.sets(st.sampled_from(config.parts)), label="targets")
     if not parts:
         return None
     rank = draw(st.sampled_from([1, 4, 8, 17]), label="rank")
@@ -92,11 +92,15 @@ def test_gradients_are_within_the_propagated_bound(
     assert got.weights is not None
     assert got.weights.experts == some
     for number in some:
-        for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
+        for name in _weights(layer.config):
             one = expected.weights.get(number, {}).get(name)
             array = np.asarray(getattr(got.weights, name)[number - first])
             array = array if array.ndim == 2 else array[:, np.newaxis]
             _check(array, one, f"{name} of expert {number}")
+
+
+def _weights(config: ktk.MoEConfig) -> list[str]:
+    return [f"{part}{suffix}" for part in config.parts for suffix in ("", "_bias")]
 
 
 def _check(got: Any, expected: reference.Uncertain | None, what: str) -> None:
@@ -133,7 +137,7 @@ def test_gradients_have_the_same_bits(subject: Subject, data: st.DataObject) -> 
             one, first = getattr(other.lora, name), getattr(found[0].lora, name)
             if first is not None:
                 bounds.check_same_bits(one, first, name)
-        for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
+        for name in _weights(layer.config):
             one, first = getattr(other.weights, name), getattr(found[0].weights, name)
             bounds.check_same_bits(one, first, f"weight gradients of {name}")
 
@@ -156,7 +160,7 @@ def test_an_adapter_adds_what_it_says(subject: Subject, data: st.DataObject) -> 
     with np.errstate(all="ignore"):
         for number, tokens, slots in reference.named(batch.ids, layer.config.num_experts):
             factors = gradients.factors_of(lora, number)
-            gate, up, out = gradients.expert_with(
+            products, out = gradients.expert_with(
                 batch.hidden[tokens].astype(np.float64),
                 experts[number],
                 layer.config,
@@ -165,7 +169,7 @@ def test_an_adapter_adds_what_it_says(subject: Subject, data: st.DataObject) -> 
                 factors,
                 scale,
             )
-            for which, one in enumerate((gate, up)):
+            for which, one in enumerate(products):
                 bound = one.error + element.rounding(one.size, up_to=True)
                 got = kept.double().numpy()[tokens, slots, which]
                 bounds.check(got, one.value, np.where(np.isnan(bound), np.inf, bound), "kept")

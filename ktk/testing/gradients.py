@@ -84,48 +84,55 @@ def expert_with(
     slices: Sequence[int],
     factors: dict[str, Array],
     scale: float,
-) -> tuple[Uncertain, Uncertain, Uncertain]:
+) -> tuple[list[Uncertain], Uncertain]:
     """Compute gate and up, without biases, and the output of an expert with an adapter."""
     x = exact(hidden)
-    products = []
-    for part, act in (("gate", acts[0]), ("up", acts[1])):
-        reach = weights.reach[0 if part == "gate" else 1]
+    products: dict[str, Uncertain] = {}
+    for part, act in zip(config.parts[:-1], acts[-len(config.parts) : -1], strict=True):
+        reach = weights.reach.get(part, 0.0)
         stored = reference.matmul(
             reference.encode(x, act), getattr(weights, part), None, reach=reach
         )
-        products.append(_sum(stored, low_rank(x, factors, part, scale)))
-    gate, up = products
+        products[part] = _sum(stored, low_rank(x, factors, part, scale))
+    of_gate = products.get("gate")
     glu = reference.bounded_glu(
-        _biased(gate, weights.gate_bias), _biased(up, weights.up_bias), config
+        None if of_gate is None else _biased(of_gate, weights.gate_bias),
+        _biased(products["up"], weights.up_bias),
+        config,
     )
     h = reference.encode_slices(glu, acts[2], slices)
-    down = reference.matmul(h, weights.down, None, len(slices), weights.reach[2])
+    down = reference.matmul(h, weights.down, None, len(slices), weights.reach.get("down", 0.0))
     y = _sum(down, low_rank(h, factors, "down", scale))
-    return gate, up, _biased(y, weights.down_bias)
+    return list(products.values()), _biased(y, weights.down_bias)
 
 
 def _biased(x: Uncertain, bias: Array | None) -> Uncertain:
     return x if bias is None else total(x, exact(np.broadcast_to(bias, x.value.shape)))
 
 
-def slopes(gate: Array, up: Array, config: MoEConfig) -> tuple[Uncertain, Uncertain]:
-    """Return derivatives of the activation function by gate and by up, 0 where a clamp holds."""
+def slopes(gate: Array | None, up: Array, config: MoEConfig) -> list[Uncertain]:
+    """Return derivatives of the activation function by gate and by up, 0 where a clamp holds.
+
+    Without a gate, by up alone.
+    """
     function = activations.activation_of(config)
     after = function.clamped_after
-    g, u = gate if after else activations.clamp_gate(gate, config), activations.clamp_up(up, config)
-    held_from = function.gate.value(g, config) if after else gate
-    held_g, held_u = activations.clamp_gate(held_from, config) != held_from, u != up
-    slope_g, slope_u = (
-        Uncertain(one.slope(x, config), one.slope_error(x, config))
-        for one, x in ((function.gate, g), (function.up, u))
-    )
+    first = up if gate is None else gate
+    g = first if after else activations.clamp_gate(first, config)
+    held_from = function.gate.value(g, config) if after else first
+    held_g = activations.clamp_gate(held_from, config) != held_from
+    slope_g = Uncertain(function.gate.slope(g, config), function.gate.slope_error(g, config))
+    if gate is None:
+        return [_where_free(held_g, slope_g)]
+    u = activations.clamp_up(up, config)
+    slope_u = Uncertain(function.up.slope(u, config), function.up.slope_error(u, config))
     f = Uncertain(activations.of_gate(gate, config), function.gate.own_error(g, config))
     other = Uncertain(function.up.value(u, config), function.up.own_error(u, config))
-    of_g, of_u = times(slope_g, other), times(f, slope_u)
-    return (
-        Uncertain(np.where(held_g, 0, of_g.value), np.where(held_g, 0, of_g.error)),
-        Uncertain(np.where(held_u, 0, of_u.value), np.where(held_u, 0, of_u.error)),
-    )
+    return [_where_free(held_g, times(slope_g, other)), _where_free(u != up, times(f, slope_u))]
+
+
+def _where_free(held: npt.NDArray[np.bool_], slope: Uncertain) -> Uncertain:
+    return Uncertain(np.where(held, 0, slope.value), np.where(held, 0, slope.error))
 
 
 @dataclasses.dataclass
@@ -156,7 +163,7 @@ def bounded_backward(
     grad, hidden : array [tokens, hidden_size]
     ids, topk_weights : array [tokens, k]
     kept : array [tokens, k, 2, intermediate_size]
-        Products of gate and up, without biases.
+        Products of gate and up, without biases; without a gate, of up alone.
     experts : sequence of Expert
         Weights as stored.
     """
@@ -171,14 +178,12 @@ def bounded_backward(
         weights, factors = experts[number], factors_of(lora, number)
         x, dy = exact(hidden[tokens]), exact(grad[tokens])
         factor = exact(topk_weights[tokens, slots][:, np.newaxis])
-        gate, up = (kept[tokens, slots, which] for which in (0, 1))
-        # One sum in f32, which numpy rounds alike.
-        gate, up = (
-            one if bias is None else (one.astype(np.float32) + bias.astype(np.float32)) * 1.0
-            for one, bias in ((gate, weights.gate_bias), (up, weights.up_bias))
-        )
-        gate, up = gate.astype(np.float64), up.astype(np.float64)
-        h = reference.bounded_glu(exact(gate), exact(up), config)
+        z = {
+            part: _one_sum(kept[tokens, slots, which], getattr(weights, f"{part}_bias"))
+            for which, part in enumerate(config.parts[:-1])
+        }
+        gate, up = z.get("gate"), z["up"]
+        h = reference.bounded_glu(None if gate is None else exact(gate), exact(up), config)
         dh = product(bf16(dy), bf16(exact(weights.down)), blocks)
         q: dict[str, Uncertain] = {}
         if "down_a" in factors:
@@ -186,7 +191,7 @@ def bounded_backward(
             dh = total(dh, product(q["down"], exact(factors["down_a"])))
             q["down"] = times(q["down"], factor)
         dots = times(dh, h)
-        length = gate.shape[1]
+        length = up.shape[1]
         dot_value, dot_size = dots.value.sum(1), dots.size.sum(1)
         dot_error = dots.error.sum(1) + bounds.gamma(length + 32) * dot_size
         if weights.down_bias is not None:
@@ -196,7 +201,7 @@ def bounded_backward(
         dw.value[tokens, slots], dw.error[tokens, slots] = dot_value, dot_error
         dz = {
             part: times(times(dh, factor), slope, 2)
-            for part, slope in zip(("gate", "up"), slopes(gate, up, config), strict=True)
+            for part, slope in zip(z, slopes(gate, up, config), strict=True)
         }
         parts = []
         for part, one in dz.items():
@@ -210,8 +215,7 @@ def bounded_backward(
         np.add.at(dx_size, tokens, dx.size)
         weighted = times(dy, factor)
         result.weights[number] = {
-            "gate": product(_turned(dz["gate"]), x),
-            "up": product(_turned(dz["up"]), x),
+            **{part: product(_turned(one), x) for part, one in dz.items()},
             "down": product(_turned(weighted), h),
         } | {
             f"{part}_bias": product(_turned(one), exact(np.ones((len(tokens), 1))))
@@ -233,3 +237,10 @@ def bounded_backward(
 
 def _turned(x: Uncertain) -> Uncertain:
     return Uncertain(x.value.T, x.error.T)
+
+
+def _one_sum(x: Array, bias: Array | None) -> Array:
+    """Add a bias in f32, which numpy rounds as an implementation does."""
+    if bias is None:
+        return x
+    return (x.astype(np.float32) + bias.astype(np.float32)).astype(np.float64)

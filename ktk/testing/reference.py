@@ -24,25 +24,27 @@ Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 
-def glu(gate: Array, up: Array, config: MoEConfig) -> Array:
-    """Return the input of the down projection."""
+def glu(gate: Array | None, up: Array, config: MoEConfig) -> Array:
+    """Return the input of the down projection; without a gate, the function is that of up."""
+    if gate is None:
+        return activations.of_gate(up, config)
     return activations.of_gate(gate, config) * activations.of_up(up, config)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Expert:
-    """Weights as they are stored, in float64: gate and up (I, H), down (H, I), and biases.
+    """Weights as they are stored, in float64: gate, if any, and up (I, H), down (H, I), and biases.
 
-    ``reach`` has, for gate, up and down, what `bounds.dot` calls so.
+    ``reach`` has, for gate, up and down, what `bounds.dot` calls so; 0 where there is no entry.
     """
 
-    gate: Array
+    gate: Array | None = None
     up: Array
     down: Array
     gate_bias: Array | None = None
     up_bias: Array | None = None
     down_bias: Array | None = None
-    reach: tuple[Array | float, Array | float, Array | float] = (0.0, 0.0, 0.0)
+    reach: Mapping[str, Array | float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, arrays: Mapping[str, Any]) -> Expert:
@@ -55,7 +57,9 @@ class Expert:
 
 def expert(hidden: Array, weights: Expert, config: MoEConfig) -> Array:
     """Compute one expert for rows of hidden states."""
-    gate = _linear(hidden, weights.gate, weights.gate_bias)
+    gate = None
+    if weights.gate is not None:
+        gate = _linear(hidden, weights.gate, weights.gate_bias)
     up = _linear(hidden, weights.up, weights.up_bias)
     return _linear(glu(gate, up, config), weights.down, weights.down_bias)
 
@@ -155,15 +159,23 @@ def matmul(
     return Uncertain(value, error)
 
 
-def bounded_glu(gate: Uncertain, up: Uncertain, config: MoEConfig) -> Uncertain:
-    """Apply the activation function. Clamping never makes an error larger."""
+def bounded_activation(x: Uncertain, config: MoEConfig) -> Uncertain:
+    """Apply the function of gate. Clamping never makes an error larger."""
     function = activations.activation_of(config)
-    g = gate.value if function.clamped_after else activations.clamp_gate(gate.value, config)
+    value = x.value if function.clamped_after else activations.clamp_gate(x.value, config)
+    error = function.gate.steepest(np.abs(value) + x.error, config) * x.error
+    error = error + function.gate.own_error(value, config)
+    return Uncertain(activations.of_gate(x.value, config), error)
+
+
+def bounded_glu(gate: Uncertain | None, up: Uncertain, config: MoEConfig) -> Uncertain:
+    """Apply the activation function; without a gate, its function of gate is that of up."""
+    if gate is None:
+        return bounded_activation(up, config)
+    function = activations.activation_of(config)
     u = activations.clamp_up(up.value, config)
-    size = np.abs(g) + gate.error
-    gated = activations.of_gate(gate.value, config)
-    gated_error = function.gate.steepest(size, config) * gate.error
-    gated_error = gated_error + function.gate.own_error(g, config)
+    of_gate = bounded_activation(gate, config)
+    gated, gated_error = of_gate.value, of_gate.error
     other = function.up.value(u, config)
     up_error = up.error + function.up.own_error(u, config)
     error = gated_error * (np.abs(other) + up_error) + np.abs(gated) * up_error
@@ -179,12 +191,16 @@ def bounded_expert(
     slices: Sequence[int],
 ) -> Uncertain:
     """Compute one expert for rows of hidden states."""
-    reach = weights.reach
     exact = Uncertain(hidden, np.zeros_like(hidden))
-    gate = matmul(encode(exact, acts[0]), weights.gate, weights.gate_bias, reach=reach[0])
-    up = matmul(encode(exact, acts[1]), weights.up, weights.up_bias, reach=reach[1])
+
+    def product(part: str, x: Uncertain, parts: int = 1) -> Uncertain:
+        weight, bias = getattr(weights, part), getattr(weights, f"{part}_bias")
+        return matmul(x, weight, bias, parts, weights.reach.get(part, 0.0))
+
+    gate = None if weights.gate is None else product("gate", encode(exact, acts[0]))
+    up = product("up", encode(exact, acts[1]))
     h = encode_slices(bounded_glu(gate, up, config), acts[2], slices)
-    return matmul(h, weights.down, weights.down_bias, len(slices), reach[2])
+    return product("down", h, len(slices))
 
 
 def bounded_layer(

@@ -221,6 +221,7 @@ class Layer(formats.Summary):
 
     config: MoEConfig
     conversions: tuple[Conversion, Conversion, Conversion]  # of gate, up and down
+    # Of gate, nothing where experts have none.
     gate: list[formats.Source] = dataclasses.field(repr=False)
     up: list[formats.Source] = dataclasses.field(repr=False)
     down: list[formats.Source] = dataclasses.field(repr=False)
@@ -240,7 +241,8 @@ class Layer(formats.Summary):
         given = tuple(pair.given for pair in self.conversions)
         same = given[0] == given[1] == given[2]
         found: dict[str, Any] = {"given": given[0] if same else given, **self.biases}
-        for name in ("gate", "up", "down"):
+        found["gate"] = None
+        for name in self.config.parts:
             sources = getattr(self, name)
             found[name] = [source.data for source in sources]
             for suffix in ("scale", "zero"):
@@ -299,6 +301,9 @@ def layers(
     experts = draw(st.integers(1, 5), label="experts")
     top_k = draw(st.integers(1, min(experts, 4)), label="top_k")
     gate, up, down = draw(_mixed(backend))
+    gated = draw(st.sampled_from([True, True, False]), label="gated")
+    if not gated:
+        gate = up
     # Either size is the rows of one matrix and the depth of another.
     groups = {step for pair in (gate, up, down) for step in (*pair.n_steps, *pair.k_steps)}
     steps = (max(variant.k_step, variant.n_step), *groups)
@@ -312,6 +317,7 @@ def layers(
         num_experts_per_tok=top_k,
         hidden_size=hidden,
         intermediate_size=intermediate,
+        gated=gated,
         **(activation or draw(st.sampled_from(ACTIVATIONS), label="activation")),
     )
     shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden)}
@@ -319,13 +325,13 @@ def layers(
     arrays: dict[str, Any] = {
         name: [
             formats.make_source(pair.given, fill(kind, shape, rng) * scale, rng, pair.stored)
-            for _ in range(experts)
+            for _ in range(experts if name in config.parts else 0)
         ]
         for (name, shape), pair in zip(shapes.items(), (gate, up, down), strict=True)
     }
     if draw(st.booleans(), label="biases"):
-        for name, shape in shapes.items():
-            arrays[f"{name}_bias"] = fill("normal", (experts, shape[0]), rng)
+        for name in config.parts:
+            arrays[f"{name}_bias"] = fill("normal", (experts, shapes[name][0]), rng)
     return Layer(config, (gate, up, down), **arrays)
 
 

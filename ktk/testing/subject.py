@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import ktk
 from ktk import _core
+from ktk.config import PARTS
 from ktk.testing import bounds, formats, reference, strategies
 from ktk.testing.bounds import Array
 from ktk.testing.formats import Source
@@ -150,11 +152,14 @@ def stored_experts(moe: ktk.MoE, layer: strategies.Layer) -> list[reference.Expe
     """Return the experts of a layer as they are stored, with its biases."""
     experts = []
     for number in range(layer.config.num_experts):
-        gate, up, down = (part.astype(np.float64) for part in moe.unpack_expert(number))
-        biases = {
+        parts = zip(PARTS, moe.unpack_expert(number), strict=True)
+        matrices: dict[str, Any] = {
+            part: one.astype(np.float64) for part, one in parts if one is not None
+        }
+        biases: dict[str, Any] = {
             name: None if bias is None else bias[number].astype(np.float64)
             for name, bias in layer.biases.items()
         }
-        reach = (layer.gate[number].reach, layer.up[number].reach, layer.down[number].reach)
-        experts.append(reference.Expert(gate, up, down, **biases, reach=reach))
+        reach = {part: getattr(layer, part)[number].reach for part in matrices}
+        experts.append(reference.Expert(**matrices, **biases, reach=reach))
     return experts

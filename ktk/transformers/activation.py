@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +21,7 @@ _EPSILONS = 16 * torch.finfo(torch.float32).eps
 # Beyond all limits of clamps, and exact in f32.
 _FAR = 2.0**13
 # Of clamps: what is on or off.
-_OPTIONS = [one.name for one in dataclasses.fields(MoEConfig) if one.type == "bool"]
+_OPTIONS = ("clamp_gate_below",)
 
 
 def activation_of(module: Any, layout: Layout) -> dict[str, Any] | None:
@@ -31,7 +30,7 @@ def activation_of(module: Any, layout: Layout) -> dict[str, Any] | None:
     Parameters
     ----------
     module
-        Its method `_apply_gate` takes both in one tensor.
+        Its method `_apply_gate` takes both in one tensor. Without a gate, its `act_fn` takes up.
     layout
         Says where in that tensor they are.
 
@@ -47,6 +46,8 @@ def activation_of(module: Any, layout: Layout) -> dict[str, Any] | None:
         return result
 
     gate = torch.linspace(-40, 40, 641, dtype=torch.float32, device="cpu")
+    if not layout.gated:
+        return _of_up(module.act_fn, gate)
     up = torch.cat([gate[::5].flip(0) / 3, gate[::2] / 2 + 0.125, gate])[: len(gate)].roll(217)
     try:
         with torch.no_grad():
@@ -60,6 +61,24 @@ def activation_of(module: Any, layout: Layout) -> dict[str, Any] | None:
                     return fields
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
         pass  # weights of its own, say, which are not there yet
+    return None
+
+
+def _of_up(
+    asked: Callable[[torch.Tensor], torch.Tensor], up: torch.Tensor
+) -> dict[str, Any] | None:
+    """Return the fields for experts without a gate, whose function has no constants."""
+    try:
+        with torch.no_grad():
+            answer = asked(up)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return None
+    for name, function in ACTIVATIONS.items():
+        if function.needs or answer.shape != up.shape:
+            continue
+        expected = _formula(None, up, activation=name, gated=False)
+        if bool(((answer - expected).abs() <= _EPSILONS * (up.abs() + expected.abs())).all()):
+            return {"activation": name}
     return None
 
 
@@ -105,9 +124,10 @@ def _number(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _formula(gate: torch.Tensor, up: torch.Tensor, **fields: Any) -> torch.Tensor:
+def _formula(gate: torch.Tensor | None, up: torch.Tensor, **fields: Any) -> torch.Tensor:
     """Compute what `ktk.MoEConfig` says that ktk computes."""
     config = MoEConfig(
         num_experts=1, num_experts_per_tok=1, hidden_size=32, intermediate_size=32, **fields
     )
-    return torch.from_numpy(glu(gate.double().numpy(), up.double().numpy(), config))
+    first = None if gate is None else gate.double().numpy()
+    return torch.from_numpy(glu(first, up.double().numpy(), config))

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 
 from ktk.config import MoEConfig
-from ktk.expert import PARTS
 
 # What `use_experts_implementation` of transformers sets on each module.
 FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
-#: Names of a module's weights.
-WEIGHTS = ("gate_up_proj", "down_proj")
-BIASES = ("gate_up_proj_bias", "down_proj_bias")
+#: Names of weights and biases that modules of experts may have.
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+BIASES = tuple(f"{name}_bias" for name in WEIGHTS)
 
 
 @dataclass(frozen=True)
@@ -32,47 +31,66 @@ class Layout:
     with bias                    and [E, 2 I]                and [E, H]
     ===========================  ==========================  ===================
 
+    Without a gate, up_proj [E, I, H], or transposed [E, H, I], is in the place of gate_up_proj.
     E experts, H the hidden size, I the intermediate size.
     """
 
     transposed: bool
     interleaved: bool
     has_bias: bool
+    gated: bool = True
 
     @classmethod
     def of(cls, module: Any) -> Layout | None:
         """Return the layout of a module of experts; None if ktk computes no such experts."""
-        if not module.has_gate or module.has_post_expert_norm:
+        if module.has_post_expert_norm:
             return None
-        return cls(module.is_transposed, not module.is_concatenated, module.has_bias)
+        interleaved = not module.is_concatenated
+        return cls(module.is_transposed, interleaved, module.has_bias, module.has_gate)
+
+    @property
+    def weights(self) -> tuple[str, str]:
+        """Names of the module's weights: what the hidden states meet first, and down."""
+        return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the module's tensors."""
-        return WEIGHTS + BIASES * self.has_bias
+        return self.weights + tuple(f"{name}_bias" for name in self.weights) * self.has_bias
 
-    def sizes(self, module: Any) -> dict[str, int]:
-        """Return the sizes in `ktk.MoEConfig` but for k, as the shapes of the tensors say."""
+    def sizes(self, module: Any) -> dict[str, Any]:
+        """Return the sizes in `ktk.MoEConfig` but for k, and whether there is a gate."""
         experts, *shape = module.down_proj.shape
         hidden, intermediate = reversed(shape) if self.transposed else shape
         return {
             "num_experts": experts,
             "hidden_size": hidden,
             "intermediate_size": intermediate,
+            "gated": self.gated,
         }
 
     def expert(self, module: Any, number: int) -> dict[str, torch.Tensor]:
         """Return one expert as the arguments of `MoE.load_expert`, as views where they can be."""
-        joined, down = (getattr(module, name).detach()[number] for name in WEIGHTS)
+        first, down = (getattr(module, name).detach()[number] for name in self.weights)
         if self.transposed:
-            joined, down = joined.t(), down.t()
-        gate, up = self.split(joined)
-        found = {"gate": gate, "up": up, "down": down}
-        if self.has_bias:
-            joined, bias = (getattr(module, name).detach()[number] for name in BIASES)
-            gate, up = self.split(joined)
-            found |= {"gate_bias": gate, "up_bias": up, "down_bias": bias}
-        return found
+            first, down = first.t(), down.t()
+        return {**self.parts(first), "down": down, **self.biases(module, number)}
+
+    def biases(self, module: Any, number: int) -> dict[str, torch.Tensor]:
+        """Return the biases of one expert as the arguments of `MoE.load_expert`."""
+        if not self.has_bias:
+            return {}
+        first, down = (getattr(module, f"{name}_bias").detach()[number] for name in self.weights)
+        parts = {f"{part}_bias": one for part, one in self.parts(first).items()}
+        return {**parts, "down_bias": down}
+
+    def parts(self, first: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return gate and up by name, or up alone, of a tensor that has the rows of both."""
+        return (
+            dict(zip(("gate", "up"), self.split(first), strict=True))
+            if self.gated
+            else {"up": first}
+        )
 
     def split(self, joined: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return gate and up as views of a tensor that has the rows of both."""
@@ -90,7 +108,8 @@ class Layout:
     def empty(self, config: MoEConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Return a module's weights by name, with room for all experts."""
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
-        shapes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
+        first, down = self.weights
+        shapes = {first: ((1 + self.gated) * inner, hidden), down: (hidden, inner)}
         shapes = {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
         return {
             name: torch.empty(experts, *shape, dtype=dtype, device="cpu")
@@ -101,10 +120,10 @@ class Layout:
         self, weights: Mapping[str, torch.Tensor], number: int, values: Mapping[str, Any]
     ) -> None:
         """Write one expert, given as `expert` returns it, to the weights of a module."""
-        joined, down = (weights[name][number] for name in WEIGHTS)
+        first, down = (weights[name][number] for name in self.weights)
         if self.transposed:
-            joined, down = joined.t(), down.t()
-        for target, name in zip((*self.split(joined), down), PARTS, strict=True):
+            first, down = first.t(), down.t()
+        for name, target in {**self.parts(first), "down": down}.items():
             target.copy_(torch.as_tensor(values[name]))
 
 

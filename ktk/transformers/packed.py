@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ktk.arrays import Array
-from ktk.expert import PARTS
+from ktk.config import PARTS
 from ktk.hosts.op import OpLayer, unpicklable
 from ktk.moe import MoE
 from ktk.transformers.layout import WEIGHTS, Layout
@@ -45,7 +44,7 @@ class Packed(OpLayer):
         assert self.dtype is not None
         weights = self.layout.empty(self.moe.config, self.dtype)
         for number in range(self.moe.config.num_experts):
-            values: dict[str, Array] = dict(zip(PARTS, self.moe.unpack_expert(number), strict=True))
+            values = dict(zip(PARTS, self.moe.unpack_expert(number), strict=True))
             self.layout.put(weights, number, values)
         return weights
 

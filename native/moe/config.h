@@ -12,7 +12,11 @@ struct Config {
   size_t top_k = 0;
   size_t hidden = 0;
   size_t intermediate = 0;
+  bool gated = true;  // without a gate, experts have no such matrix, and the function is that of up
   ktk_glu glu{};
+
+  // Products of the hidden states: of gate, where there is one, and of up.
+  size_t first_products() const { return gated ? 2 : 1; }
 };
 
 // Calls visit(name, value) for each field of ktk.MoEConfig.
@@ -22,6 +26,7 @@ void visit_fields(Config& config, Visit visit) {
   visit("num_experts_per_tok", config.top_k);
   visit("hidden_size", config.hidden);
   visit("intermediate_size", config.intermediate);
+  visit("gated", config.gated);
   visit_fields(config.glu, visit);
 }
 

@@ -63,7 +63,8 @@ void find_sizes(const Variant& variant, WorkerPool& pool, std::span<PackJob> job
     });
   }
   for (size_t i = 0; i < jobs.size(); ++i) {
-    jobs[i].bytes = variant.weight_bytes(*jobs[i].matrix, largest[i]);
+    const ktk_matrix& matrix = *jobs[i].matrix;
+    jobs[i].bytes = matrix.n ? variant.weight_bytes(matrix, largest[i]) : 0;
   }
 }
 

@@ -9,9 +9,9 @@
 // With adapters, rows of low rank are computed ahead of each half by blocks of an expert's rows,
 // and tasks add what they mean to their columns.
 //
-// Gate and up read the same x, unless they want different activations. The first barrier is left
-// out when there are so few tokens that every worker encodes them all.
-// A task of the second half owns its output columns for all experts, so the weighted sums need no
+// Gate and up read the same x, unless they want different activations; experts may have no gate.
+// The first barrier is left out when there are so few tokens that every worker encodes them all. A
+// task of the second half owns its output columns for all experts, so the weighted sums need no
 // atomics and no merge pass, and they add up in the same order for any number of workers.
 #include "moe/pipeline.h"
 
@@ -204,8 +204,8 @@ class ChunkRun {
     const Parts<ktk_matrix>& matrix = slice.matrix;
     const Route::Active active = route_.active[task.active];
     const size_t expert = active.expert;
-    float* gate = reinterpret_cast<float*>(own + plan_.own.gate);
-    float* up = reinterpret_cast<float*>(own + plan_.own.up);
+    float* const up = reinterpret_cast<float*>(own + plan_.own.up);
+    float* const gate = config_.gated ? reinterpret_cast<float*>(own + plan_.own.gate) : nullptr;
     const float* gate_bias = weights_.gate_bias(expert);
     const float* up_bias = weights_.up_bias(expert);
     const Parts<float>& factor = weights_.factor(expert);
@@ -215,33 +215,35 @@ class ChunkRun {
       const size_t of_up = plan_.num_acts - 1;
       const char* const gate_x = gather(0, first, m, own);
       const char* const up_x = of_up == 0 ? gate_x : gather(of_up, first, m, own);
-      ktk_matmul mm = product(matrix.gate, m, gate_x, plan_.x_strides[0], own);
+      ktk_matmul mm = product(matrix.up, m, up_x, plan_.x_strides[0], own);
       mm.dst_stride = plan_.panel_stride;
       for (size_t n = task.begin; n < task.end; n += plan_.panel_columns) {
         mm.n_begin = n;
         mm.n_end = std::min<size_t>(n + plan_.panel_columns, task.end);
-        mm.matrix = &matrix.gate;
-        mm.act = gate_x;
-        mm.act_stride = plan_.x_strides[0];
-        mm.weight = slice.gate_at(expert);
-        mm.dst = gate;
-        mm.next = weights_from(matrix.up, slice.up_at(expert), n);
-        run(mm, factor.gate);
+        if (gate) {
+          mm.matrix = &matrix.gate;
+          mm.act = gate_x;
+          mm.act_stride = plan_.x_strides[0];
+          mm.weight = slice.gate_at(expert);
+          mm.dst = gate;
+          mm.next = weights_from(matrix.up, slice.up_at(expert), n);
+          run(mm, factor.gate);
+        }
         mm.matrix = &matrix.up;
         mm.act = up_x;
         mm.act_stride = plan_.x_strides[of_up];
         mm.weight = slice.up_at(expert);
         mm.dst = up;
-        mm.next = mm.n_end < matrix.gate.n
-                      ? weights_from(matrix.gate, slice.gate_at(expert), mm.n_end)
-                      : nullptr;
+        const ktk_matrix& following = gate ? matrix.gate : matrix.up;
+        mm.next = mm.n_end < matrix.up.n ? weights_from(following, slice.gate_at(expert), mm.n_end)
+                                         : nullptr;
         run(mm, factor.up);
         if (lora_) {
           const RowBlock block = {task.active, first, m};
           const size_t from = slice.begin + n, to = slice.begin + mm.n_end;
           for (const auto& [part, panel] :
                {std::pair{LoraRows::kGate, gate}, std::pair{LoraRows::kUp, up}}) {
-            lora_->add(part, block, from, to, panel, plan_.panel_stride, lora_own(own));
+            if (panel) lora_->add(part, block, from, to, panel, plan_.panel_stride, lora_own(own));
           }
         }
         if (request_.kept.data) keep(first, m, slice.begin + n, mm.n_end - n, gate, up);
@@ -249,21 +251,24 @@ class ChunkRun {
         ops_.glu(&config_.glu, m, mm.n_end - n, gate, up, plan_.panel_stride,
                  gate_bias ? gate_bias + slice.begin + n : nullptr,
                  up_bias ? up_bias + slice.begin + n : nullptr);
-        variant_.pack_act(&matrix.down, m, n, mm.n_end, gate, plan_.panel_stride, h_row(s, first),
-                          plan_.h_strides[s]);
+        variant_.pack_act(&matrix.down, m, n, mm.n_end, gate ? gate : up, plan_.panel_stride,
+                          h_row(s, first), plan_.h_strides[s]);
       }
     }
   }
 
-  // Writes columns of the products of gate and up for a backward pass.
+  // Writes columns of the products of gate, where there is one, and up for a backward pass.
   void keep(size_t first, size_t m, size_t column, size_t columns, const float* gate,
             const float* up) const {
     for (size_t i = 0; i < m; ++i) {
       const size_t token = begin_ + route_.tokens[first + i];
-      const size_t row = 2 * (token * request_.choice.top_k + route_.slots[first + i]);
+      size_t row =
+          config_.first_products() * (token * request_.choice.top_k + route_.slots[first + i]);
       const Rows& kept = request_.kept;
-      ops_.from_f32(gate + i * plan_.panel_stride, kept.type, columns, kept.at(row, column));
-      ops_.from_f32(up + i * plan_.panel_stride, kept.type, columns, kept.at(row + 1, column));
+      for (const float* const panel : {gate, up}) {
+        if (!panel) continue;
+        ops_.from_f32(panel + i * plan_.panel_stride, kept.type, columns, kept.at(row++, column));
+      }
     }
   }
 

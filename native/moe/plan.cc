@@ -97,7 +97,7 @@ void Plan::place_own(size_t block_rows) {
     own.x[i] = carver.add(private_x ? tokens + variant_.tile.m_step : 0, x_strides[i]);
     own.gather[i] = carver.add(rows, x_strides[i]);
   }
-  own.gate = carver.add(rows, product(panel_stride, sizeof(float)));
+  own.gate = carver.add(config_.gated ? rows : 0, product(panel_stride, sizeof(float)));
   own.up = carver.add(rows, product(panel_stride, sizeof(float)));
   own.product = carver.add(rows, product(down_stride, sizeof(float)));
   own.sums = carver.add(tokens, product(down_stride, sizeof(float)));
@@ -110,8 +110,8 @@ size_t Plan::kernel_scratch(size_t rows) const {
   for (const ktk_ukernel& kernel : variant_.kernels) {
     for (const Slice& slice : slices_) {
       const Parts<ktk_matrix>& matrix = slice.matrix;
-      bytes = std::max({bytes, variant_.scratch_bytes(kernel, matrix.gate, rows),
-                        variant_.scratch_bytes(kernel, matrix.up, rows),
+      if (config_.gated) bytes = std::max(bytes, variant_.scratch_bytes(kernel, matrix.gate, rows));
+      bytes = std::max({bytes, variant_.scratch_bytes(kernel, matrix.up, rows),
                         variant_.scratch_bytes(kernel, matrix.down, rows)});
     }
   }

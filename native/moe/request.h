@@ -18,7 +18,8 @@ struct Request {
   std::span<const uint8_t> skip;  // one byte per expert, != 0: contributes nothing
   const Lora* lora = nullptr;
   // Where the products of gate and up are kept, without biases, for a backward pass: two rows of I
-  // for each of a token's choices, [tokens, top_k, 2, I]. What is not computed is not written.
+  // for each of a token's choices, [tokens, top_k, 2, I], or one without a gate. What is not
+  // computed is not written.
   Rows kept;
 };
 

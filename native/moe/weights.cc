@@ -106,11 +106,11 @@ void Weights::add_slice(size_t begin, size_t end, int node) {
   Slice slice;
   slice.begin = begin;
   slice.end = end;
-  slice.matrix = {{slice.width(), config_.hidden, formats_.gate},
+  slice.matrix = {{config_.gated ? slice.width() : 0, config_.hidden, formats_.gate},
                   {slice.width(), config_.hidden, formats_.up},
                   {config_.hidden, slice.width(), formats_.down}};
-  slice.bytes = {variant_.weight_bytes(slice.matrix.gate), variant_.weight_bytes(slice.matrix.up),
-                 variant_.weight_bytes(slice.matrix.down)};
+  slice.bytes = {config_.gated ? variant_.weight_bytes(slice.matrix.gate) : 0,
+                 variant_.weight_bytes(slice.matrix.up), variant_.weight_bytes(slice.matrix.down)};
   slice.expert_bytes =
       round_up(sum(sum(slice.bytes.gate, slice.bytes.up), slice.bytes.down), kPage);
   slice.memory = Memory(product(config_.num_experts, slice.expert_bytes), node);
@@ -184,6 +184,7 @@ void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
   for (const Slice& s : slices_) {
     const auto write = [&](const ktk_matrix& matrix, const char* packed, float factor, float* out,
                            size_t stride) {
+      if (matrix.n == 0) return;
       variant_.unpack_weight(&matrix, packed, 0, matrix.n, out, stride);
       if (factor != 1) ops().scale(factor, matrix.n, matrix.k, out, stride);
     };

@@ -14,7 +14,8 @@ namespace ktk {
 
 class WorkerPool;
 
-// A value for each projection of an expert: gate [I, H], up [I, H] and down [H, I].
+// A value for each projection of an expert: gate [I, H], up [I, H] and down [H, I]. Without a gate,
+// its matrix has no rows and is stored as up is.
 template <typename T>
 struct Parts {
   T gate{}, up{}, down{};

@@ -82,6 +82,19 @@ float dot(const float* a, const float* b, size_t n) {
   return total;
 }
 
+// Experts without a gate: the function of gate is that of up.
+template <ktk_activation kKind>
+void activate_rows(const ktk_glu* given, size_t m, size_t n, float* up, size_t stride,
+                   const float* up_bias) {
+  const ktk_glu glu = *given;
+  const Bounds bounds(glu);
+  for (size_t row = 0; row < m; ++row) {
+    float* __restrict u = up + row * stride;
+    add_bias(up_bias, n, u);
+    for (size_t i = 0; i < n; ++i) u[i] = clamped_gate<kKind>(glu, bounds, u[i]);
+  }
+}
+
 template <ktk_activation kKind>
 void glu_rows(const ktk_glu* given, size_t m, size_t n, float* gate, float* up, size_t stride,
               const float* gate_bias, const float* up_bias) {
@@ -111,8 +124,35 @@ void with_kind(ktk_activation kind, Function function) {
 void glu(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, size_t stride,
          const float* gate_bias, const float* up_bias) {
   with_kind(glu->kind, [&]<ktk_activation kKind>() {
+    if (!gate) return activate_rows<kKind>(glu, m, n, up, stride, up_bias);
     glu_rows<kKind>(glu, m, n, gate, up, stride, gate_bias, up_bias);
   });
+}
+
+// Nothing passes where a clamp holds a value.
+inline bool passes(float held, float given) { return held == given || given != given; }
+
+template <ktk_activation kKind>
+void activate_backward_rows(const ktk_glu* given, size_t m, size_t n, float* up, const float* dh,
+                            float* h, size_t stride, const float* up_bias, const float* weights,
+                            float* dots) {
+  const ktk_glu glu = *given;
+  const Bounds bounds(glu);
+  for (size_t row = 0; row < m; ++row) {
+    float* __restrict u = up + row * stride;
+    float* __restrict out = h + row * stride;
+    const float* __restrict d = dh + row * stride;
+    const float weight = weights[row];
+    add_bias(up_bias, n, u);
+    for (size_t i = 0; i < n; ++i) {
+      const bool after = kKind == KTK_SWIGLUSTEP;
+      const float ui = after ? u[i] : bounds.gate(u[i]), value = of_gate<kKind>(glu, ui);
+      const float of = after ? value : u[i], held = bounds.gate(of);
+      out[i] = after ? held : value;
+      u[i] = passes(held, of) ? weight * d[i] * slope_of_gate<kKind>(glu, ui) : 0.0f;
+    }
+    dots[row] += dot(d, out, n);
+  }
 }
 
 template <ktk_activation kKind>
@@ -136,11 +176,9 @@ void glu_backward_rows(const ktk_glu* given, size_t m, size_t n, float* gate, fl
       const float of = after ? value : g[i], held = bounds.gate(of);
       const float weighted = weight * d[i];
       out[i] = (after ? held : value) * other;
-      // Nothing passes where a clamp holds a value.
-      g[i] = held == of || of != of ? weighted * (slope_of_gate<kKind>(glu, gi) * other) : 0.0f;
-      u[i] = ui == u[i] || u[i] != u[i]
-                 ? weighted * ((after ? held : value) * slope_of_up<kKind>(glu, ui))
-                 : 0.0f;
+      g[i] = passes(held, of) ? weighted * (slope_of_gate<kKind>(glu, gi) * other) : 0.0f;
+      u[i] = passes(ui, u[i]) ? weighted * ((after ? held : value) * slope_of_up<kKind>(glu, ui))
+                              : 0.0f;
     }
     dots[row] += dot(d, out, n);
   }
@@ -150,6 +188,9 @@ void glu_backward(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up
                   float* h, size_t stride, const float* gate_bias, const float* up_bias,
                   const float* weights, float* dots) {
   with_kind(glu->kind, [&]<ktk_activation kKind>() {
+    if (!gate) {
+      return activate_backward_rows<kKind>(glu, m, n, up, dh, h, stride, up_bias, weights, dots);
+    }
     glu_backward_rows<kKind>(glu, m, n, gate, up, dh, h, stride, gate_bias, up_bias, weights, dots);
   });
 }

@@ -59,12 +59,14 @@ typedef struct ktk_ops {
   void (*to_f32)(const void* src, ktk_element type, size_t n, float* dst);
   void (*from_f32)(const float* src, ktk_element type, size_t n, void* dst);
   // gate[m][n] becomes the activation of (gate + gate_bias, up + up_bias); a bias may be NULL.
-  // Rows are `stride` floats apart. `up` is overwritten with anything.
+  // Rows are `stride` floats apart. `up` is overwritten with anything. Without a gate, which is
+  // NULL then, up[m][n] becomes the function of gate of (up + up_bias).
   void (*glu)(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, size_t stride,
               const float* gate_bias, const float* up_bias);
   // The derivative of glu. `gate` and `up` are what glu is handed, and dh the gradient of its
   // result, all [m][n]. gate and up become their own gradients times weights[row]; h becomes what
-  // glu returns, and dots[row] grows by the sum of dh * h, in an order that n alone decides.
+  // glu returns, and dots[row] grows by the sum of dh * h, in an order that n alone decides. `gate`
+  // may be NULL.
   void (*glu_backward)(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up,
                        const float* dh, float* h, size_t stride, const float* gate_bias,
                        const float* up_bias, const float* weights, float* dots);

@@ -44,10 +44,15 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
                  const std::optional<PartFormats>& given) {
   const auto h = static_cast<int64_t>(layer.config().hidden);
   const auto i = static_cast<int64_t>(layer.config().intermediate);
+  const bool gated = layer.config().gated;
+  for (const nb::handle of_gate : {gate, gate_scale, gate_zero, gate_bias, gate_factor}) {
+    if (gated || of_gate.is_none()) continue;
+    throw nb::value_error("the experts of this layer have no gate: gate must be None");
+  }
   const Parts<OptFormat> formats = parts_from(given);
   ExpertSource source{};
   // They hold what the source points at.
-  const Parts<AnyArray> data = {input_from("gate", gate), input_from("up", up),
+  const Parts<AnyArray> data = {gated ? input_from("gate", gate) : AnyArray(), input_from("up", up),
                                 input_from("down", down)};
   Parts<OptArray> scale = {optional_input_from("gate_scale", gate_scale),
                            optional_input_from("up_scale", up_scale),
@@ -60,8 +65,10 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
       take_factor("up_scale", formats.up, scale.up) * factor_from("up_factor", up_factor),
       take_factor("down_scale", formats.down, scale.down) *
           factor_from("down_factor", down_factor)};
-  source.gate = source_from("gate", data.gate, scale.gate, zero.gate, formats.gate, i, h);
   source.up = source_from("up", data.up, scale.up, zero.up, formats.up, i, h);
+  // Stored as up is, where there is none.
+  source.gate =
+      gated ? source_from("gate", data.gate, scale.gate, zero.gate, formats.gate, i, h) : source.up;
   source.down = source_from("down", data.down, scale.down, zero.down, formats.down, h, i);
   Parts<std::vector<float>> bias;
   source.gate_bias = bias_from("gate_bias", gate_bias, layer.config().intermediate, bias.gate);
@@ -82,7 +89,8 @@ void call_layer(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weig
 nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
   const size_t at = check_expert(layer, expert);
   const size_t h = layer.config().hidden, i = layer.config().intermediate;
-  F32Matrix gate = new_matrix(i, h), up = new_matrix(i, h), down = new_matrix(h, i);
+  const bool gated = layer.config().gated;
+  F32Matrix gate = new_matrix(gated ? i : 0, h), up = new_matrix(i, h), down = new_matrix(h, i);
   {
     const Unlocked unlocked;
     const Layer::Loaded weights = layer.weights();
@@ -91,7 +99,7 @@ nb::tuple unpack_expert(const Layer& layer, int64_t expert) {
     }
     weights->unpack(at, gate.data(), up.data(), down.data());
   }
-  return nb::make_tuple(gate, up, down);
+  return nb::make_tuple(gated ? nb::cast(gate) : nb::none(), up, down);
 }
 
 // A property that asks what is loaded; `none` until something is. Another thread that loads an

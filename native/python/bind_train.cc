@@ -77,6 +77,8 @@ class GivenLora {
                                 &adapter.b.up,   &adapter.a.down, &adapter.b.down};
       for (size_t i = 0; i < 6; ++i) {
         if (factors[i].is_none()) continue;
+        if (i < 2 && !config.gated)
+          throw nb::value_error("experts without a gate have no factors of one");
         arrays_.push_back(input_from(kFactors[i], factors[i]));
         check_compact(kFactors[i], arrays_.back(), factor_shape(config, rank, i));
         *to[i] = {arrays_.back().data(), float_of(kFactors[i], arrays_.back().dtype())};
@@ -104,7 +106,8 @@ class GivenLora {
 };
 
 std::vector<int64_t> kept_shape(const Layer& layer, const Choice& choice) {
-  return {static_cast<int64_t>(choice.tokens), static_cast<int64_t>(choice.top_k), 2,
+  return {static_cast<int64_t>(choice.tokens), static_cast<int64_t>(choice.top_k),
+          static_cast<int64_t>(layer.config().first_products()),
           static_cast<int64_t>(layer.config().intermediate)};
 }
 

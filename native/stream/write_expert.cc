@@ -201,6 +201,9 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
     throw std::invalid_argument("the backend " + layer.table().name +
                                 " cannot write weights as a checkpoint has them");
   }
+  if (!layer.config().gated) {
+    throw std::invalid_argument("GPUs take rows of gate and of up, and these experts have no gate");
+  }
   const Layer::Loaded weights = layer.weights();
   if (!weights || weights->state(expert) != Weights::State::kLoaded) {
     throw std::invalid_argument("expert " + std::to_string(expert) + " is not loaded");

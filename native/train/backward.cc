@@ -80,6 +80,8 @@ class BackwardRun {
   }
 
  private:
+  // Of gate and up, the first that experts have.
+  size_t first_part() const { return config_.gated ? 0 : 1; }
   BackwardLora* lora() { return lora_ ? &*lora_ : nullptr; }
   bool wants_dy_rows() const { return (lora_ && lora_->wants_dy()) || weights_.down_bias(0); }
 
@@ -95,7 +97,7 @@ class BackwardRun {
     return shared_ + plan_.dy[block] + token * plan_.of_down[block].act_bytes;
   }
   char* dz(size_t part, size_t block, size_t row) const {
-    return shared_ + plan_.dz[part][block] + (row - first_row_) * plan_.of_gate[block].act_bytes;
+    return shared_ + plan_.dz[part][block] + (row - first_row_) * plan_.of_gate_up[block].act_bytes;
   }
   float* kept_row(size_t which, size_t row) const {
     return reinterpret_cast<float*>(shared_ + plan_.rows[which]) +
@@ -189,13 +191,13 @@ class BackwardRun {
     }
     const float* const dy_rows = wants_dy_rows() ? gather_dy(first, m, own) : nullptr;
     if (lora_) lora_->start(task, dy_rows, low_rank);
-    size_t at = 0;  // of plan_.of_gate
+    size_t at = 0;  // of plan_.of_gate_up
     for (const Slice& slice : slices_) {
       for (size_t n = 0; n < slice.width(); n += transposing_.depth(), ++at) {
         const size_t end = std::min(n + transposing_.depth(), slice.width()), columns = end - n;
         const size_t column = slice.begin + n;
-        float *const gate = panel(0, own), *const up = panel(1, own), *const dh = panel(2, own);
-        float* const h = panel(3, own);
+        float* const gate = config_.gated ? panel(0, own) : nullptr;
+        float *const up = panel(1, own), *const dh = panel(2, own), *const h = panel(3, own);
         for (size_t b = 0; b < plan_.of_down.size(); ++b) {
           multiply(down[b], m, own + plan_.own.gather[b], n, end, b == 0, dh, h, stride, own);
         }
@@ -206,9 +208,9 @@ class BackwardRun {
         ops_.glu_backward(&config_.glu, m, columns, gate, up, dh, h, stride,
                           gate_bias ? gate_bias + column : nullptr,
                           up_bias ? up_bias + column : nullptr, &route_.weights[first], dots);
-        const TransposedBlock& block = plan_.of_gate[at];
+        const TransposedBlock& block = plan_.of_gate_up[at];
         const Variant& variant = transposing_.variant();
-        for (size_t part = 0; part < 2; ++part) {
+        for (size_t part = first_part(); part < 2; ++part) {
           variant.pack_act(&block.matrix, m, 0, columns, panel(part, own), stride,
                            dz(part, at, first), block.act_bytes);
         }
@@ -241,16 +243,17 @@ class BackwardRun {
   void load(size_t first, size_t m, size_t column, size_t columns, float* gate, float* up,
             size_t stride) const {
     for (size_t r = 0; r < m; ++r) {
-      const size_t row =
-          2 * (route_.tokens[first + r] * forward_.choice.top_k + route_.slots[first + r]);
-      ops_.to_f32(kept_.at(row, column), kept_.type, columns, gate + r * stride);
-      ops_.to_f32(kept_.at(row + 1, column), kept_.type, columns, up + r * stride);
+      size_t row = config_.first_products() *
+                   (route_.tokens[first + r] * forward_.choice.top_k + route_.slots[first + r]);
+      for (float* const panel : {gate, up}) {
+        if (panel) ops_.to_f32(kept_.at(row++, column), kept_.type, columns, panel + r * stride);
+      }
     }
   }
 
   void keep(size_t first, size_t m, size_t column, size_t columns, char* own) const {
     constexpr size_t kWhich[] = {0, 1, 3};  // gate, up, h
-    for (size_t which = 0; which < 3; ++which) {
+    for (size_t which = first_part(); which < 3; ++which) {
       const float* const from = panel(kWhich[which], own);
       for (size_t r = 0; r < m; ++r) {
         std::memcpy(kept_row(which, first + r) + column, from + r * plan_.panel_stride,
@@ -271,8 +274,9 @@ class BackwardRun {
       for (size_t done = 0; done < active.count; done += kMaxRows) {
         const size_t m = std::min<size_t>(active.count - done, kMaxRows);
         const size_t first = active.first + done;
-        for (size_t b = 0; b < 2 * plan_.of_gate.size(); ++b) {
-          const size_t part = b / plan_.of_gate.size(), at = b % plan_.of_gate.size();
+        const size_t count = plan_.of_gate_up.size();
+        for (size_t b = 0; b < config_.first_products() * count; ++b) {
+          const size_t part = first_part() + b / count, at = b % count;
           multiply(blocks[b], m, dz(part, at, first), task.begin, task.end, b == 0, sums, more,
                    stride, own);
         }
@@ -327,10 +331,11 @@ void backward(Layer& layer, const FloatBackend& floats, const BackwardRequest& r
       const size_t end = std::min(begin + step, tokens);
       Rows kept = forward.kept;
       if (kept.data) {
-        kept.data = kept.at(2 * begin * top_k);
+        kept.data = kept.at(config.first_products() * begin * top_k);
       } else {
         kept = {nullptr, KTK_BF16, config.intermediate};
-        if (!again) again = Memory(product(2 * step, top_k, kept.bytes_of(config.intermediate)));
+        const size_t rows = product(config.first_products() * step, top_k);
+        if (!again) again = Memory(product(rows, kept.bytes_of(config.intermediate)));
         kept.data = again.data();
         forward_products(engine, config, layer.variant(), *weights, forward, begin, end, kept);
       }

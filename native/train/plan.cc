@@ -33,7 +33,7 @@ BackwardPlan::BackwardPlan(const Config& config, const Weights& weights,
   }
   for (const Slice& slice : slices_) {
     for (size_t i = 0; i < transposing.count(slice.width()); ++i) {
-      of_gate.push_back(transposing.block(slice.matrix.gate, i));
+      of_gate_up.push_back(transposing.block(slice.matrix.up, i));
     }
   }
 }
@@ -53,7 +53,7 @@ void BackwardPlan::add_blocks(size_t expert, Carver& memory,
     transposing_.add(s.matrix.down, s.down_at(expert), factor.down, memory, to);
   }
   for (const Slice& s : slices_) {
-    transposing_.add(s.matrix.gate, s.gate_at(expert), factor.gate, memory, to);
+    if (config_.gated) transposing_.add(s.matrix.gate, s.gate_at(expert), factor.gate, memory, to);
   }
   for (const Slice& s : slices_) {
     transposing_.add(s.matrix.up, s.up_at(expert), factor.up, memory, to);
@@ -64,7 +64,7 @@ BackwardPlan::Most BackwardPlan::cut_groups(const Route& route, size_t block_byt
   const size_t group_bytes =
       std::max(kGroupBytes, kGroupBytesPerWorker * static_cast<size_t>(workers));
   size_t row_bytes = keeps_rows_ ? 3 * config_.intermediate * sizeof(float) : 0;
-  for (const TransposedBlock& block : of_gate) row_bytes += 2 * block.act_bytes;
+  for (const TransposedBlock& block : of_gate_up) row_bytes += 2 * block.act_bytes;
   groups.clear();
   Most most;
   for (size_t i = 0, bytes = 0, in_group = 0; i < route.active.size(); ++i) {
@@ -99,7 +99,7 @@ void BackwardPlan::make(const Route& route, size_t begin, size_t end, int worker
   for (const TransposedBlock& block : of_down) dy.push_back(shared.add(tokens, block.act_bytes));
   for (std::vector<size_t>& part : dz) {
     part.clear();
-    for (const TransposedBlock& block : of_gate) {
+    for (const TransposedBlock& block : of_gate_up) {
       part.push_back(shared.add(most.rows + padding, block.act_bytes));
     }
   }

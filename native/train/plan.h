@@ -18,8 +18,8 @@ struct BackwardPlan {
   // Rows of an expert that are multiplied at once: bounds a worker's panels.
   static constexpr size_t kMaxRows = 256;
 
-  // What acts are encoded for: blocks of any slice's down, and blocks of the gates of all slices.
-  std::vector<TransposedBlock> of_down, of_gate;
+  // What acts are encoded for: blocks of any slice's down, and of the gates or ups of all slices.
+  std::vector<TransposedBlock> of_down, of_gate_up;
 
   size_t tokens = 0;
   std::vector<DownTask> columns;            // of dx
@@ -61,10 +61,12 @@ struct BackwardPlan {
   // Plans for tokens [begin, end) that go as `route` says; `lora` is the constructor's.
   void make(const Route& route, size_t begin, size_t end, int workers, BackwardLora* lora);
 
-  // Appends the blocks of an expert: those of down slice by slice, then gate's, then up's.
+  // Appends the blocks of an expert: those of down slice by slice, then gate's, if any, then up's.
   void add_blocks(size_t expert, Carver& memory, std::vector<TransposedBlock>& blocks) const;
   size_t blocks_of_down() const { return slices_.size() * of_down.size(); }
-  size_t blocks_per_expert() const { return blocks_of_down() + 2 * of_gate.size(); }
+  size_t blocks_per_expert() const {
+    return blocks_of_down() + config_.first_products() * of_gate_up.size();
+  }
 
  private:
   // Rows and experts of the groups that have the most.

@@ -171,6 +171,40 @@ TEST(glu_backward_is_the_derivative_of_glu) {
   });
 }
 
+TEST(without_a_gate_up_has_the_function_of_gate) {
+  constexpr size_t kColumns = 197;
+  const std::vector<float> z = random_floats(kColumns, 9, 1), bias = random_floats(kColumns, 1, 5);
+  const std::vector<float> dh = random_floats(kColumns, 1, 3);
+  const float weight = -1.25f;
+  with_each_isa([&] {
+    for (const ktk_glu& glu : all_activations()) {
+      std::vector<float> up = z, slope = z, h(kColumns);
+      float dot = 0;
+      ktk::ops().glu(&glu, 1, kColumns, nullptr, up.data(), kColumns, nullptr, bias.data());
+      ktk::ops().glu_backward(&glu, 1, kColumns, nullptr, slope.data(), dh.data(), h.data(),
+                              kColumns, nullptr, bias.data(), &weight, &dot);
+      for (size_t i = 0; i < kColumns; ++i) {
+        const double x = static_cast<double>(z[i] + bias[i]);
+        const bool after = glu.kind == KTK_SWIGLUSTEP;
+        const double want = after ? clamped(glu, of_gate(glu, x)) : of_gate(glu, clamped(glu, x));
+        CHECK(std::abs(static_cast<double>(up[i]) - want) <=
+              allowed(glu, x, 1, 0) * (1 + std::abs(x)));
+        CHECK_EQ(h[i], up[i]);
+      }
+      if (glu.kind == KTK_SITU) continue;  // has no up that its function makes 1
+      // A gate beside an up of 1 is the same, in every bit.
+      std::vector<float> gate = z, one(kColumns, glu.kind == KTK_SWIGLUOAI ? 0.0f : 1.0f);
+      std::vector<float> same(kColumns);
+      float other = 0;
+      ktk::ops().glu_backward(&glu, 1, kColumns, gate.data(), one.data(), dh.data(), same.data(),
+                              kColumns, bias.data(), nullptr, &weight, &other);
+      CHECK(same == h);
+      CHECK(gate == slope);
+      CHECK_EQ(other, dot);
+    }
+  });
+}
+
 TEST(glu_backward_far_out_is_finite_and_keeps_nan) {
   with_each_isa([&] {
     for (const ktk_glu& glu : all_activations()) {

@@ -57,6 +57,16 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
             "v_head_dim": 8,
         },
     ),
+    "nemotron-h": (
+        "NemotronHForCausalLM",
+        1,
+        {
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 96,
+            "head_dim": 32,
+            "layers_block_type": ["full_attention", "moe"],
+        },
+    ),
     "gpt-oss": (
         "GptOssForCausalLM",
         1,

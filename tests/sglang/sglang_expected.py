@@ -84,10 +84,8 @@ def on_cpu(layer: KTMoEWrapper, kind: str, inputs: Inputs, mask: torch.Tensor) -
     for number, parts in enumerate(checkpoints.sources(kind, layer.layer_idx)):
         gate, up, down = (part.astype(np.float64) for part in moe.unpack_expert(number))
         kept = [parts[part].format == one for part, one in zip(SHAPES, stored, strict=True)]
-        reach = tuple(
-            parts[part].reach if same else 0.0 for part, same in zip(SHAPES, kept, strict=True)
-        )
-        experts.append(reference.Expert(gate, up, down, reach=reach))
+        reach = {part: parts[part].reach for part, same in zip(SHAPES, kept, strict=True) if same}
+        experts.append(reference.Expert(gate=gate, up=up, down=down, reach=reach))
     return reference.bounded_layer(
         as_float64(hidden),
         ids.numpy().astype(np.int64),

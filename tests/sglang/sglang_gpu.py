@@ -121,11 +121,11 @@ class Method:
     def meant(self, parts: dict[str, Source]) -> reference.Expert:
         """Return what an expert of the checkpoint means on this GPU, in float64."""
         exact = type(self) is not Method
-        values = [
-            one.values if exact else self.values(*self.stored(one)).numpy()
-            for one in parts.values()
-        ]
-        return reference.Expert(*values)
+        values = {
+            part: one.values if exact else self.values(*self.stored(one)).numpy()
+            for part, one in parts.items()
+        }
+        return reference.Expert(**values)
 
     def expert(self, layer: torch.nn.Module, slot: int) -> reference.Expert:
         w13, w2 = (
@@ -133,7 +133,7 @@ class Method:
             for names in self.names
         )
         gate, up = np.split(w13, 2)
-        return reference.Expert(gate, up, w2)
+        return reference.Expert(gate=gate, up=up, down=w2)
 
     def tensors_of(self, parts: dict[str, Source]) -> dict[str, torch.Tensor]:
         """Return the parameters of one expert of the checkpoint."""

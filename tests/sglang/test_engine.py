@@ -84,7 +84,7 @@ def expected(layer: Any, kind: str, inputs: Any) -> reference.Uncertain:
     subject = Subject(moe.backend, variant)
     acts = tuple(subject.act_of(one) for one in (moe.format, moe.up_format, moe.down_format))
     found = [
-        reference.Expert(*(parts[part].values for part in SHAPES))
+        reference.Expert(**{part: parts[part].values for part in SHAPES})
         for parts in checkpoints.sources(kind, 1)
     ]
     hidden, ids, weights = inputs

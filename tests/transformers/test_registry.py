@@ -41,7 +41,6 @@ REASONS = {
     "Llama4TextExperts": "computes every expert for every token, routing weights applied before",
     "LongcatFlashExperts": "has experts that pass tokens through, and takes no implementation",
     "MuseSparkExperts": "has a norm after each expert",
-    "NemotronHExperts": "has no gate",
     "NllbMoeExperts": "is a dictionary of modules without a gate",
     "Step3p7Experts": "takes no other implementation",
     "SwitchTransformersExperts": "is a dictionary of modules without a gate",

@@ -96,6 +96,7 @@ FAMILIES = {
     "gpt-oss": Family("GptOssForCausalLM", {**PLAIN_ROPE, "intermediate_size": INTER}),
     "minimax-m2": Family("MiniMaxM2ForCausalLM", {"intermediate_size": INTER}),
     "mixtral": Family("MixtralForCausalLM", {"intermediate_size": INTER}),
+    "nemotron-h": Family("NemotronHForCausalLM", {"layers_block_type": ["full_attention", "moe"]}),
     "olmoe": Family("OlmoeForCausalLM", {"intermediate_size": INTER}),
     "qwen3-moe": Family("Qwen3MoeForCausalLM"),
     "qwen3-next": Family("Qwen3NextForCausalLM", {"num_hidden_layers": 4}),

@@ -271,7 +271,7 @@ def test_a_bias_goes_with_its_matrix() -> None:
     with_bias, beside = make("BF16"), make("BF16")
     x, ids = torch.randn(3, H).bfloat16(), torch.zeros(3, 1, dtype=torch.int32)
     gate, up, down = (Matrix(None, weights[name][0]) for name in PARTS)
-    with_bias.load_expert(0, Expert(dataclasses.replace(gate, bias=bias), up, down))
+    with_bias.load_expert(0, Expert(gate=dataclasses.replace(gate, bias=bias), up=up, down=down))
     beside.load_expert(0, gate, up, down, gate_bias=bias)
     results = [moe(x, ids, torch.ones(3, 1)) for moe in (with_bias, beside)]
     assert torch.equal(*results)
@@ -284,7 +284,7 @@ def test_what_is_said_beside_an_expert_is_refused() -> None:
     gate, up, down = (Matrix(None, weights[name][0], bias=torch.zeros(1)) for name in PARTS)
     for beside in ({"up": up}, {"down_bias": torch.zeros(H)}, {"given": Format("bf16")}):
         with pytest.raises(TypeError, match="an Expert has all that belongs to it"):
-            moe.load_expert(0, Expert(gate, up, down), **beside)
+            moe.load_expert(0, Expert(gate=gate, up=up, down=down), **beside)
     with pytest.raises(TypeError, match="down is missing: give gate, up and down, or an Expert"):
         moe.load_expert(0, gate, up)
     with pytest.raises(ValueError, match="gate is Matrix and has its bias: gate_bias is too much"):

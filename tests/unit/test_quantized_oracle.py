@@ -141,7 +141,9 @@ def check(
     """Load the checkpoint into each backend, and compare weights and outputs of every variant."""
     expected = made.expected(meant)
     experts = [
-        reference.Expert(*(w[part].numpy() for part in PARTS), **(biases[e] if biases else {}))
+        reference.Expert(
+            **{part: w[part].numpy() for part in PARTS}, **(biases[e] if biases else {})
+        )
         for e, w in enumerate(meant)
     ]
     for name in names:

@@ -119,6 +119,7 @@ def known(config: Any, options: dict[str, Any]) -> dict[str, Any]:
 # On the tile, beside it, and the ratio H = I that gpt-oss has (no shape tells axes apart there).
 SIZES = [(64, 64), (128, 32), (72, 40), (33, 17), (130, 250)]
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+NEMOTRON = {"layers_block_type": ["full_attention", "moe", "moe"]}
 # At all sizes, in every variant of two backends.
 MODELS = {
     "qwen3-moe": Model("Qwen3MoeForCausalLM", "per-expert"),
@@ -158,6 +159,7 @@ FAMILIES = {
     "minimax-m3": Model("MiniMaxM3VLForCausalLM", "fused"),
     "minimax-m3-vl": Model("MiniMaxM3SparseForConditionalGeneration", "mixtral"),
     "mistral4": Model("Mistral4ForCausalLM", "fused", (1, 2)),
+    "nemotron-h": Model("NemotronHForCausalLM", "nemotron", (1, 2), extra=NEMOTRON),
     "olmoe": Model("OlmoeForCausalLM", "per-expert"),
     "phimoe": Model("PhimoeForCausalLM", "mixtral"),
     "qwen2-moe": Model("Qwen2MoeForCausalLM", "per-expert"),
@@ -231,10 +233,14 @@ def check_reading(saved: Saved) -> None:
         layer = checkpoint.layer(LAYER)
         for e in range(checkpoint.config.num_experts):
             got = {part: tensor.double() for part, tensor in layer.expert(e).arrays().items()}
-            both, wanted = experts.gate_up_proj[e], {"down": experts.down_proj[e]}
+            both = experts.gate_up_proj[e] if experts.has_gate else experts.up_proj[e]
+            wanted = {"down": experts.down_proj[e]}
             if experts.is_transposed:
                 both, wanted["down"] = both.T, wanted["down"].T
-            wanted["gate"], wanted["up"] = halves(both, experts)
+            if experts.has_gate:
+                wanted["gate"], wanted["up"] = halves(both, experts)
+            else:
+                wanted["up"] = both
             if experts.has_bias:
                 wanted["down_bias"] = experts.down_proj_bias[e]
                 wanted["gate_bias"], wanted["up_bias"] = halves(
@@ -313,6 +319,12 @@ def bound(saved: Saved, moe: Any, act: Any) -> np.ndarray:
 
 def one_row(x: np.ndarray, exact: Any, stored: Any, config: Any, act: Any) -> np.ndarray:
     """Bound the error of one expert's output for one token."""
+    if "gate" not in exact:
+        assert config.activation == "relu2"
+        up, up_error = product(x, np.zeros_like(x), exact, stored, "up", act)
+        h = np.maximum(up, 0) ** 2
+        h_error = (2 * np.maximum(up, 0) + up_error) * up_error
+        return product(h, h_error + 2**-22 * np.abs(h), exact, stored, "down", act)[1]
     gate, gate_error = product(x, np.zeros_like(x), exact, stored, "gate", act)
     up, up_error = product(x, np.zeros_like(x), exact, stored, "up", act)
     if config.activation_limit is not None:

@@ -15,6 +15,7 @@ from gguf.constants import Keys
 
 from ktk.checkpoint.config import ExpertConfig, refusal
 from ktk.checkpoint.entries import EntryError, integer, number
+from ktk.config import PARTS
 from ktk.errors import CheckpointError
 
 _SILU = (
@@ -35,8 +36,13 @@ ACTIVATIONS = {
     "grok": "gelu_pytorch_tanh",
     "kimi-k3": "situ",
     "minimax-m3": "swigluoai",
+    "nemotron_h_moe": "relu2",
     "smallthinker": "relu",
 }
+# Whose experts have no gate.
+_UNGATED = ("nemotron_h_moe",)
+# The width of experts where it is not that of the model, which projects what goes in and comes out.
+_LATENT = "{arch}.moe_latent_size"
 # The metadata lacks the clamp of swigluoai; it is 7 in all models that have it.
 _OAI_LIMIT = 7.0
 # Younger than the oldest gguf package that will do.
@@ -63,7 +69,9 @@ class Metadata:
         self.architecture = name
         self.num_experts = self._size(Keys.LLM.EXPERT_COUNT)
         self.num_experts_per_tok = self._size(Keys.LLM.EXPERT_USED_COUNT)
-        self.hidden_size = self._size(Keys.LLM.EMBEDDING_LENGTH)
+        latent = fields.get(_LATENT.format(arch=name))
+        self.hidden_size = self._size(_LATENT if latent else Keys.LLM.EMBEDDING_LENGTH)
+        self.parts = PARTS[1:] if name in _UNGATED else PARTS
 
     def intermediate_size(self, layer: int) -> int | None:
         """Return what the metadata says of a layer's experts; some files do not."""
@@ -87,6 +95,7 @@ class Metadata:
                 intermediate_size=intermediate_size,
                 activation=activation,
                 activation_limit=limit,
+                gated=self.parts == PARTS,
                 num_layers=self._num_layers(),
             )
         except EntryError as error:

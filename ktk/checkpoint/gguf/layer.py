@@ -17,7 +17,7 @@ from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.pieces import Piece, flat
 from ktk.checkpoint.reader import LayerReader, Storage, decoded
-from ktk.expert import PARTS, Expert, Matrix
+from ktk.expert import Expert, Matrix
 
 _F32 = Format("f32")
 
@@ -52,13 +52,15 @@ class GgufLayer(LayerReader):
     def has_floats(self) -> bool:
         """Whether the matrices are not quantised."""
         return all(
-            format_of(info).element in FLOATS for part in PARTS for info in self._typed(part)
+            format_of(info).element in FLOATS
+            for part in self._places.weights
+            for info in self._typed(part)
         )
 
     @property
     def storage(self) -> Storage:
         """The container, and the types of gate, up and down without repetition."""
-        types = (type_name(self._info(part, 0)) for part in PARTS)
+        types = (type_name(self._info(part, 0)) for part in self._places.weights)
         return Storage("gguf", ", ".join(dict.fromkeys(types)))
 
     @property
@@ -92,7 +94,7 @@ class GgufLayer(LayerReader):
         return f"{self.where(part)} has the type {type_name(self._info(part, 0))}: {reason}"
 
     def _read(self, number: int) -> Expert:
-        return Expert(**{part: self._matrix(part, number) for part in PARTS})
+        return Expert(**{part: self._matrix(part, number) for part in self._places.weights})
 
     def _matrix(self, part: str, number: int) -> Matrix:
         place = self._places.weights[part]

@@ -6,6 +6,8 @@ Three layouts, the newest first; axes in the order of numpy:
     blk.L.ffn_gate_exps.weight      [E, I, H]   and ffn_up_exps; ffn_down_exps [E, H, I] for both
     blk.L.ffn_gate.0.weight         [I, H]      a tensor per expert: the first Mixtral files
 
+Experts without a gate have no ffn_gate_exps.
+
 `.bias` in place of `.weight` is added to the product, [E, I] or [E, H]; `.scale`, [E], multiplies
 it before that (gemma4, and what was quantised to NVFP4). Every tensor has its own type.
 """
@@ -13,7 +15,7 @@ it before that (gemma4, and what was quantised to NVFP4). Every tensor has its o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ktk.checkpoint.config import ExpertConfig
@@ -21,8 +23,8 @@ from ktk.checkpoint.gguf.architectures import Metadata
 from ktk.checkpoint.gguf.blocks import type_name
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.checkpoint.spans import spans
+from ktk.config import PARTS
 from ktk.errors import CheckpointError
-from ktk.expert import PARTS
 
 _LAYER = re.compile(
     r"blk\.(\d{1,9})\.ffn_(?:(?:gate_up|gate|up|down)_exps|(?:gate|up|down)\.\d+)\.weight"
@@ -92,18 +94,18 @@ class Layers:
                 "down": Place(f"{start}down_exps.weight", 0, hidden, hidden),
             }
         elif any(f"{start}{part}_exps.weight" in self._tensors for part in PARTS):
-            size = self._rows(f"{start}gate_exps.weight")
-            weights = _separate(start + "{part}_exps.weight", size, hidden)
+            size = self._rows(f"{start}up_exps.weight")
+            weights = _separate(start + "{part}_exps.weight", self._metadata.parts, size, hidden)
         elif number in self.numbers():
             size = self._rows(single)
-            weights = _separate(start + "{part}.{{e}}.weight", size, hidden)
+            weights = _separate(start + "{part}.{{e}}.weight", PARTS, size, hidden)
             self._check_surplus(weights)
         else:
             raise CheckpointError(
                 f"{self._tensors.path} has no experts in layer {number}; "
                 f"layers with experts: {spans(self.numbers()) or 'none'}"
             )
-        self._check_intermediate(number, weights["gate"], size)
+        self._check_intermediate(number, weights["up"], size)
         for part, place in weights.items():
             depth = size if part == "down" else hidden
             if place.stacked:
@@ -130,7 +132,7 @@ class Layers:
             if pattern.fullmatch(name) and not name.endswith(_HARMLESS):
                 raise CheckpointError(
                     f"{self._tensors.info(name)} is none that ktk reads with experts such as "
-                    f"{layer.weights['gate'].tensor(0)}"
+                    f"{layer.weights['up'].tensor(0)}"
                 )
 
     def _biases(self, weights: Mapping[str, Place], count: int) -> dict[str, Place]:
@@ -169,11 +171,11 @@ class Layers:
             )
         self._tensors.check(name)
 
-    def _check_intermediate(self, number: int, gate: Place, size: int) -> None:
+    def _check_intermediate(self, number: int, up: Place, size: int) -> None:
         said = self._metadata.intermediate_size(number)
         if said is not None and said != size:
             raise CheckpointError(
-                f"{self._tensors.info(gate.tensor(0))} has {size} rows for gate, but the metadata "
+                f"{self._tensors.info(up.tensor(0))} has {size} rows for up, but the metadata "
                 f"says that experts are {said} wide"
             )
 
@@ -188,6 +190,6 @@ class Layers:
                 )
 
 
-def _separate(pattern: str, size: int, hidden: int) -> dict[str, Place]:
-    rows = {"gate": size, "up": size, "down": hidden}
+def _separate(pattern: str, parts: Sequence[str], size: int, hidden: int) -> dict[str, Place]:
+    rows = {part: hidden if part == "down" else size for part in parts}
     return {part: Place(pattern.format(part=part), 0, count, count) for part, count in rows.items()}

@@ -30,8 +30,7 @@ from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.entries import EntryError, integer, integers, items, parse_object, table, text
 from ktk.checkpoint.packed.layout import ALIGNMENT, Layout, PackedSpec
-from ktk.config import MoEConfig
-from ktk.expert import PARTS
+from ktk.config import PARTS, MoEConfig
 
 VERSION = 1
 # Files are named by layers of five digits.
@@ -142,7 +141,7 @@ def _read(entries: Mapping[str, Any]) -> Header:
     config = _config(table("config", entries.get("config")))
     layout = Layout(
         config,
-        {part: read_format(part, table(part, formats.get(part))) for part in PARTS},
+        {part: read_format(part, table(part, formats.get(part))) for part in config.parts},
         _parts("biases", entries.get("biases")),
         _parts("factors", entries.get("factors")),
         _packed(entries, config.num_experts),

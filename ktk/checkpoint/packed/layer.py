@@ -18,7 +18,7 @@ from ktk.checkpoint.pieces import Piece, flat
 from ktk.checkpoint.reader import LayerReader, Storage
 from ktk.checkpoint.safetensors.tensor_file import TensorFile
 from ktk.errors import BackendError, CheckpointError
-from ktk.expert import PARTS, Expert
+from ktk.expert import Expert
 
 _AGAIN = "ktk convert --resume converts the layer again"
 
@@ -50,8 +50,8 @@ class PackedLayer(LayerReader):
     @property
     def formats(self) -> Mapping[str, MatrixInfo]:
         """What gate, up and down are stored as."""
-        formats = self.header.layout.formats
-        return {part: MatrixInfo(formats[part], *extents(self.config, part)) for part in PARTS}
+        formats = self.header.layout.formats.items()
+        return {part: MatrixInfo(fmt, *extents(self.config, part)) for part, fmt in formats}
 
     @property
     def storage(self) -> Storage:

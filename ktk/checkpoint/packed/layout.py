@@ -34,7 +34,7 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
-from ktk.expert import PARTS, Expert
+from ktk.expert import Expert
 
 ALIGNMENT = 64
 
@@ -117,7 +117,7 @@ class Layout:
     config
         Sizes and activation function of the layer.
     formats
-        Of gate, up and down.
+        Of gate, if there is one, up and down.
     biases
         Which of them have one.
     factors
@@ -137,16 +137,16 @@ class Layout:
     def specs(self) -> dict[str, Spec | PackedSpec]:
         """The tensors by name, in the order of the file."""
         found: dict[str, Spec | PackedSpec] = {}
-        for part in PARTS:
+        for part, fmt in self.formats.items():
             if part in self.packed:
                 found[part] = self.packed[part]
             else:
-                found |= _matrix(part, self.formats[part], *extents(self.config, part))
+                found |= _matrix(part, fmt, *extents(self.config, part))
             n, _ = extents(self.config, part)
             if part in self.biases:
                 found[f"{part}_bias"] = Spec("F32", (n,))
             if part in self.factors:
-                found[f"{part}_{factor_name(self.formats[part])}"] = Spec("F32", (1,))
+                found[f"{part}_{factor_name(fmt)}"] = Spec("F32", (1,))
         # Wide elements first, so that each tensor begins at a multiple of its element.
         return dict(
             sorted(found.items(), key=lambda item: (-item[1].torch_dtype.itemsize, item[0]))

@@ -22,6 +22,7 @@ PREFIXES = (
     "model.language_model.layers.{L}.",
     "language_model.model.layers.{L}.",
     "thinker.model.layers.{L}.",  # Qwen3-Omni
+    "backbone.layers.{L}.",  # Nemotron-H
     "language_model.model.blocks.{L}.",  # Kimi-K2.5, as transformers 5.23 writes it
     # DeepSeek's and Mistral's own names
     "layers.{L}.",
@@ -54,10 +55,10 @@ class Stored:
 class Family:
     """A naming scheme.
 
-    `parts` has gate and up, or gate_up, and down; and the same with `_bias` where experts have
-    biases. `model_types` restricts the row to these values of config.json's model_type, for schemes
-    that names and shapes cannot tell apart. `models` says for people who uses it, in
-    docs/checkpoints.md.
+    `parts` has gate and up, or gate_up, and down, or no gate; and the same with `_bias` where
+    experts have biases. `model_types` restricts the row to these values of config.json's
+    model_type, for schemes that names and shapes cannot tell apart. `models` says for people who
+    uses it, in docs/checkpoints.md.
     """
 
     name: str
@@ -143,5 +144,24 @@ FAMILIES = (
         "Aria",
         ("mlp.experts.fc1.weight", "E H 2I"),
         ("mlp.experts.fc2.weight", "E I H"),
+    ),
+    # Without a gate: as published, and as transformers 5 keeps them in memory
+    Family(
+        "nemotron",
+        "Nemotron-H, Nemotron-3",
+        {
+            "up": Stored("mixer.experts.{e}.up_proj.weight", "I H"),
+            "down": Stored("mixer.experts.{e}.down_proj.weight", "H I"),
+        },
+        model_types=("nemotron_h",),
+    ),
+    Family(
+        "nemotron-fused",
+        "Nemotron-H, Nemotron-3",
+        {
+            "up": Stored("mixer.experts.up_proj", "E I H"),
+            "down": Stored("mixer.experts.down_proj", "E H I"),
+        },
+        model_types=("nemotron_h",),
     ),
 )

@@ -53,8 +53,8 @@ class SafetensorsLayer(LayerReader):
     def formats(self) -> Mapping[str, MatrixInfo]:
         """What gate, up and down are stored as."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        gate = MatrixInfo(self.format, inner, hidden)
-        return {"gate": gate, "up": gate, "down": MatrixInfo(self.format, hidden, inner)}
+        sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        return {part: MatrixInfo(self.format, *sizes[part]) for part in self.config.parts}
 
     @property
     def file_formats(self) -> Mapping[str, Format]:
@@ -64,7 +64,7 @@ class SafetensorsLayer(LayerReader):
             shape = self._index.shape(self.names.name(self.names.first, 0, "scale"))
             if max(shape, default=1) == 1:
                 fmt = Format(fmt.element, fmt.scale, fmt.zero, 0, 0)
-        return dict.fromkeys(("gate", "up", "down"), fmt)
+        return dict.fromkeys(self.config.parts, fmt)
 
     @property
     def storage(self) -> Storage:
