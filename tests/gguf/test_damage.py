@@ -143,7 +143,7 @@ def test_a_wrong_number_of_experts_is_named(
         ("embedding_length", None, "has no qwen3moe.embedding_length"),
         ("expert_used_count", 0, "expert_used_count is 0, expected an integer from 1"),
         ("embedding_length", 2 * H, f"{GATE} in"),
-        ("expert_feed_forward_length", 2 * I, f"has {I} rows for gate"),
+        ("expert_feed_forward_length", 2 * I, f"has {I} rows for up"),
     ],
 )
 def test_metadata_that_do_not_fit_are_named(

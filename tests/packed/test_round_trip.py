@@ -279,6 +279,7 @@ def test_a_header_has_every_field_of_a_layer(tmp_path: Path) -> None:
         "clamp_gate_below": True,
         "gate_softcap": 4.0,
         "up_softcap": 25.0,
+        "gated": False,
     }
     for field in dataclasses.fields(ktk.MoEConfig):
         assert field.default is dataclasses.MISSING or options[field.name] != field.default
