@@ -151,14 +151,12 @@ def test_all_that_headers_show_is_named(tmp_path: Path) -> None:
 
 def test_what_decoding_refuses_is_named(tmp_path: Path) -> None:
     """As loading would: a tensor alone does not show it."""
-    source = made.write(tmp_path / "source", ROWS)
+    source = made.write(tmp_path / "source", GROUPS)
     tensors = load_file(source / "model.safetensors")
-    name = "model.layers.0.mlp.experts.2.up_proj.weight_zero_point"
-    rows = tensors["model.layers.0.mlp.experts.2.up_proj.weight_scale"]
-    tensors[name] = torch.ones(rows.shape, dtype=torch.int8)
+    tensors["model.layers.0.mlp.experts.2.up_proj.weight_shape"] = torch.tensor([512, 64])
     save_file(tensors, source / "model.safetensors")
     [fault] = verify(source).faults
-    assert "zero points" in fault.message
+    assert "holds a matrix of [512, 64], but config.json means [512, 128]" in fault.message
     assert fault.expert == 2
 
 
