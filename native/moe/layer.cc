@@ -50,9 +50,9 @@ Parts<ktk_format> Layer::stored_formats(const ExpertSource& source) const {
   };
   const Parts<ktk_format>* first = weights_ ? &weights_->formats() : nullptr;
   const ktk_format up = choose(source.up, wanted_.up, first ? &first->up : nullptr, i, h);
-  return {config_.gated ? choose(source.gate, wanted_.gate, first ? &first->gate : nullptr, i, h)
-                        : up,
-          up, choose(source.down, wanted_.down, first ? &first->down : nullptr, h, i)};
+  return {
+      config_.gated ? choose(source.gate, wanted_.gate, first ? &first->gate : nullptr, i, h) : up,
+      up, choose(source.down, wanted_.down, first ? &first->down : nullptr, h, i)};
 }
 
 void Layer::load(size_t expert, const ExpertSource& source) {
