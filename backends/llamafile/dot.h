@@ -45,6 +45,11 @@ struct Dot : Zmm {
   // and moves and spills accumulators.
   template <size_t kAt>
   [[gnu::always_inline]] static Int broadcast_row(const char* act, size_t stride, int row) {
+#if defined(__clang__)
+    int32_t few;  // clang knows no memory operand of unknown length
+    __builtin_memcpy(&few, act + static_cast<size_t>(row) * stride + kAt, sizeof few);
+    return set1_int(few);
+#else
     Int four;
     const auto& read = *reinterpret_cast<const char (*)[]>(act);
     if (row == 0) {
@@ -57,6 +62,7 @@ struct Dot : Zmm {
           : "r"(act), "i"(kAt), "r"(stride), "m"(read));
     }
     return four;
+#endif
   }
   [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(weight), "v"(act));

@@ -19,6 +19,12 @@ size_t page_size() {
   return size;
 }
 
+bool is_pattern(const char* begin, const char* end) {
+  if (begin == end) return true;
+  const size_t others = static_cast<size_t>(end - begin) - 1;
+  return static_cast<unsigned char>(*begin) == kPattern && !std::memcmp(begin, begin + 1, others);
+}
+
 }  // namespace
 
 Guarded::Guarded(size_t bytes, size_t align)
@@ -38,6 +44,7 @@ void Guarded::check(const std::string& who) const {
   const size_t page = page_size();
   const char* begin = memory_.data() + page;
   const char* end = begin + round_up(size_, page);
+  if (is_pattern(begin, data_) && is_pattern(data_ + size_, end)) return;
   const auto refuse = [&](ptrdiff_t distance, const char* where) {
     throw std::runtime_error(who + " wrote byte " + std::to_string(distance) + where +
                              std::to_string(size_) + " bytes that there are");

@@ -135,11 +135,17 @@ typedef uint16_t SideHalves __attribute__((vector_size(kSide * 2), aligned(2), m
 
 // Elements of the lower (or, from kSide / 2 on, the upper) halves of two vectors, by turns.
 inline Side interleave(Side x, Side y, int from) {
+#if defined(__clang__)  // has no shuffle by a variable
+  Side both;
+  for (int i = 0; i < kSide; ++i) both[i] = (i % 2 ? y : x)[from + i / 2];
+  return both;
+#else
   SideBits order;
   for (int i = 0; i < kSide; ++i) {
     order[i] = static_cast<uint32_t>(from + i / 2 + (i % 2 ? kSide : 0));
   }
   return __builtin_shuffle(x, y, order);
+#endif
 }
 
 inline void transpose_square(Side (&rows)[kSide]) {

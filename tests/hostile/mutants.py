@@ -102,8 +102,12 @@ def packed(data: bytes, rng: random.Random) -> bytes:
 
 def gguf_header(data: bytes, rng: random.Random) -> bytes:
     """Put a number that matters somewhere into the header of GGUF."""
-    end = data.index(b"blk.0.ffn_up_exps.bias") + 64
-    at = rng.randrange(4, end)
+    return gguf_number(data, rng, data.index(b"blk.0.ffn_up_exps.bias") + 64)
+
+
+def gguf_number(data: bytes, rng: random.Random, end: int | None = None) -> bytes:
+    """Put a number that matters somewhere before `end`."""
+    at = rng.randrange(4, len(data) if end is None else end)
     number = struct.pack(
         *rng.choice((("<Q", rng.choice(NUMBERS)), ("<I", rng.choice(NUMBERS) & 0xFFFFFFFF)))
     )

@@ -1,0 +1,44 @@
+"""Fuzzes one target of targets.py, guided by what of ktk's code is reached: with atheris.
+
+    python guided.py TARGET [arguments of libFuzzer]
+
+`tools/fuzz` calls it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import atheris
+import conftest  # noqa: F401 - finds what targets import
+
+with atheris.instrument_imports(include=["ktk.checkpoint", "ktk.expert", "ktk.quantize"]):
+    import targets
+
+
+def main() -> None:
+    name = sys.argv[1]
+    target = targets.TARGETS[name]()
+
+    def mutate(data: bytes, most: int, seed: int) -> bytes:
+        rng = random.Random(seed)
+        if rng.random() < 0.7 and data:
+            return targets.mutated(target, data, rng)[:most]
+        return bytes(atheris.Mutate(data, most))
+
+    with tempfile.TemporaryDirectory() as seeds:
+        for number, data in enumerate(targets.inputs(name, target)):
+            (Path(seeds) / str(number)).write_bytes(data)
+        atheris.Setup(
+            [sys.argv[0], "-max_len=65536", *sys.argv[2:], seeds],
+            target.run,
+            custom_mutator=mutate,
+        )
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
