@@ -21,6 +21,7 @@ include_patterns = [
     "backends/*.md",
     "backends/*/*.md",
     "tests/README.md",
+    "tests/*/README.md",
     "tools/bench/*.md",
 ]
 exclude_patterns = ["build*", "**/.*"]
