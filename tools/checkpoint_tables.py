@@ -32,6 +32,7 @@ from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.config import ACTIVATIONS, SPELLINGS
 from ktk.errors import BackendUnsupported
 from ktk.formats import FLOATS, is_blocks, label
+from ktk.loading.finer import finer_formats
 from ktk.names import PREFERRED
 from ktk.registry import backends, open_backend
 
@@ -201,13 +202,14 @@ def takers(fmt: Format, known: list[Backend]) -> tuple[str, ...]:
 
 
 def keeps(backend: Backend, fmt: Format) -> bool:
-    """Whether a backend takes a format, and stores it as it is."""
+    """Whether a backend takes a format, if need be in finer groups, and stores it as it is."""
     if any(is_blocks(one) for one in backend.formats):
         return False  # its floats are those of GGUF files
+    alike = {label(one) for one in (fmt, *finer_formats(fmt, backend.accepts))}
     for given, index in backend.core.accepts:
         kept = backend.formats[index]
         rounded = fmt.element in FLOATS and kept.element == "bf16"
-        if label(given) == label(fmt) and (label(kept) == label(fmt) or rounded):
+        if label(given) in alike and (label(kept) == label(given) or rounded):
             return True
     return False
 

@@ -304,7 +304,7 @@ class ExpertCollector:
                 backend = load_backend(name)
                 for part, matrix in expert.matrices.items():
                     ready = fitted(part, matrix, backend, chooser(backend))
-                    if exactly and ready is not matrix:
+                    if exactly and ready.data is not matrix.data:
                         raise CheckpointFormatError("takes it only after decoding")
                 return backend
             except (BackendError, CheckpointFormatError) as error:

@@ -42,7 +42,9 @@ def default_backend(layer: LayerReader) -> Backend:
         except (BackendError, CheckpointFormatError) as error:
             reasons.append(f"{name}: {error}")
             continue
-        if given == formats or not exactly:
+        # The same codes in finer groups are as good.
+        same = (given[part].format.element == one.format.element for part, one in formats.items())
+        if not exactly or all(same):
             _log.info("layer %d, stored as %s, is computed by %s", layer.number, stored, name)
             return backend
         reasons.append(f"{name}: takes it only after decoding")

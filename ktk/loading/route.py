@@ -18,6 +18,7 @@ from ktk.config import PARTS
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.expert import Expert, Matrix
 from ktk.formats import FLOATS, is_blocks
+from ktk.loading.finer import finer_formats, regrouped
 from ktk.moe import Formats
 from ktk.names import find_alias
 from ktk.quantize import dequantize, quantize
@@ -39,7 +40,7 @@ class Route:
     backend
         Where they go.
     given
-        What `read` returns gate, up and down as: as they are in the files, or f32.
+        What `read` returns gate, up and down as: as they are in the files, in finer groups, or f32.
     stored
         What the backend makes of that.
     quantizer
@@ -61,9 +62,7 @@ class Route:
     def how(self) -> str:
         """What happens to the weights, for people: "stored as they are", "rounded" ..."""
         given = self.given
-        decoded = self.layer.decodes or any(
-            self._changes(part, self.source, one.format) for part, one in given.items()
-        )
+        decoded = self.layer.decodes or any(map(self._decodes, given))
         if not any(self._changes(part, given, fmt) for part, fmt in self.stored.items()):
             return "decoded to f32" if decoded else "stored as they are"
         plain = all(fmt.scale == "none" for fmt in self.stored.values())
@@ -77,7 +76,7 @@ class Route:
         return any(
             fmt.element not in FLOATS
             and (self.layer.decodes or self.source[part].format.element not in FLOATS)
-            and self._changes(part, self.source, fmt)
+            and (self._decodes(part) or self._changes(part, self.given, fmt))
             for part, fmt in self.stored.items()
         )
 
@@ -90,10 +89,11 @@ class Route:
 
     def read(self, number: int) -> Expert:
         """Read an expert as `given` says."""
-        source = self.source
-        return self.layer.expert(
-            number, [part for part, one in source.items() if self.given[part].format != one.format]
-        )
+        matrices = self.layer.expert(number, [*filter(self._decodes, self.given)]).matrices
+        for part, one in self.given.items():
+            if matrices[part].format != one.format:
+                matrices[part] = regrouped(matrices[part], one.format, one.k)
+        return Expert(**matrices)
 
     def expert(self, number: int) -> Expert:
         """Read an expert in formats that the backend takes.
@@ -120,6 +120,9 @@ class Route:
     def _changes(self, part: str, before: Mapping[str, MatrixInfo], after: Format) -> bool:
         one = before[part]
         return not one.format.same_as(after, one.n, one.k)
+
+    def _decodes(self, part: str) -> bool:
+        return self.given[part].format == _F32 != self.source[part].format
 
     def _takes(self, part: str) -> bool:
         return takes(self.backend, self.given[part], self.stored[part])
@@ -169,7 +172,8 @@ def taken(layer: LayerReader, backend: Backend) -> dict[str, MatrixInfo]:
     """Return what a backend takes of a layer: each matrix as it is stored, or blocks as f32.
 
     Files of blocks mix types, so that each matrix is decoded for itself where its type is not
-    taken. What was converted for a backend has to be kept as it is.
+    taken; groups that are too large are divided. What was converted for a backend has to be kept
+    as it is.
 
     Raises
     ------
@@ -179,6 +183,11 @@ def taken(layer: LayerReader, backend: Backend) -> dict[str, MatrixInfo]:
     found = {}
     for part, one in layer.formats.items():
         reason = _refusal(backend, one, keep=layer.recorded_backend is not None)
+        for fmt in finer_formats(one.format, backend.accepts) if reason else ():
+            finer = replace(one, format=fmt)
+            if not _refusal(backend, finer, keep=True):
+                one, reason = finer, ""
+                break
         if reason and is_blocks(one.format):
             one = replace(one, format=_F32)
             reason = _refusal(backend, one)
@@ -223,6 +232,11 @@ def fitted(part: str, matrix: Matrix, backend: Backend, choose: Choose) -> Matri
     assert matrix.format is not None
     columns = matrix.data.shape[1] * (2 if matrix.format.block[0] == 2 else 1)
     given = MatrixInfo(matrix.format, matrix.data.shape[0], columns)
+    if _refusal(backend, given):
+        for fmt in finer_formats(given.format, backend.accepts):
+            if not _refusal(backend, finer := replace(given, format=fmt)):
+                given, matrix = finer, regrouped(matrix, fmt, columns)
+                break
     refusals = []
     for decoded in (False, True):
         one = replace(given, format=_F32) if decoded else given

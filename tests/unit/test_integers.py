@@ -218,6 +218,43 @@ def test_modules_with_rules_of_their_own_say_it_by_their_tensors(tmp_path: Path)
     assert_means(tmp_path, values(made), Format("i8", "f32", "none", 1, 64))
 
 
+@pytest.mark.parametrize("group", [0, 96])
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
+def test_groups_that_kernels_have_not_are_divided(
+    tmp_path: Path, group: int, zeros: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A row, and groups of 96, in groups that share a scale: the codes are kept."""
+    made = all_random(4, group, zeros=zeros)
+    tensors = {key: gptq(one, 4) for key, one in made.items()}
+    save(tmp_path, tensors, config(4, group, sym=not zeros))
+    assert_means(tmp_path, values(made), Format("u4", "f16", "u8" if zeros else "none", 1, group))
+    caplog.set_level(logging.INFO, "ktk")
+    assert_loads(tmp_path, values(made), "AMXINT4" if zeros else "RAWINT4", torch.float32)
+    assert f"stored as they are; u4 with f16 scales{' and u8 zero points' * zeros} per 1 x " in (
+        caplog.text
+    )
+    assert ("per 1 x 32" if group else "per 1 x 256") in caplog.text
+
+
+def test_groups_of_tensors_that_are_brought_are_divided() -> None:
+    made = all_random(4, 96)
+    config = ktk.MoEConfig(
+        num_experts=E, num_experts_per_tok=1, hidden_size=192, intermediate_size=160
+    )
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 96, "sym": True}
+    collector = ktk.ExpertCollector(
+        config, ("qweight", "scales", "g_idx"), quantization=quantization
+    )
+    for (part, e), one in made.items():
+        for suffix, tensor in gptq(one, 4, zeros=False).items():
+            collector.take(e, part, suffix.lstrip("."), tensor)
+    moe = collector.finish()
+    assert moe.backend.name == "RAWINT4"
+    for e in range(E):
+        for part, matrix in zip(SIZES, moe.unpack_expert(e), strict=True):
+            np.testing.assert_array_equal(matrix, made[part, e].values.astype(np.float32))
+
+
 # --- compressed-tensors -------------------------------------------------------------------------
 
 
