@@ -12,8 +12,8 @@ struct Config {
   size_t top_k = 0;
   size_t hidden = 0;
   size_t intermediate = 0;
-  bool gated = true;  // without a gate, experts have no such matrix, and the function is that of up
   ktk_glu glu{};
+  bool gated = true;  // without a gate, experts have no such matrix, and the function is that of up
 
   // Products of the hidden states: of gate, where there is one, and of up.
   size_t first_products() const { return gated ? 2 : 1; }

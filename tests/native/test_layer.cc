@@ -34,28 +34,29 @@ struct Sizes {
     hidden = ktk::round_up(70, step);
     intermediate = ktk::round_up(530, step);
   }
-  ktk::Config config() const {
-    return {kExperts, kTopK, hidden, intermediate, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}};
+  ktk::Config config(bool gated = true) const {
+    return {kExperts, kTopK, hidden, intermediate, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}, gated};
   }
 };
 
 std::shared_ptr<Layer> empty_layer(const ktk_format& given, const std::string& variant, int threads,
-                                   int shards) {
+                                   int shards, bool gated = true) {
   return std::make_shared<Layer>(ktk::BackendTable::copy(&kBackend), variant, false,
-                                 Sizes(given).config(),
+                                 Sizes(given).config(gated),
                                  ktk::Engine::make({.threads = threads, .cpus = {}, .pin = false}),
                                  shards, ktk::Parts<std::optional<ktk_format>>{});
 }
 
 std::shared_ptr<Layer> make_layer(const ktk_format& given, const std::string& variant, int threads,
-                                  int shards, std::optional<ktk_format> given_up = {}) {
+                                  int shards, std::optional<ktk_format> given_up = {},
+                                  bool gated = true) {
   const Sizes sizes(given);
-  auto layer = empty_layer(given, variant, threads, shards);
+  auto layer = empty_layer(given, variant, threads, shards, gated);
   for (unsigned e = 0; e < kExperts; ++e) {
     const Weight gate(given, sizes.intermediate, sizes.hidden, 3 * e);
     const Weight up(given_up.value_or(given), sizes.intermediate, sizes.hidden, 3 * e + 1);
     const Weight down(given, sizes.hidden, sizes.intermediate, 3 * e + 2);
-    layer->load(e, {gate.source, up.source, down.source});
+    layer->load(e, {gated ? gate.source : up.source, up.source, down.source});
   }
   return layer;
 }
@@ -99,7 +100,7 @@ std::vector<double> reference(const Layer& layer, const Call& call) {
           g += double{to_f32(x[k])} * gate[n * hidden + k];
           u += double{to_f32(x[k])} * up[n * hidden + k];
         }
-        h[n] = g / (1 + std::exp(-g)) * u;
+        h[n] = layer.config().gated ? g / (1 + std::exp(-g)) * u : u / (1 + std::exp(-u));
       }
       for (size_t n = 0; n < hidden; ++n) {
         double y = 0;
@@ -112,8 +113,8 @@ std::vector<double> reference(const Layer& layer, const Call& call) {
 }
 
 void check_layer(const ktk_format& given, const std::string& variant, int shards,
-                 std::optional<ktk_format> given_up = {}) {
-  const auto layer = make_layer(given, variant, 3, shards, given_up);
+                 std::optional<ktk_format> given_up = {}, bool gated = true) {
+  const auto layer = make_layer(given, variant, 3, shards, given_up, gated);
   for (const size_t tokens : {1, 3, 20, 200}) {
     Call call(given, tokens);
     layer->forward(call.request);
@@ -132,6 +133,12 @@ TEST(layers_compute_what_they_hold) {
     for (const std::string& variant : runnable()) {
       for (const int shards : {1, 2, 3}) check_layer(given, variant, shards);
     }
+  }
+}
+
+TEST(experts_may_have_no_gate) {
+  for (const ktk_format& given : kGiven) {
+    for (const std::string& variant : runnable()) check_layer(given, variant, 2, {}, false);
   }
 }
 

@@ -28,7 +28,7 @@ struct Pass {
   std::vector<int32_t> ids;
   std::vector<float> weights = std::vector<float>(kTokens * kTopK, 0.5f);
   std::vector<uint8_t> skip = {0, 0, 0, 1, 0};
-  std::vector<uint16_t> kept = std::vector<uint16_t>(kTokens * kTopK * 2 * kWidth);
+  std::vector<uint16_t> kept;
   std::vector<float> out = std::vector<float>(kTokens * kHidden, NAN), dx = out;
   std::vector<float> dw = std::vector<float>(kTokens * kTopK, NAN);
   std::vector<uint16_t> a_gate = random_bf16(kExperts * kRank * kHidden, 0.1f, 3);
@@ -37,14 +37,16 @@ struct Pass {
   std::vector<uint16_t> b_down = random_bf16(kExperts * kHidden * kRank, 0.1f, 6);
   std::vector<std::vector<float>> sums;
   ktk::Lora lora;
+  const bool gated;
 
-  Pass() {
+  explicit Pass(bool has_gate) : gated(has_gate) {
+    kept.resize(kTokens * kTopK * (gated ? 2 : 1) * kWidth);
     for (size_t i = 0; i < kTokens * kTopK; ++i) {
       ids.push_back(static_cast<int32_t>(i * i % (kExperts + 2)) - 1);
     }
     ktk::Adapter adapter{.rank = kRank, .scale = 2, .a = {}, .b = {}};
-    adapter.a.gate = {a_gate.data(), KTK_BF16};
-    adapter.b.gate = {b_gate.data(), KTK_BF16};
+    (gated ? adapter.a.gate : adapter.a.up) = {a_gate.data(), KTK_BF16};
+    (gated ? adapter.b.gate : adapter.b.up) = {b_gate.data(), KTK_BF16};
     adapter.a.down = {a_down.data(), KTK_BF16};
     adapter.b.down = {b_down.data(), KTK_BF16};
     lora.adapters.push_back(adapter);
@@ -68,21 +70,24 @@ struct Pass {
     backward.forward = request;
     backward.hidden_gradient = {dx.data(), KTK_F32, kHidden};
     backward.weights_gradient = dw.data();
-    backward.lora.a = {sum(a_gate.size()), nullptr, sum(a_down.size())};
-    backward.lora.b = {sum(b_gate.size()), nullptr, sum(b_down.size())};
+    backward.lora.a.down = sum(a_down.size());
+    backward.lora.b.down = sum(b_down.size());
+    (gated ? backward.lora.a.gate : backward.lora.a.up) = sum(a_gate.size());
+    (gated ? backward.lora.b.gate : backward.lora.b.up) = sum(b_gate.size());
     constexpr size_t kSome = 2;
     backward.weights.first = kExperts - kSome;
     backward.weights.count = kSome;
-    backward.weights.weight = {sum(kSome * kWidth * kHidden), sum(kSome * kWidth * kHidden),
+    const auto of_gate = [&](size_t count) { return gated ? sum(kSome * count) : nullptr; };
+    backward.weights.weight = {of_gate(kWidth * kHidden), sum(kSome * kWidth * kHidden),
                                sum(kSome * kWidth * kHidden)};
-    backward.weights.bias = {sum(kSome * kWidth), sum(kSome * kWidth), sum(kSome * kHidden)};
+    backward.weights.bias = {of_gate(kWidth), sum(kSome * kWidth), sum(kSome * kHidden)};
     ktk::backward(layer, floats, backward);
   }
 };
 
-std::shared_ptr<ktk::Layer> layer_of(int threads, int shards) {
+std::shared_ptr<ktk::Layer> layer_of(int threads, int shards, bool gated) {
   const ktk::Config config = {
-      kExperts, kTopK, kHidden, kWidth, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}};
+      kExperts, kTopK, kHidden, kWidth, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}, gated};
   auto layer = std::make_shared<ktk::Layer>(ktk::BackendTable::copy(&kBackend), "", false, config,
                                             engine(threads), shards,
                                             ktk::Parts<std::optional<ktk_format>>{});
@@ -90,8 +95,9 @@ std::shared_ptr<ktk::Layer> layer_of(int threads, int shards) {
   for (unsigned e = 0; e < kExperts; ++e) {
     const Weight gate(kGiven[0], kWidth, kHidden, 3 * e), up(kGiven[0], kWidth, kHidden, 3 * e + 1);
     const Weight down(kGiven[0], kHidden, kWidth, 3 * e + 2);
-    ktk::ExpertSource source{{gate.source, up.source, down.source}};
-    source.gate_bias = source.up_bias = source.down_bias = bias.data();
+    ktk::ExpertSource source{{gated ? gate.source : up.source, up.source, down.source}};
+    source.up_bias = source.down_bias = bias.data();
+    if (gated) source.gate_bias = bias.data();
     layer->load(e, source);
   }
   return layer;
@@ -102,13 +108,13 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 TEST(backward_stays_inside_its_arrays_and_has_one_result) {
-  for (const int shards : {1, 3}) {
-    Pass first;
-    first.run(*layer_of(1, shards), true);
+  for (const auto& [shards, gated] : {std::pair{1, true}, {3, true}, {1, false}, {3, false}}) {
+    Pass first(gated);
+    first.run(*layer_of(1, shards, gated), true);
     for (const float value : first.dx) CHECK(std::isfinite(value));
     for (const bool keep : {true, false}) {
-      Pass other;
-      other.run(*layer_of(3, shards), keep);
+      Pass other(gated);
+      other.run(*layer_of(3, shards, gated), keep);
       CHECK(same(other.out, first.out));
       CHECK(same(other.dx, first.dx));
       CHECK(same(other.dw, first.dw));
