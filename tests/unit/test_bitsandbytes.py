@@ -176,6 +176,13 @@ def test_what_the_state_contradicts_is_named(
     assert wanted in refusal(tmp_path)
 
 
+def test_half_of_the_codes_is_refused(tmp_path: Path) -> None:
+    made, _ = all_of("nf4")
+    made["up", 1][".weight"] = made["up", 1][".weight"][::2].clone()
+    save(tmp_path, made, CONFIG)
+    assert "has 15360 codes, and is a matrix of [160, 192]" in refusal(tmp_path)
+
+
 def test_scales_that_are_nested_in_part_are_refused(tmp_path: Path) -> None:
     made, _ = all_of("nf4", nested=True)
     del made["up", 1][".weight.nested_absmax"]

@@ -120,6 +120,7 @@ def refusal(folder: Path, made: Any) -> str:
         (".shape", torch.tensor([1, 2]), "is a matrix of [1, 2], but config.json means [160, 192]"),
         (".scale", torch.ones(7, 1).half(), "has scale of shape [7, 1], not by group"),
         (".W_q", torch.zeros(3, 64).byte(), "has 384 codes in groups of 64, and is a matrix of"),
+        (".packing", letters("3bit_32"), "has rows that are no whole words of 3bit_32"),
         (".group_size", torch.tensor(0).int(), "in groups of 0, and is a matrix of [160, 192]"),
     ],
 )
@@ -127,6 +128,8 @@ def test_what_contradicts_itself_is_named(
     tmp_path: Path, name: str, value: torch.Tensor, wanted: str
 ) -> None:
     made, _ = all_of(4, 1, 64, torch.float16)
+    if "whole words" in wanted:
+        made["up", 1][".W_q"] = torch.zeros(3, 63).byte()
     made["up", 1][name] = value
     assert wanted in refusal(tmp_path, made)
 

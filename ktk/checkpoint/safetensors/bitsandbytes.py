@@ -75,7 +75,9 @@ def four_bits(t: Tensors, layout: Layout) -> Matrix:
 
     def values() -> torch.Tensor:
         codes = as_bytes(t["data"].reshape(-1))
-        codes = torch.stack([codes >> 4, codes & 15], dim=-1).flatten()[: n * k]
+        codes = torch.stack([codes >> 4, codes & 15], dim=-1).flatten()
+        if codes.numel() != n * k:
+            raise StorageError(f"has {codes.numel()} codes, and is a matrix of {[n, k]}")
         return _scaled(t["map"][codes.int()], _absmax(t, state), state.block).reshape(n, k)
 
     return decoded(layout, t["data"], values)

@@ -38,6 +38,8 @@ def hqq(t: Tensors, layout: Layout) -> Matrix:
     if name not in _PACKINGS:
         raise StorageError(f"is packed as {name!r}; ktk reads {', '.join(_PACKINGS)} of HQQ")
     bits, codes_of_word, word = _PACKINGS[name]
+    if t["data"].shape[1] * t["data"].itemsize % word.itemsize:
+        raise StorageError(f"has rows that are no whole words of {name}")
     group = int(t["group"]) if "group" in t else k
     rows = group if int(t["axis"]) == 0 else n * k // max(group, 1)
 
