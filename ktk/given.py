@@ -126,7 +126,10 @@ def check_gate(wanted: bool, given: bool) -> None:
     if given and not wanted:
         raise TypeError("the experts of this layer have no gate (gated=False): gate must be None")
     if wanted and not given:
-        raise TypeError("gate is missing: give gate, up and down, or an Expert")
+        raise TypeError(
+            "gate is missing, and the experts of this layer have one: those without are of a layer "
+            "with gated=False"
+        )
 
 
 def matrix_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,9 @@ _EPSILONS = 16 * torch.finfo(torch.float32).eps
 # Beyond all limits of clamps, and exact in f32.
 _FAR = 2.0**13
 # Of clamps: what is on or off.
-_OPTIONS = ("clamp_gate_below",)
+_OPTIONS = [
+    one.name for one in dataclasses.fields(MoEConfig) if one.type == "bool" and one.name != "gated"
+]
 
 
 def activation_of(module: Any, layout: Layout) -> dict[str, Any] | None:

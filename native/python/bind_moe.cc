@@ -65,10 +65,11 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
       take_factor("up_scale", formats.up, scale.up) * factor_from("up_factor", up_factor),
       take_factor("down_scale", formats.down, scale.down) *
           factor_from("down_factor", down_factor)};
+  if (gated) {
+    source.gate = source_from("gate", data.gate, scale.gate, zero.gate, formats.gate, i, h);
+  }
   source.up = source_from("up", data.up, scale.up, zero.up, formats.up, i, h);
-  // Stored as up is, where there is none.
-  source.gate =
-      gated ? source_from("gate", data.gate, scale.gate, zero.gate, formats.gate, i, h) : source.up;
+  if (!gated) source.gate = source.up;  // none of its rows are read
   source.down = source_from("down", data.down, scale.down, zero.down, formats.down, h, i);
   Parts<std::vector<float>> bias;
   source.gate_bias = bias_from("gate_bias", gate_bias, layer.config().intermediate, bias.gate);

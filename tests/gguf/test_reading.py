@@ -153,11 +153,12 @@ class RecordingBackend:
     """Stands for a backend that takes certain formats, and keeps what it is given."""
 
     def __init__(self, *accepts: str) -> None:
-        self.accepts = accepts
+        self.elements = accepts
         self.core = SimpleNamespace(
             stored_as=self.stored_as, packed_size=lambda stored, n, k: n * k
         )
-        self.name, self.formats = "RECORDING", [Format(name) for name in accepts]
+        self.name = "RECORDING"
+        self.accepts = self.formats = [Format(name) for name in accepts]
         self.options: dict[str, Any] = {}
         self.loaded: dict[int, Expert] = {}
         self.left_out: list[int] = []
@@ -168,8 +169,8 @@ class RecordingBackend:
 
     def stored_as(self, given: Format, n: int, k: int, wanted: Format | None = None) -> Format:
         assert (n, k) in ((I, H), (H, I))
-        if given.element not in self.accepts:
-            raise ValueError(f"takes {', '.join(self.accepts)}")
+        if given.element not in self.elements:
+            raise ValueError(f"takes {', '.join(self.elements)}")
         return given
 
     def load_expert(self, slot: int, expert: Expert) -> None:

@@ -124,7 +124,8 @@ def test_all_experts(moe: ktk.MoE) -> None:
     stacks = {name: [matrix] * E for name, matrix in expert().items()}
     for wrong, message in (
         ({"up": 3}, "up must have an entry for each expert, got 3"),
-        ({"gate": None}, "gate must have an entry for each expert, got None"),
+        ({"gate": 0.5}, "gate must have an entry for each expert, got 0.5"),
+        ({"gate": None}, "gate is missing, and the experts of this layer have one"),
         ({"down_bias": 0.5}, "down_bias must have an entry for each expert, got 0.5"),
         ({"physical_to_logical_map": 2}, "physical_to_logical_map must be a sequence of ints"),
     ):

