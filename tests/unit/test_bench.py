@@ -1,4 +1,4 @@
-"""ktk bench: its limits, how it rotates weights, and tiny runs from the outside."""
+"""ktk bench: how it rotates weights and doubts itself, and tiny runs from the outside."""
 
 from __future__ import annotations
 
@@ -8,31 +8,27 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import ktk
 from ktk import Format, _core
-from ktk.bench import machine, model
+from ktk.bench import machine
 from ktk.bench.accuracy import expected_output
 from ktk.bench.inputs import DISTRIBUTIONS, random_experts, routed_calls
-from ktk.bench.limits import Limits, measure_limits, roofline, variant_units
 from ktk.bench.records import Result
 from ktk.bench.report import results_table
 from ktk.bench.shapes import SHAPES, find_shape
 from ktk.bench.verdict import doubt
 from ktk.bench.weights import choose_format, recipe
 from ktk.cli import app
-from ktk.errors import BackendUnsupported, CheckpointError
+from ktk.errors import BackendUnsupported
 from ktk.formats import label
 
 X86 = platform.machine() in ("x86_64", "AMD64")
@@ -46,62 +42,6 @@ QUICK = [
 ]
 
 TINY = ["--shape", "tiny"]
-
-LIMITS = Limits(
-    threads=2,
-    read_bytes_per_s=40e9,
-    peak_ops_per_s={"avx512_bf16": 250e9, "avx512_fma": 500e9, "avx512_vnni": 2000e9},
-)
-
-
-@dataclass(frozen=True)
-class Act:
-    element: str
-
-
-@dataclass(frozen=True)
-class Variant:
-    required_isa: list[str]
-    act: Act
-
-
-def test_limit_is_the_larger_bound() -> None:
-    decode = roofline(LIMITS, nbytes=80e6, flops=80e6, units=["avx512_bf16"])
-    assert decode.bound == "memory"
-    assert decode.seconds == pytest.approx(2e-3)
-    prefill = roofline(LIMITS, nbytes=80e6, flops=80e9, units=["avx512_bf16"])
-    assert prefill.bound == "compute"
-    assert prefill.seconds == pytest.approx(80 / 250)
-    assert prefill.fraction(2 * prefill.seconds) == pytest.approx(0.5)
-
-
-@pytest.mark.skipif(not X86, reason="units are measured on x86-64 only")
-def test_limit_takes_the_best_unit_the_instruction_sets_offer() -> None:
-    bf16 = Variant(["avx2", "avx512", "avx512_bf16"], Act("bf16"))
-    assert LIMITS.peak(variant_units(bf16)) == 500e9, "the f32 unit is the faster one here"
-    int8 = Variant(["avx2", "avx512", "avx512_vnni"], Act("i8"))
-    assert LIMITS.peak(variant_units(int8)) == 2000e9
-    assert "avx512_fma" not in variant_units(int8), "floating-point units do not multiply int8"
-    assert variant_units(Variant(["avx2"], Act("f32"))) == ("avx2_fma",)
-    assert variant_units(int8, Act("f32")) == ("avx512_fma", "avx2_fma"), "of these weights"
-
-
-def test_a_library_may_use_all_that_the_cpu_has() -> None:
-    codecs = Variant(["avx2"], Act("i8"))
-    best = variant_units(Variant(_core.detected_isa(), Act("i8")))
-    assert variant_units(codecs, library=True) == best
-
-
-def test_unmeasured_units_leave_the_memory_bound() -> None:
-    bound = roofline(LIMITS, nbytes=40e9, flops=1e15, units=["amx_bf16"])
-    assert (bound.bound, bound.seconds) == ("memory", 1.0)
-
-
-def test_measured_limits_are_plausible() -> None:
-    limits = measure_limits(1, seconds=0.02, rounds=1, buffer_bytes=64 << 20)
-    assert limits.threads == 1
-    assert 1e8 < limits.read_bytes_per_s < 1e13
-    assert all(1e9 < peak < 1e14 for peak in limits.peak_ops_per_s.values()), limits
 
 
 @pytest.mark.parametrize("name", sorted(SHAPES))
@@ -423,68 +363,6 @@ def test_no_point_is_drawn_above_the_roof(tmp_path: Path, monkeypatch: pytest.Mo
         assert rate <= 1.0001 * min(33.34 * intensity, 500.0)
     draw_roofline([absurd], tmp_path / "b.png")
     assert (tmp_path / "b.png").exists()
-
-
-def write_model(folder: Path, layers: int) -> Path:
-    config = {
-        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-        "num_hidden_layers": layers, "hidden_size": 96, "moe_intermediate_size": 64,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    shapes = {"gate": (64, 96), "up": (64, 96), "down": (96, 64)}
-    save_file(
-        {
-            f"model.layers.{n}.mlp.experts.{e}.{part}_proj.weight": torch.randn(shape).bfloat16()
-            for n in range(layers)
-            for e in range(4)
-            for part, shape in shapes.items()
-        },
-        folder / "model.safetensors",
-    )
-    return folder
-
-
-def test_layers_of_a_checkpoint_are_timed(tmp_path: Path) -> None:
-    path = write_model(tmp_path, 3)
-
-    def lines(*arguments: str) -> list[dict[str, Any]]:
-        asked = [*QUICK, "--checkpoint", str(path), "--tokens", "1,4", "--json", *arguments]
-        done = CliRunner().invoke(app, asked, catch_exceptions=False)
-        assert done.exit_code == 0, done.output
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    found = lines("--layer", "1")
-    assert [(one["backend"], one["tokens"], one["layers"]) for one in found] == [
-        ("BF16", 1, 1), ("BF16", 4, 1),
-    ]  # fmt: skip
-    layer_bytes = 4 * 3 * 96 * 64 * 2
-    for one in found:
-        assert one["shape"] == tmp_path.name
-        assert one["model_layers"] == 3
-        assert one["rotated_gb"] * 1e9 >= layer_bytes
-        expected = one["tokens"] / (3 * one["seconds"])
-        assert one["experts_tokens_per_s"] == pytest.approx(expected)
-        assert one["experts_hit"] <= 4
-    all_layers = lines("--rotate", "1", "--backend", "AMXINT8", "--backend", "bf16")
-    assert {(one["backend"], one["layers"]) for one in all_layers} == {("AMXINT8", 3), ("BF16", 3)}
-
-
-def test_a_layer_without_experts_is_named(tmp_path: Path) -> None:
-    arguments = [*QUICK, "--checkpoint", str(write_model(tmp_path, 2)), "--layer", "7"]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 1
-    assert isinstance(done.exception, CheckpointError)
-    assert "layer 7" in str(done.exception)
-
-
-def test_a_layer_that_does_not_fit_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model, "available_memory", lambda: 100_000)
-    done = CliRunner().invoke(app, [*QUICK, "--checkpoint", str(write_model(tmp_path, 1))])
-    assert isinstance(done.exception, MemoryError)
-    assert "layer 0 of" in str(done.exception)
-    assert "more than 60 % of the free memory" in str(done.exception)
 
 
 def test_missing_matplotlib_is_named() -> None:
