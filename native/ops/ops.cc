@@ -129,8 +129,24 @@ void glu(const ktk_glu* glu, size_t m, size_t n, float* gate, float* up, size_t 
   });
 }
 
-// Nothing passes where a clamp holds a value.
+// What a clamp makes of a value. Nothing passes back where it holds one; NaN goes through.
 inline bool passes(float held, float given) { return held == given || given != given; }
+
+// The function of gate with its clamp, its derivative, and whether anything passes back.
+struct OfGate {
+  float value, slope;
+  bool passes;
+};
+
+template <ktk_activation kKind>
+inline OfGate of_gate_and_slope(const ktk_glu& glu, const Bounds& bounds, float g) {
+  if constexpr (kKind == KTK_SWIGLUSTEP) {
+    const float value = of_gate<kKind>(glu, g), held = bounds.gate(value);
+    return {held, slope_of_gate<kKind>(glu, g), passes(held, value)};
+  }
+  const float held = bounds.gate(g);
+  return {of_gate<kKind>(glu, held), slope_of_gate<kKind>(glu, held), passes(held, g)};
+}
 
 template <ktk_activation kKind>
 void activate_backward_rows(const ktk_glu* given, size_t m, size_t n, float* up, const float* dh,
@@ -145,11 +161,9 @@ void activate_backward_rows(const ktk_glu* given, size_t m, size_t n, float* up,
     const float weight = weights[row];
     add_bias(up_bias, n, u);
     for (size_t i = 0; i < n; ++i) {
-      const bool after = kKind == KTK_SWIGLUSTEP;
-      const float ui = after ? u[i] : bounds.gate(u[i]), value = of_gate<kKind>(glu, ui);
-      const float of = after ? value : u[i], held = bounds.gate(of);
-      out[i] = after ? held : value;
-      u[i] = passes(held, of) ? weight * d[i] * slope_of_gate<kKind>(glu, ui) : 0.0f;
+      const OfGate of = of_gate_and_slope<kKind>(glu, bounds, u[i]);
+      out[i] = of.value;
+      u[i] = of.passes ? weight * d[i] * of.slope : 0.0f;
     }
     dots[row] += dot(d, out, n);
   }
@@ -170,15 +184,12 @@ void glu_backward_rows(const ktk_glu* given, size_t m, size_t n, float* gate, fl
     add_bias(gate_bias, n, g);
     add_bias(up_bias, n, u);
     for (size_t i = 0; i < n; ++i) {
-      const bool after = kKind == KTK_SWIGLUSTEP;
-      const float gi = after ? g[i] : bounds.gate(g[i]), ui = bounds.up(u[i]);
-      const float value = of_gate<kKind>(glu, gi), other = of_up<kKind>(glu, ui);
-      const float of = after ? value : g[i], held = bounds.gate(of);
+      const OfGate of = of_gate_and_slope<kKind>(glu, bounds, g[i]);
+      const float ui = bounds.up(u[i]), other = of_up<kKind>(glu, ui);
       const float weighted = weight * d[i];
-      out[i] = (after ? held : value) * other;
-      g[i] = passes(held, of) ? weighted * (slope_of_gate<kKind>(glu, gi) * other) : 0.0f;
-      u[i] = passes(ui, u[i]) ? weighted * ((after ? held : value) * slope_of_up<kKind>(glu, ui))
-                              : 0.0f;
+      out[i] = of.value * other;
+      g[i] = of.passes ? weighted * (of.slope * other) : 0.0f;
+      u[i] = passes(ui, u[i]) ? weighted * (of.value * slope_of_up<kKind>(glu, ui)) : 0.0f;
     }
     dots[row] += dot(d, out, n);
   }

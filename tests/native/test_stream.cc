@@ -37,20 +37,10 @@ using ktk::Latch;
 using ktk::Layer;
 
 constexpr const ktk_variant* kVariants[] = {KTK_VARIANT_ADDRESSES};
-constexpr ktk_format kBf16 = {KTK_BF16, KTK_NONE, KTK_NONE, 0, 0};
-constexpr ktk_accept kAccept = {kBf16, 0};
-constexpr ktk_backend kBackend = {
-    .struct_size = sizeof(ktk_backend),
-    .abi_major = KTK_ABI_MAJOR,
-    .abi_minor = KTK_ABI_MINOR,
-    .name = "bf16",
-    .formats = &kBf16,
-    .num_formats = 1,
-    .accepts = &kAccept,
-    .num_accepts = 1,
-    .variants = kVariants,
-    .num_variants = std::size(kVariants),
-};
+constexpr ktk_format kFormats[] = {{KTK_BF16, KTK_NONE, KTK_NONE, 0, 0}};
+constexpr ktk_format kBf16 = kFormats[0];
+constexpr ktk_accept kAccepts[] = {{kBf16, 0}};
+constexpr ktk_backend kBackend = ktk::make_backend("bf16", kFormats, kAccepts, kVariants);
 constexpr size_t kExperts = 4, kTopK = 2, kIntermediate = 32;
 
 std::shared_ptr<ktk::Engine> engine() {

@@ -11,18 +11,8 @@
 // `accepts_` (two constexpr arrays), to ktk.
 #define KTK_BACKEND_MODULE(public_name, formats_, accepts_)                               \
   static constexpr const ktk_variant* kVariants[] = {KTK_VARIANT_ADDRESSES};              \
-  static constexpr ktk_backend kBackend = {                                               \
-      .struct_size = sizeof(ktk_backend),                                                 \
-      .abi_major = KTK_ABI_MAJOR,                                                         \
-      .abi_minor = KTK_ABI_MINOR,                                                         \
-      .name = public_name,                                                                \
-      .formats = formats_,                                                                \
-      .num_formats = sizeof formats_ / sizeof *formats_,                                  \
-      .accepts = accepts_,                                                                \
-      .num_accepts = sizeof accepts_ / sizeof *accepts_,                                  \
-      .variants = kVariants,                                                              \
-      .num_variants = sizeof kVariants / sizeof *kVariants,                               \
-  };                                                                                      \
+  static constexpr ktk_backend kBackend =                                                 \
+      ktk::make_backend(public_name, formats_, accepts_, kVariants);                      \
   NB_MODULE(KTK_BACKEND, m) {                                                             \
     m.def(                                                                                \
         "__ktk_backend__", [] { return nanobind::capsule(&kBackend, KTK_CAPSULE_NAME); }, \
