@@ -58,6 +58,7 @@ class LayerReport:
     hidden_size: int = 0
     intermediate_size: int = 0
     activation: str = ""
+    gated: bool = True
     nbytes: int = 0
     default_backend: str | None = None
     backends: dict[str, Use] = field(default_factory=dict)
@@ -172,6 +173,7 @@ def _report(checkpoint: CheckpointReader, number: int) -> LayerReport:
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         activation=config.activation,
+        gated=config.gated,
         nbytes=layer.nbytes,
         default_backend=chosen,
         backends={name: _use(layer, name, config.num_experts) for name in backends()},

@@ -28,6 +28,8 @@ class LayerSizes(Protocol):
     @property
     def intermediate_size(self) -> int: ...
     @property
+    def gated(self) -> bool: ...
+    @property
     def num_experts(self) -> int: ...
     @property
     def num_experts_per_tok(self) -> int: ...
@@ -44,7 +46,7 @@ class TrainingMemory:
     Attributes
     ----------
     rank
-        Of the adapter, with factors of gate, up and down.
+        Of the adapter, with factors of all matrices.
     experts
         Packed for the default backend, frozen.
     factors
@@ -52,7 +54,7 @@ class TrainingMemory:
     optimizer
         Gradients of the factors, and Adam's moments.
     products_per_token
-        Of gate and up, in bf16, which all layers keep until their backward pass.
+        Of gate, if there is one, and up, in bf16, which all layers keep until their backward pass.
     hidden_per_token
         The bf16 input of all layers, which is what is kept under gradient checkpointing, or with
         ``keep_products=False``.
@@ -77,8 +79,9 @@ def training_memory(layers: Sequence[LayerSizes], rank: int) -> TrainingMemory:
     experts: int | None = 0
     for layer in layers:
         h, i = layer.hidden_size, layer.intermediate_size
-        factors += 3 * layer.num_experts * rank * (h + i) * 4
-        products += layer.num_experts_per_tok * 2 * i * 2
+        matrices = 2 + layer.gated
+        factors += matrices * layer.num_experts * rank * (h + i) * 4
+        products += layer.num_experts_per_tok * (matrices - 1) * i * 2
         hidden += 2 * h
         use = layer.backends.get(layer.default_backend or "")
         known = None if use is None else use.nbytes
@@ -94,7 +97,7 @@ def training_table(memory: TrainingMemory) -> Table:
         table.add_column(heading, overflow="fold")
     experts = "-" if memory.experts is None else size_text(memory.experts)
     table.add_row(experts, "experts, packed for the default backend and frozen")
-    table.add_row(size_text(memory.factors), "factors of gate, up and down, f32")
+    table.add_row(size_text(memory.factors), "factors of low rank, f32")
     table.add_row(size_text(memory.optimizer), "their gradients, and two moments of Adam")
     products = size_text(memory.products_per_token)
     table.add_row(f"{products} a token", "products of gate and up; none with keep_products=False")

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import ktk
+from ktk.cli.contents import LayerReport
+from ktk.cli.training import training_memory
 from ktk.expert import Expert, Matrix
 from ktk.testing.reference import Expert as Exact
 from ktk.testing.reference import layer
@@ -66,6 +68,15 @@ def test_an_expert_is_left_out_by_its_up() -> None:
     up, down = weights()
     moe = made().load(None, [up[0], None, up[2], up[3]], down)
     assert moe.loaded == (0, 2, 3)
+
+
+def test_training_takes_memory_for_two_matrices() -> None:
+    sizes: dict[str, Any] = {"num_experts": E, "num_experts_per_tok": K}
+    sizes |= {"hidden_size": H, "intermediate_size": I}
+    report = LayerReport(0, **sizes, gated=False)
+    memory = training_memory([report], rank=4)
+    assert memory.factors == 2 * E * 4 * (H + I) * 4
+    assert memory.products_per_token == K * I * 2
 
 
 def test_an_adapter_has_no_gate_either() -> None:
