@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable
+from ktk.config import MoEConfig
 from ktk.layer import PackedLayer, inputs
 from ktk.lora import FACTORS, Lora, given_adapters
 
@@ -118,8 +119,7 @@ class TrainableLayer(PackedLayer):
         result = empty_like(_plain(hidden)) if out is None else out
         kept = None
         if save:
-            tokens, top_k = _shape(topk_ids)
-            shape = (tokens, top_k, 1 + self.config.gated, self.config.intermediate_size)
+            shape = kept_shape(self.config, _shape(topk_ids))
             kept = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         _core.forward_with(
             self._core,
@@ -183,7 +183,7 @@ class TrainableLayer(PackedLayer):
         h, i = c.hidden_size, c.intermediate_size
         shapes = ((i, h), (i, h), (h, i), (i,), (i,), (h,))
         weights = [
-            _zeros((count, *shape), like) if c.gated or not name.startswith("gate") else None
+            _zeros((count, *shape), like) if name.removesuffix("_bias") in c.parts else None
             for name, shape in zip(_WEIGHTS, shapes, strict=True)
             if count
         ]
@@ -223,6 +223,11 @@ class TrainableLayer(PackedLayer):
 for _name in ("forward_train", "backward"):
     # torch.compile must run calls rather than trace them: what it traces with has no values.
     getattr(TrainableLayer, _name)._torchdynamo_disable = True
+
+
+def kept_shape(config: MoEConfig, ids: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of what `forward_train` keeps for ids [tokens, k]: gate, if any, and up."""
+    return (*ids, len(config.parts) - 1, config.intermediate_size)
 
 
 def linear_backward(linear: Any, grad: Array, x_gradient: Array) -> Array:
@@ -266,4 +271,11 @@ def _zeros(shape: Sequence[int], like: Array | None) -> Array:
     return torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
 
 
-__all__ = ["MoEGradients", "TrainableLayer", "WeightGradients", "float_backend", "linear_backward"]
+__all__ = [
+    "MoEGradients",
+    "TrainableLayer",
+    "WeightGradients",
+    "float_backend",
+    "kept_shape",
+    "linear_backward",
+]

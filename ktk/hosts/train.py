@@ -14,7 +14,7 @@ import torch
 from ktk.hosts import linear as linears
 from ktk.hosts.numbered import LAYERS, plain_inputs
 from ktk.lora import FACTORS, Lora
-from ktk.training import linear_backward
+from ktk.training import kept_shape, linear_backward
 
 # What stands for factors that an adapter has, in the order of FACTORS: an operator's argument.
 _PARTS = ("gate", "up", "down")
@@ -86,8 +86,7 @@ def _train_shape(
     hidden: torch.Tensor, topk_ids: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     *_, layer, keep = others
-    config = LAYERS[layer].moe.config
-    shape = (*topk_ids.shape, 1 + config.gated, config.intermediate_size) if keep else (0,)
+    shape = kept_shape(LAYERS[layer].moe.config, topk_ids.shape) if keep else (0,)
     return hidden.new_empty(hidden.shape), hidden.new_empty(
         shape, dtype=torch.bfloat16, device="cpu"
     )

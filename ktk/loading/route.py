@@ -183,11 +183,8 @@ def taken(layer: LayerReader, backend: Backend) -> dict[str, MatrixInfo]:
     found = {}
     for part, one in layer.formats.items():
         reason = _refusal(backend, one, keep=layer.recorded_backend is not None)
-        for fmt in finer_formats(one.format, backend.accepts) if reason else ():
-            finer = replace(one, format=fmt)
-            if not _refusal(backend, finer, keep=True):
-                one, reason = finer, ""
-                break
+        if reason and (finer := _finer(backend, one)):
+            one, reason = finer, ""
         if reason and is_blocks(one.format):
             one = replace(one, format=_F32)
             reason = _refusal(backend, one)
@@ -206,6 +203,12 @@ def _refusal(backend: Backend, one: MatrixInfo, *, keep: bool = False) -> str:
     if keep and not stored.same_as(one.format, one.n, one.k):
         return f"it would make {stored} of {one.format}"
     return ""
+
+
+def _finer(backend: Backend, one: MatrixInfo) -> MatrixInfo | None:
+    """Return a matrix in the coarsest of finer groups that a backend keeps; None if it has none."""
+    each = (replace(one, format=fmt) for fmt in finer_formats(one.format, backend.accepts))
+    return next((finer for finer in each if not _refusal(backend, finer, keep=True)), None)
 
 
 def fitted(part: str, matrix: Matrix, backend: Backend, choose: Choose) -> Matrix:
@@ -232,11 +235,8 @@ def fitted(part: str, matrix: Matrix, backend: Backend, choose: Choose) -> Matri
     assert matrix.format is not None
     columns = matrix.data.shape[1] * (2 if matrix.format.block[0] == 2 else 1)
     given = MatrixInfo(matrix.format, matrix.data.shape[0], columns)
-    if _refusal(backend, given):
-        for fmt in finer_formats(given.format, backend.accepts):
-            if not _refusal(backend, finer := replace(given, format=fmt)):
-                given, matrix = finer, regrouped(matrix, fmt, columns)
-                break
+    if _refusal(backend, given) and (finer := _finer(backend, given)):
+        given, matrix = finer, regrouped(matrix, finer.format, columns)
     refusals = []
     for decoded in (False, True):
         one = replace(given, format=_F32) if decoded else given
