@@ -100,6 +100,7 @@ class Backend:
         gate_softcap: float | None = None,
         up_softcap: float | None = None,
         gated: bool = True,
+        apply_router_weight_on_input: bool = False,
         variant: str | None = None,
         force: bool = False,
         pool: _core.WorkerPool | None = None,
@@ -116,6 +117,8 @@ class Backend:
             The activation function, as in :class:`ktk.MoEConfig`.
         gated : bool
             Whether experts have a gate, as in :class:`ktk.MoEConfig`.
+        apply_router_weight_on_input : bool
+            Where routing weights multiply, as in :class:`ktk.MoEConfig`.
         variant, force, pool, shards, weight_format
             How the layer is computed, as in :class:`ktk.MoE`.
 
@@ -143,6 +146,7 @@ class Backend:
             gate_softcap=gate_softcap,
             up_softcap=up_softcap,
             gated=gated,
+            apply_router_weight_on_input=apply_router_weight_on_input,
         )
         return MoE(
             self,

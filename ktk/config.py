@@ -78,6 +78,9 @@ class MoEConfig:
     gated : bool
         Whether experts have a gate. Nemotron-H's have none: ``relu2`` of up. What is said of ``g``
         then holds for ``u``, its clamps, too.
+    apply_router_weight_on_input : bool
+        Whether routing weights multiply what goes into experts, and what comes out is added as it
+        is: ``g = gate @ (weight * x) + gate_bias``, and so ``u``. Llama-4. vLLM's name.
     """
 
     num_experts: int
@@ -91,6 +94,7 @@ class MoEConfig:
     gate_softcap: float | None = None
     up_softcap: float | None = None
     gated: bool = True
+    apply_router_weight_on_input: bool = False
 
     def __post_init__(self) -> None:
         self._check_activation()
@@ -109,7 +113,7 @@ class MoEConfig:
             raise ValueError(f"activation_limit must be a positive number or None, got {limit!r}")
         if not isinstance(alpha, Real):
             raise ValueError(f"activation_alpha must be a number, got {alpha!r}")
-        for name in ("clamp_gate_below", "gated"):
+        for name in ("clamp_gate_below", "gated", "apply_router_weight_on_input"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
         self._check_softcaps()

@@ -111,8 +111,9 @@ class TrainableLayer(PackedLayer):
         -------
         array [tokens, hidden_size]
         tensor [tokens, k, 2, intermediate_size], bf16, or None
-            Products of gate, then of up, with what the adapter adds, without biases. What no expert
-            computes holds anything. Without a gate [tokens, k, 1, intermediate_size].
+            Products of gate, then of up, with what the adapter adds, without biases and routing
+            weights. What no expert computes holds anything. Without a gate
+            [tokens, k, 1, intermediate_size].
         """
         import torch
 

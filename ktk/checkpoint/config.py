@@ -30,10 +30,6 @@ _NAMES = {
 
 # What no choice of an activation makes right.
 REFUSED = {
-    **dict.fromkeys(
-        ("llama4", "llama4_text"),
-        "multiplies what goes into an expert by its routing weight; ktk multiplies what comes out",
-    ),
     "longcat_flash": "has experts that pass tokens through, which ktk would leave out",
     **dict.fromkeys(
         ("muse_spark", "muse_spark_text"),
@@ -41,8 +37,10 @@ REFUSED = {
     ),
 }
 
-# Whose experts have no gate; config.json does not say so.
+# Whose experts have no gate, and whose get tokens that are multiplied by their routing weights;
+# config.json does not say so.
 _UNGATED = ("nemotron_h",)
+WEIGHT_ON_INPUT = ("llama4", "llama4_text")
 
 # Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.
 _LIMITS_OF_LAYERS = ("expert_swiglu_limit_list", "swiglu_limits")
@@ -154,6 +152,7 @@ def _config(entries: dict[str, Any]) -> ExpertConfig:
         **sizes,
         **_activation(entries),
         gated=model_type not in _UNGATED,
+        apply_router_weight_on_input=model_type in WEIGHT_ON_INPUT,
         quantization=read_quantization(entries),
     )
 

@@ -82,7 +82,7 @@ def unable(method: Any, layer: Any, extra: Mapping[str, Any]) -> str:
         return f"weights of {type(method).__name__} in this form"
     if activation_of(runner) is None:
         return f"the activation {runner.activation}"
-    if runner.apply_router_weight_on_input or runner.no_combine:
+    if runner.no_combine:
         return "routing weights that are applied elsewhere"
     if extra.get("with_bias") or layer.use_presharded_weights:
         return "biases, or weights that are divided already"
@@ -114,6 +114,7 @@ def create_weights(
         num_experts_per_tok=min(layer.top_k, num_experts),
         hidden_size=hidden_size,
         intermediate_size=intermediate_size_per_partition * ranks,
+        apply_router_weight_on_input=layer.moe_runner_config.apply_router_weight_on_input,
         **(activation_of(layer.moe_runner_config) or {}),
     )
     collector = ExpertCollector(

@@ -160,8 +160,12 @@ def test_an_adapter_adds_what_it_says(subject: Subject, data: st.DataObject) -> 
     with np.errstate(all="ignore"):
         for number, tokens, slots in reference.named(batch.ids, layer.config.num_experts):
             factors = gradients.factors_of(lora, number)
+            before, after = reference.factors_of(
+                batch.weights[tokens, slots].astype(np.float64), layer.config
+            )
             products, out = gradients.expert_with(
                 batch.hidden[tokens].astype(np.float64),
+                before,
                 experts[number],
                 layer.config,
                 acts,
@@ -173,10 +177,9 @@ def test_an_adapter_adds_what_it_says(subject: Subject, data: st.DataObject) -> 
                 bound = one.error + element.rounding(one.size, up_to=True)
                 got = kept.double().numpy()[tokens, slots, which]
                 bounds.check(got, one.value, np.where(np.isnan(bound), np.inf, bound), "kept")
-            factor = batch.weights[tokens, slots].astype(np.float64)[:, np.newaxis]
-            np.add.at(value, tokens, factor * out.value)
-            np.add.at(error, tokens, np.abs(factor) * out.error)
-            np.add.at(size, tokens, np.abs(factor) * out.size)
+            np.add.at(value, tokens, after * out.value)
+            np.add.at(error, tokens, np.abs(after) * out.error)
+            np.add.at(size, tokens, np.abs(after) * out.size)
         terms = (batch.ids.shape[1] + 1) * (len(slices) + 1)
         error += bounds.gamma(terms) * size + terms * bounds.TINY * (size > 0)
     within = np.where(size < bounds.LARGEST / 2, error, np.inf)
@@ -219,9 +222,9 @@ def test_dense_gradients_are_within_the_propagated_bound(
         grad = seed.standard_normal((len(x), linear.out_features)).astype(np.float32)
         found.append(linear_backward(linear, grad, np.full_like(x, np.nan)))
     bounds.check_same_bits(found[1], found[0], "3 threads")
-    weight = gradients.bf16(gradients.exact(linear.unpack().astype(np.float64)))
+    weight = gradients.bf16(reference.exact(linear.unpack().astype(np.float64)))
     blocks = linear.out_features // 32 + 8
     with np.errstate(all="ignore"):
-        dy = gradients.bf16(gradients.exact(grad.astype(np.float64)))
+        dy = gradients.bf16(reference.exact(grad.astype(np.float64)))
         expected = gradients.product(dy, weight, blocks)
     bounds.check(found[0], expected.value, _finite(expected), "x")

@@ -17,13 +17,8 @@ import numpy.typing as npt
 from ktk.config import MoEConfig
 from ktk.lora import Lora
 from ktk.testing import activations, bounds, formats, reference
-from ktk.testing.bounds import TINY, Array
-from ktk.testing.reference import Expert, Uncertain
-
-
-def exact(value: Array) -> Uncertain:
-    """Return values that are known."""
-    return Uncertain(value, np.zeros_like(value))
+from ktk.testing.bounds import Array
+from ktk.testing.reference import Expert, Uncertain, exact, times
 
 
 def bf16(x: Uncertain) -> Uncertain:
@@ -44,13 +39,6 @@ def total(*parts: Uncertain) -> Uncertain:
     size = sum(part.size for part in parts)
     error = sum(part.error for part in parts) + bounds.gamma(len(parts)) * size
     return Uncertain(sum(part.value for part in parts), error)  # type: ignore[arg-type]
-
-
-def times(a: Uncertain, b: Uncertain, roundings: int = 1) -> Uncertain:
-    """Multiply element by element."""
-    error = a.error * np.abs(b.value) + a.size * b.error
-    value = a.value * b.value
-    return Uncertain(value, error + bounds.gamma(roundings) * (np.abs(value) + error) + TINY)
 
 
 def factors_of(lora: Lora | None, expert: int) -> dict[str, Array]:
@@ -78,6 +66,7 @@ def _sum(*parts: Uncertain | None) -> Uncertain:
 
 def expert_with(
     hidden: Array,
+    factor: Array,
     weights: Expert,
     config: MoEConfig,
     acts: Sequence[formats.Format],
@@ -85,23 +74,23 @@ def expert_with(
     factors: dict[str, Array],
     scale: float,
 ) -> tuple[list[Uncertain], Uncertain]:
-    """Compute gate and up, without biases, and the output of an expert with an adapter."""
+    """Compute an expert with an adapter, for rows of hidden states times factors (rows, 1).
+
+    Returns what is kept, the products of gate and up without factors and biases, and the output.
+    """
     x = exact(hidden)
     products: dict[str, Uncertain] = {}
     for part, act in zip(config.parts[:-1], acts[-len(config.parts) : -1], strict=True):
         reach = weights.reach.get(part, 0.0)
-        stored = reference.matmul(
-            reference.encode(x, act), getattr(weights, part), None, reach=reach
-        )
+        stored = reference.matmul(reference.encode(x, act), getattr(weights, part), reach=reach)
         products[part] = _sum(stored, low_rank(x, factors, part, scale))
-    of_gate = products.get("gate")
-    glu = reference.bounded_glu(
-        None if of_gate is None else _biased(of_gate, weights.gate_bias),
-        _biased(products["up"], weights.up_bias),
-        config,
-    )
+    z = {
+        part: _biased(times(one, exact(factor)), getattr(weights, f"{part}_bias"))
+        for part, one in products.items()
+    }
+    glu = reference.bounded_glu(z.get("gate"), z["up"], config)
     h = reference.encode_slices(glu, acts[2], slices)
-    down = reference.matmul(h, weights.down, None, len(slices), weights.reach.get("down", 0.0))
+    down = reference.matmul(h, weights.down, len(slices), weights.reach.get("down", 0.0))
     y = _sum(down, low_rank(h, factors, "down", scale))
     return list(products.values()), _biased(y, weights.down_bias)
 
@@ -163,7 +152,7 @@ def bounded_backward(
     grad, hidden : array [tokens, hidden_size]
     ids, topk_weights : array [tokens, k]
     kept : array [tokens, k, 2, intermediate_size]
-        Products of gate and up, without biases; without a gate, of up alone.
+        Products of gate and up, without factors and biases; without a gate, of up alone.
     experts : sequence of Expert
         Weights as stored.
     """
@@ -176,11 +165,15 @@ def bounded_backward(
     blocks = (config.hidden_size + config.intermediate_size) // 32 + 8
     for number, tokens, slots in reference.named(ids, config.num_experts, mask):
         weights, factors = experts[number], factors_of(lora, number)
-        x, dy = exact(hidden[tokens]), exact(grad[tokens])
-        factor = exact(topk_weights[tokens, slots][:, np.newaxis])
+        before, after = reference.factors_of(topk_weights[tokens, slots], config)
+        factor, dy = exact(after), exact(grad[tokens])
+        x = times(exact(hidden[tokens]), exact(before))
+        products = {
+            part: kept[tokens, slots, which] for which, part in enumerate(config.parts[:-1])
+        }
         z = {
-            part: _one_sum(kept[tokens, slots, which], getattr(weights, f"{part}_bias"))
-            for which, part in enumerate(config.parts[:-1])
+            part: _weighed_sum(one, before, getattr(weights, f"{part}_bias"))
+            for part, one in products.items()
         }
         gate, up = z.get("gate"), z["up"]
         h = reference.bounded_glu(None if gate is None else exact(gate), exact(up), config)
@@ -190,26 +183,25 @@ def bounded_backward(
             q["down"] = scaled(product(dy, exact(factors["down_b"])), scale)
             dh = total(dh, product(q["down"], exact(factors["down_a"])))
             q["down"] = times(q["down"], factor)
-        dots = times(dh, h)
-        length = up.shape[1]
-        dot_value, dot_size = dots.value.sum(1), dots.size.sum(1)
-        dot_error = dots.error.sum(1) + bounds.gamma(length + 32) * dot_size
-        if weights.down_bias is not None:
-            more = product(dy, exact(weights.down_bias[:, np.newaxis]))
-            dot_value, dot_size = dot_value + more.value[:, 0], dot_size + more.size[:, 0]
-            dot_error = dot_error + more.error[:, 0] + bounds.gamma(2) * dot_size
-        dw.value[tokens, slots], dw.error[tokens, slots] = dot_value, dot_error
         dz = {
             part: times(times(dh, factor), slope, 2)
             for part, slope in zip(z, slopes(gate, up, config), strict=True)
         }
+        if config.apply_router_weight_on_input:
+            dots = [_row_sums(times(one, exact(products[part]))) for part, one in dz.items()]
+        else:
+            dots = [_row_sums(times(dh, h))]
+            if weights.down_bias is not None:
+                dots.append(product(dy, exact(weights.down_bias[:, np.newaxis])))
+        dot = total(*dots)
+        dw.value[tokens, slots], dw.error[tokens, slots] = dot.value[:, 0], dot.error[:, 0]
         parts = []
         for part, one in dz.items():
             parts.append(product(bf16(one), bf16(exact(getattr(weights, part))), blocks))
             if f"{part}_a" in factors:
                 q[part] = scaled(product(one, exact(factors[f"{part}_b"])), scale)
                 parts.append(product(q[part], exact(factors[f"{part}_a"])))
-        dx = total(*parts)
+        dx = times(total(*parts), exact(before))
         np.add.at(dx_value, tokens, dx.value)
         np.add.at(dx_error, tokens, dx.error)
         np.add.at(dx_size, tokens, dx.size)
@@ -239,8 +231,14 @@ def _turned(x: Uncertain) -> Uncertain:
     return Uncertain(x.value.T, x.error.T)
 
 
-def _one_sum(x: Array, bias: Array | None) -> Array:
-    """Add a bias in f32, which numpy rounds as an implementation does."""
-    if bias is None:
-        return x
-    return (x.astype(np.float32) + bias.astype(np.float32)).astype(np.float64)
+def _row_sums(x: Uncertain) -> Uncertain:
+    """Add up the values of each row, in any order and number of parts."""
+    size, length = x.size.sum(1, keepdims=True), x.value.shape[1]
+    error = x.error.sum(1, keepdims=True) + bounds.gamma(length + 32) * size
+    return Uncertain(x.value.sum(1, keepdims=True), error)
+
+
+def _weighed_sum(x: Array, factor: Array, bias: Array | None) -> Array:
+    """Multiply and add a bias in f32, which numpy rounds as an implementation does."""
+    found = x.astype(np.float32) * factor.astype(np.float32)
+    return (found if bias is None else found + bias.astype(np.float32)).astype(np.float64)

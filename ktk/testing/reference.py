@@ -79,6 +79,13 @@ def named(ids: Ids, experts: int, mask: Mask | None = None) -> Iterator[tuple[in
             yield number, *np.nonzero(ids == number)
 
 
+def factors_of(weights: Array, config: MoEConfig) -> tuple[Array, Array]:
+    """Return what routing weights multiply rows with: before an expert, and after it."""
+    rows = weights[:, np.newaxis]
+    one = np.ones_like(rows)
+    return (rows, one) if config.apply_router_weight_on_input else (one, rows)
+
+
 def layer(
     hidden: Any,
     ids: Any,
@@ -102,11 +109,12 @@ def layer(
     -------
     array of shape (tokens, hidden_size)
     """
-    x, factors = formats.as_float64(hidden), formats.as_float64(topk_weights)
+    x = formats.as_float64(hidden)
     result = np.zeros_like(x)
     for number, tokens, slots in named(np.asarray(ids), config.num_experts):
-        y = expert(x[tokens], expert_of(number), config)
-        np.add.at(result, tokens, factors[tokens, slots][:, np.newaxis] * y)
+        before, after = factors_of(formats.as_float64(topk_weights)[tokens, slots], config)
+        y = expert(before * x[tokens], expert_of(number), config)
+        np.add.at(result, tokens, after * y)
     return result
 
 
@@ -146,17 +154,32 @@ def encode_slices(x: Uncertain, act: formats.Format, slices: Sequence[int]) -> U
 def matmul(
     x: Uncertain,
     weight: Array,
-    bias: Array | None,
     parts: int = 1,
     reach: Array | float = 0.0,
 ) -> Uncertain:
-    """Multiply by stored weights, in so many parts of the depth, and add a bias."""
-    value = x.value @ weight.T
+    """Multiply by stored weights, in so many parts of the depth."""
     error = x.error @ np.abs(weight).T + bounds.dot(x.size, weight, parts, reach)
-    if bias is not None:
-        value = value + bias
-        error = error * (1 + UNIT) + UNIT * (np.abs(value) + error)
-    return Uncertain(value, error)
+    return Uncertain(x.value @ weight.T, error)
+
+
+def biased(x: Uncertain, bias: Array | None) -> Uncertain:
+    """Add a bias, if there is one."""
+    if bias is None:
+        return x
+    value = x.value + bias
+    return Uncertain(value, x.error * (1 + UNIT) + UNIT * (np.abs(value) + x.error))
+
+
+def times(a: Uncertain, b: Uncertain, roundings: int = 1) -> Uncertain:
+    """Multiply element by element."""
+    error = a.error * np.abs(b.value) + a.size * b.error
+    value = a.value * b.value
+    return Uncertain(value, error + bounds.gamma(roundings) * (np.abs(value) + error) + TINY)
+
+
+def exact(value: Array) -> Uncertain:
+    """Return values that are known."""
+    return Uncertain(value, np.zeros_like(value))
 
 
 def bounded_activation(x: Uncertain, config: MoEConfig) -> Uncertain:
@@ -185,22 +208,27 @@ def bounded_glu(gate: Uncertain | None, up: Uncertain, config: MoEConfig) -> Unc
 
 def bounded_expert(
     hidden: Array,
+    factor: Array,
     weights: Expert,
     config: MoEConfig,
     acts: tuple[formats.Format, formats.Format, formats.Format],
     slices: Sequence[int],
 ) -> Uncertain:
-    """Compute one expert for rows of hidden states."""
-    exact = Uncertain(hidden, np.zeros_like(hidden))
+    """Compute one expert for rows of hidden states times factors (rows, 1)."""
 
     def product(part: str, x: Uncertain, parts: int = 1) -> Uncertain:
-        weight, bias = getattr(weights, part), getattr(weights, f"{part}_bias")
-        return matmul(x, weight, bias, parts, weights.reach.get(part, 0.0))
+        return matmul(x, getattr(weights, part), parts, weights.reach.get(part, 0.0))
 
-    gate = None if weights.gate is None else product("gate", encode(exact, acts[0]))
-    up = product("up", encode(exact, acts[1]))
-    h = encode_slices(bounded_glu(gate, up, config), acts[2], slices)
-    return product("down", h, len(slices))
+    def of_hidden(part: str, act: formats.Format) -> Uncertain:
+        found = product(part, encode(exact(hidden), act))
+        if config.apply_router_weight_on_input:
+            found = times(found, exact(factor))
+        return biased(found, getattr(weights, f"{part}_bias"))
+
+    gate = None if weights.gate is None else of_hidden("gate", acts[0])
+    glued = bounded_glu(gate, of_hidden("up", acts[1]), config)
+    h = encode_slices(glued, acts[2], slices)
+    return biased(product("down", h, len(slices)), weights.down_bias)
 
 
 def bounded_layer(
@@ -245,12 +273,11 @@ def bounded_layer(
     size = np.zeros_like(hidden)
     with np.errstate(all="ignore"):
         for number, tokens, slots in named(ids, config.num_experts, mask):
-            rows, at = np.unique(tokens, return_inverse=True)
-            y = bounded_expert(hidden[rows], experts[number], config, acts, slices)
-            factor = topk_weights[tokens, slots][:, np.newaxis]
-            np.add.at(value, tokens, factor * y.value[at])
-            np.add.at(error, tokens, np.abs(factor) * y.error[at])
-            np.add.at(size, tokens, np.abs(factor) * y.size[at])
+            before, after = factors_of(topk_weights[tokens, slots], config)
+            y = bounded_expert(hidden[tokens], before, experts[number], config, acts, slices)
+            np.add.at(value, tokens, after * y.value)
+            np.add.at(error, tokens, np.abs(after) * y.error)
+            np.add.at(size, tokens, np.abs(after) * y.size)
         # One product and one sum for each slot and slice.
         terms = (ids.shape[1] + 1) * (len(slices) + 1)
         error += bounds.gamma(terms) * size + terms * TINY * (size > 0)

@@ -318,6 +318,9 @@ def layers(
         hidden_size=hidden,
         intermediate_size=intermediate,
         gated=gated,
+        apply_router_weight_on_input=draw(
+            st.sampled_from([False, False, True]), label="apply_router_weight_on_input"
+        ),
         **(activation or draw(st.sampled_from(ACTIVATIONS), label="activation")),
     )
     shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden)}

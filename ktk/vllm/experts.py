@@ -33,8 +33,6 @@ def unable(layer: Any, quantization: Mapping[str, Any] | None) -> str:
         return f"weights stored as {dict(quantization or {}).get('quant_method')}"
     if not moe.is_act_and_mul or activation_of(moe) is None:
         return f"the activation {moe.activation.value}"
-    if layer.apply_router_weight_on_input:
-        return "inputs that are multiplied by routing weights"
     if moe.is_lora_enabled:
         return "LoRA"
     return ""
@@ -90,6 +88,7 @@ class _Experts:
             "num_experts": num_experts,
             "num_experts_per_tok": min(layer.top_k, num_experts),
             "hidden_size": hidden_size,
+            "apply_router_weight_on_input": layer.apply_router_weight_on_input,
         }
         names = tuple(_SHARED)[:2] if self._is_shared else (*roles, *IGNORED)
         for stem in _STEMS:

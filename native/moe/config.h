@@ -14,6 +14,7 @@ struct Config {
   size_t intermediate = 0;
   ktk_glu glu{};
   bool gated = true;  // without a gate, experts have no such matrix, and the function is that of up
+  bool weight_on_input = false;  // routing weights multiply what goes into experts, not the result
 
   // Products of the hidden states: of gate, where there is one, and of up.
   size_t first_products() const { return gated ? 2 : 1; }
@@ -27,6 +28,7 @@ void visit_fields(Config& config, Visit visit) {
   visit("hidden_size", config.hidden);
   visit("intermediate_size", config.intermediate);
   visit("gated", config.gated);
+  visit("apply_router_weight_on_input", config.weight_on_input);
   visit_fields(config.glu, visit);
 }
 

@@ -10,6 +10,7 @@
 // and tasks add what they mean to their columns.
 //
 // Gate and up read the same x, unless they want different activations; experts may have no gate.
+// Routing weights are factors of the sums, or of the products of gate and up: x itself has none.
 // The first barrier is left out when there are so few tokens that every worker encodes them all. A
 // task of the second half owns its output columns for all experts, so the weighted sums need no
 // atomics and no merge pass, and they add up in the same order for any number of workers.
@@ -53,7 +54,7 @@ class ChunkRun {
 
   void run(size_t begin, size_t end) {
     begin_ = begin;
-    route_.build(request_.choice, begin, end, config_.num_experts, request_.skip);
+    route_.build(request_.choice, begin, end, config_, request_.skip);
     if (route_.active.empty()) {
       if (computes_down()) request_.out.clear(begin, end, config_.hidden);
       return;
@@ -248,11 +249,22 @@ class ChunkRun {
         }
         if (request_.kept.data) keep(first, m, slice.begin + n, mm.n_end - n, gate, up);
         if (!computes_down()) continue;
+        if (route_.weighs_input()) weigh(first, m, mm.n_end - n, gate, up);
         ops_.glu(&config_.glu, m, mm.n_end - n, gate, up, plan_.panel_stride,
                  gate_bias ? gate_bias + slice.begin + n : nullptr,
                  up_bias ? up_bias + slice.begin + n : nullptr);
         variant_.pack_act(&matrix.down, m, n, mm.n_end, gate ? gate : up, plan_.panel_stride,
                           h_row(s, first), plan_.h_strides[s]);
+      }
+    }
+  }
+
+  // Multiplies the products by the factors of what went into the experts: products are linear.
+  void weigh(size_t first, size_t m, size_t columns, float* gate, float* up) const {
+    for (float* const panel : {gate, up}) {
+      for (size_t i = 0; panel && i < m; ++i) {
+        const size_t at = i * plan_.panel_stride;
+        ops_.scale(route_.input_weights[first + i], 1, columns, panel + at, columns);
       }
     }
   }

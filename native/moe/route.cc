@@ -2,8 +2,9 @@
 
 namespace ktk {
 
-void Route::build(const Choice& choice, size_t begin, size_t end, size_t experts,
+void Route::build(const Choice& choice, size_t begin, size_t end, const Config& config,
                   std::span<const uint8_t> skip) {
+  const size_t experts = config.num_experts;
   next_.assign(experts, 0);
   const auto runs = [&](int64_t id) {
     return id >= 0 && id < static_cast<int64_t>(experts) && !skip[static_cast<size_t>(id)];
@@ -34,6 +35,11 @@ void Route::build(const Choice& choice, size_t begin, size_t end, size_t experts
       slots[row] = static_cast<uint32_t>(slot);
       weights[row] = choice.weights[token * choice.weights_stride + slot];
     }
+  }
+  input_weights.clear();
+  if (config.weight_on_input) {
+    input_weights.swap(weights);
+    weights.assign(rows, 1.0f);
   }
 }
 

@@ -6,6 +6,8 @@
 #include <span>
 #include <vector>
 
+#include "moe/config.h"
+
 namespace ktk {
 
 // The choice of experts for tokens [0, tokens), as the router gives it. Rows may be strided.
@@ -33,11 +35,16 @@ struct Route {
   std::vector<Active> active;    // by expert; only those with rows
   std::vector<uint32_t> tokens;  // of each row
   std::vector<uint32_t> slots;   // of each row: which of its token's choices it is
-  std::vector<float> weights;    // of each row
+  // Factors of each row: of what its expert returns, and of what goes in. The routing weight is one
+  // of them and the other is 1, which `input_weights` does not store.
+  std::vector<float> weights, input_weights;
 
-  // Sorts tokens [begin, end) of `choice`. Ids outside [0, experts) and experts whose `skip` is set
-  // have no rows; `skip` holds one byte per expert.
-  void build(const Choice& choice, size_t begin, size_t end, size_t experts,
+  bool weighs_input() const { return !input_weights.empty(); }
+  float input_weight(size_t row) const { return weighs_input() ? input_weights[row] : 1; }
+
+  // Sorts tokens [begin, end) of `choice`. Ids outside the layer's experts and experts whose `skip`
+  // is set have no rows; `skip` holds one byte per expert.
+  void build(const Choice& choice, size_t begin, size_t end, const Config& config,
              std::span<const uint8_t> skip);
 
  private:

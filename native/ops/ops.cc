@@ -247,5 +247,6 @@ extern "C" const ktk_ops KTK_VARIANT(ops) = {
     .add = add,
     .normalize = normalize,
     .multiply = multiply,
+    .dot = dot,
     .scale = scale,
 };

@@ -78,6 +78,8 @@ typedef struct ktk_ops {
   void (*normalize)(const float* src, float epsilon, size_t n, float* dst);
   // dst *= src.
   void (*multiply)(const float* src, size_t n, float* dst);
+  // The sum of a * b over n elements, in an order that n alone decides.
+  float (*dot)(const float* a, const float* b, size_t n);
   // dst[m][n] *= factor. Rows are `stride` floats apart.
   void (*scale)(float factor, size_t m, size_t n, float* dst, size_t stride);
 } ktk_ops;

@@ -56,7 +56,7 @@ class BackwardRun {
   void run(size_t begin, size_t end, const Rows& kept) {
     begin_ = begin;
     kept_ = kept;
-    route_.build(forward_.choice, begin, end, config_.num_experts, forward_.skip);
+    route_.build(forward_.choice, begin, end, config_, forward_.skip);
     std::memset(request_.weights_gradient + begin * forward_.choice.top_k, 0,
                 product(end - begin, forward_.choice.top_k, sizeof(float)));
     if (route_.active.empty()) return request_.hidden_gradient.clear(begin, end, config_.hidden);
@@ -180,8 +180,11 @@ class BackwardRun {
     const TransposedBlock* down =
         &blocks_[(task.active - first_active_) * plan_.blocks_per_expert()];
     char* const low_rank = own + plan_.own.low_rank;
+    // By the factor of what an expert returns, and by that of what goes in: one is the routing
+    // weight.
     float* const dots = reinterpret_cast<float*>(own + plan_.own.dots);
-    std::fill_n(dots, m, 0.0f);
+    float* const input_dots = dots + kMaxRows;
+    std::fill_n(dots, 2 * kMaxRows, 0.0f);
     for (size_t b = 0; b < plan_.of_down.size(); ++b) {
       const size_t bytes = plan_.of_down[b].act_bytes;
       char* const to = own + plan_.own.gather[b];
@@ -202,12 +205,19 @@ class BackwardRun {
           multiply(down[b], m, own + plan_.own.gather[b], n, end, b == 0, dh, h, stride, own);
         }
         if (lora_) lora_->add_down(task, column, column + columns, dh, stride, low_rank);
-        load(first, m, column, columns, gate, up, stride);
+        for (size_t part = first_part(); part < 2; ++part) {
+          load(part, task, column, columns, panel(part, own));
+          weigh(task, columns, panel(part, own));
+        }
         const float *const gate_bias = weights_.gate_bias(expert), *const up_bias =
                                                                        weights_.up_bias(expert);
         ops_.glu_backward(&config_.glu, m, columns, gate, up, dh, h, stride,
                           gate_bias ? gate_bias + column : nullptr,
                           up_bias ? up_bias + column : nullptr, &route_.weights[first], dots);
+        for (size_t part = first_part(); route_.weighs_input() && part < 2; ++part) {
+          load(part, task, column, columns, dh);  // which nobody reads any more
+          add_dots(m, columns, panel(part, own), dh, input_dots);
+        }
         const TransposedBlock& block = plan_.of_gate_up[at];
         const Variant& variant = transposing_.variant();
         for (size_t part = first_part(); part < 2; ++part) {
@@ -219,13 +229,22 @@ class BackwardRun {
       }
       down += plan_.of_down.size();
     }
-    if (lora_) lora_->finish(task, route_.weights.data());
+    if (lora_) lora_->finish(task, route_);
     if (const float* const bias = weights_.down_bias(expert)) {
       products().gemm(m, 1, config_.hidden, dy_rows, config_.hidden, 1, bias, 1, dots, 1);
     }
     for (size_t r = 0; r < m; ++r) {
       const size_t token = begin_ + route_.tokens[first + r];
-      request_.weights_gradient[token * forward_.choice.top_k + route_.slots[first + r]] = dots[r];
+      request_.weights_gradient[token * forward_.choice.top_k + route_.slots[first + r]] =
+          route_.weighs_input() ? input_dots[r] : dots[r];
+    }
+  }
+
+  // dots[m] += the sums of a * b over each row.
+  void add_dots(size_t m, size_t columns, const float* a, const float* b, float* dots) const {
+    for (size_t r = 0; r < m; ++r) {
+      const size_t at = r * plan_.panel_stride;
+      dots[r] += ops_.dot(a + at, b + at, columns);
     }
   }
 
@@ -239,15 +258,20 @@ class BackwardRun {
     return rows;
   }
 
-  // The products that the forward pass kept.
-  void load(size_t first, size_t m, size_t column, size_t columns, float* gate, float* up,
-            size_t stride) const {
-    for (size_t r = 0; r < m; ++r) {
-      size_t row = config_.first_products() *
-                   (route_.tokens[first + r] * forward_.choice.top_k + route_.slots[first + r]);
-      for (float* const panel : {gate, up}) {
-        if (panel) ops_.to_f32(kept_.at(row++, column), kept_.type, columns, panel + r * stride);
-      }
+  // The products of gate (0) or up (1) that the forward pass kept.
+  void load(size_t part, const RowBlock& task, size_t column, size_t columns, float* to) const {
+    for (size_t r = 0; r < task.count; ++r) {
+      const size_t at = task.first + r;
+      const size_t choice = route_.tokens[at] * forward_.choice.top_k + route_.slots[at];
+      const size_t row = config_.first_products() * choice + part - first_part();
+      ops_.to_f32(kept_.at(row, column), kept_.type, columns, to + r * plan_.panel_stride);
+    }
+  }
+
+  void weigh(const RowBlock& task, size_t columns, float* products) const {
+    for (size_t r = 0; route_.weighs_input() && r < task.count; ++r) {
+      ops_.scale(route_.input_weights[task.first + r], 1, columns,
+                 products + r * plan_.panel_stride, columns);
     }
   }
 
@@ -285,7 +309,8 @@ class BackwardRun {
                             own + plan_.own.low_rank);
         }
         for (size_t r = 0; r < m; ++r) {
-          ops_.add(sums + r * stride, columns, dx(route_.tokens[first + r]) + task.begin);
+          ops_.add_weighted(sums + r * stride, nullptr, route_.input_weight(first + r), columns,
+                            dx(route_.tokens[first + r]) + task.begin);
         }
       }
     }

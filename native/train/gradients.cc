@@ -72,8 +72,10 @@ void Gradients::of_hidden(const Task& task, const Route& route, size_t begin,
     const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
     for (size_t row = 0; row < m; ++row) {
       const Rows& hidden = request_.forward.hidden;
+      float* const to = x + row * kColumns;
       ops().to_f32(hidden.at(begin + route.tokens[first + row], task.begin), hidden.type, columns,
-                   x + row * kColumns);
+                   to);
+      ops().scale(route.input_weight(first + row), 1, columns, to, columns);
     }
     if (rows.backward) {
       const size_t rank = request_.forward.lora->adapters[0].rank, q = rows.backward->width();

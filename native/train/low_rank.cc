@@ -53,13 +53,16 @@ void BackwardLora::reduce(const RowBlock& block, size_t begin, size_t end, const
   forward_.reduce_down(block, begin, end, h, stride, own);
 }
 
-void BackwardLora::finish(const RowBlock& block, const float* weights) const {
+void BackwardLora::finish(const RowBlock& block, const Route& route) const {
   const size_t m = block.count, width = backward_.width();
   for (const auto part : kGateUp) {
     ops().scale(adapter_.scale, m, width, backward_.row(part, block.first), width);
   }
   for (size_t r = block.first; r < block.first + m; ++r) {
-    ops().scale(weights[r], 1, width, backward_.row(LoraRows::kDown, r), width);
+    ops().scale(route.weights[r], 1, width, backward_.row(LoraRows::kDown, r), width);
+    for (const auto part : kGateUp) {
+      ops().scale(route.input_weight(r), 1, width, forward_.row(part, r), width);
+    }
   }
   forward_.finish_down(block);
 }

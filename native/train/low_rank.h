@@ -41,14 +41,14 @@ class BackwardLora {
   // Adds up dz B of gate and up, and h A^T of down, over columns [begin, end) of these.
   void reduce(const RowBlock& block, size_t begin, size_t end, const float* gate, const float* up,
               const float* h, size_t stride, char* own) const;
-  // Scales what was added up; `weights` are the routing weights of the route's rows.
-  void finish(const RowBlock& block, const float* weights) const;
+  // Scales what was added up.
+  void finish(const RowBlock& block, const Route& route) const;
   // Adds to columns [begin, end) of dx what goes through the factors of gate and up.
   void add_hidden(const RowBlock& block, size_t begin, size_t end, float* dx, size_t stride,
                   char* own) const;
 
   // x A^T of gate and up and h A^T of down; dz B of gate and up and dy B of down; all times the
-  // adapter's scale, the last one also times the routing weights.
+  // adapter's scale, the first and the last also times the route's factors of input and output.
   const LoraRows& forward() const { return forward_; }
   const LoraRows& backward() const { return backward_; }
 

@@ -124,7 +124,7 @@ void BackwardPlan::place_own(const std::vector<TransposedBlock>& expert) {
   Carver carver;
   own.low_rank = carver.add(lora_own_);
   own.row = carver.add(config_.hidden, sizeof(float));
-  own.dots = carver.add(most_rows, sizeof(float));
+  own.dots = carver.add(2 * most_rows, sizeof(float));
   for (size_t& at : own.panels) at = carver.add(most_rows, product(panel_stride, sizeof(float)));
   for (size_t& at : own.sums) at = carver.add(most_rows, product(sum_stride, sizeof(float)));
   own.gather.clear();

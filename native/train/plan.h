@@ -38,7 +38,7 @@ struct BackwardPlan {
   struct {
     size_t low_rank;             // of BackwardLora
     size_t row;                  // one f32 token
-    size_t dots;                 // gradients of routing weights, per row
+    size_t dots;                 // gradients of routing weights, two per row
     size_t panels[4];            // f32: gate, up, dh, h
     size_t sums[2];              // f32 panels of dx
     std::vector<size_t> gather;  // encoded rows of one expert, per block of rows of down

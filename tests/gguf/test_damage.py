@@ -238,12 +238,17 @@ def test_an_activation_that_ktk_lacks_is_named(
         load_moe(path, 0, "BF16")
 
 
-def test_llama_4_is_refused_with_the_reason(tmp_path: Path, parts: dict[str, Tensor]) -> None:
-    """What it multiplies by routing weights is what goes in; the numbers would be others."""
-    path = files.write(tmp_path / "model.gguf", files.stacked(parts), arch="llama4")
-    fails(path, "'llama4' multiplies what goes into an expert by its routing weight")
-    with pytest.raises(CheckpointError, match="routing weight"):
+def test_a_family_is_refused_with_the_reason(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+    path = files.write(tmp_path / "model.gguf", files.stacked(parts), arch="muse_spark")
+    fails(path, "'muse_spark' normalises what an expert returns")
+    with pytest.raises(CheckpointError, match="normalises"):
         load_moe(path, 0, "LLAMAFILE", config=LAYER)
+
+
+def test_llama_4_multiplies_what_goes_in(tmp_path: Path, parts: dict[str, Tensor]) -> None:
+    path = files.write(tmp_path / "model.gguf", files.stacked(parts), arch="llama4")
+    config = load_moe(path, 0, "LLAMAFILE").config
+    assert (config.activation, config.apply_router_weight_on_input) == ("silu", True)
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ def test_an_entry_of_config_json_is_named(
     assert f"{tmp_path / 'config.json'}: {message}" in str(caught.value)
 
 
-@pytest.mark.parametrize("model_type", ["llama4", "llama4_text"])
-def test_llama_4_is_refused_with_the_reason(tmp_path: Path, model_type: str) -> None:
-    with pytest.raises(CheckpointError, match="multiplies what goes into an expert by its routing"):
+@pytest.mark.parametrize("model_type", ["muse_spark", "muse_spark_text"])
+def test_a_family_is_refused_with_the_reason(tmp_path: Path, model_type: str) -> None:
+    with pytest.raises(CheckpointError, match="normalises what an expert returns"):
         read_config(config(tmp_path, model_type="x", text_config={"model_type": model_type}))
 
 

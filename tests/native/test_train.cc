@@ -85,9 +85,9 @@ struct Pass {
   }
 };
 
-std::shared_ptr<ktk::Layer> layer_of(int threads, int shards, bool gated) {
+std::shared_ptr<ktk::Layer> layer_of(int threads, int shards, bool gated, bool on_input) {
   const ktk::Config config = {
-      kExperts, kTopK, kHidden, kWidth, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}, gated};
+      kExperts, kTopK, kHidden, kWidth, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}, gated, on_input};
   auto layer = std::make_shared<ktk::Layer>(ktk::BackendTable::copy(&kBackend), "", false, config,
                                             engine(threads), shards,
                                             ktk::Parts<std::optional<ktk_format>>{});
@@ -108,13 +108,17 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 TEST(backward_stays_inside_its_arrays_and_has_one_result) {
-  for (const auto& [shards, gated] : {std::pair{1, true}, {3, true}, {1, false}, {3, false}}) {
+  constexpr struct {
+    int shards;
+    bool gated, on_input;
+  } kKinds[] = {{1, true, false}, {3, true, true}, {1, false, true}, {3, false, false}};
+  for (const auto& [shards, gated, on_input] : kKinds) {
     Pass first(gated);
-    first.run(*layer_of(1, shards, gated), true);
+    first.run(*layer_of(1, shards, gated, on_input), true);
     for (const float value : first.dx) CHECK(std::isfinite(value));
     for (const bool keep : {true, false}) {
       Pass other(gated);
-      other.run(*layer_of(3, shards, gated), keep);
+      other.run(*layer_of(3, shards, gated, on_input), keep);
       CHECK(same(other.out, first.out));
       CHECK(same(other.dx, first.dx));
       CHECK(same(other.dw, first.dw));

@@ -280,6 +280,7 @@ def test_a_header_has_every_field_of_a_layer(tmp_path: Path) -> None:
         "gate_softcap": 4.0,
         "up_softcap": 25.0,
         "gated": False,
+        "apply_router_weight_on_input": True,
     }
     for field in dataclasses.fields(ktk.MoEConfig):
         assert field.default is dataclasses.MISSING or options[field.name] != field.default

@@ -188,7 +188,6 @@ def test_experts_that_did_not_come_are_named(made: Engine) -> None:
     [
         {"activation": "gelu"},
         {"is_gated": False},
-        {"apply_router_weight_on_input": True},
         {"gemm1_alpha": 1.7, "gemm1_beta": 0.5},
     ],
 )
@@ -198,6 +197,17 @@ def test_what_ktk_does_not_compute_stays_with_sglang(runner: dict[str, Any], mad
     layer = sglang_engine.experts(made, method, checkpoints.config(), **options)
     assert layer.w2_weight.shape == (E, H, checkpoints.INNER)
     assert "ktk_collector" not in layer.__dict__
+
+
+def test_routing_weights_may_multiply_the_input(made: Engine) -> None:
+    method = method_of(made, "floats")
+    runner = sglang_engine.Runner(apply_router_weight_on_input=True)
+    layer = sglang_engine.experts(
+        made, method, checkpoints.config(), moe_runner_config=runner, hidden_size=H
+    )
+    load(layer, "bf16")
+    method.process_weights_after_loading(layer)
+    assert layer.ktk_layer.moe.config.apply_router_weight_on_input
 
 
 def test_activations_are_those_of_the_runner() -> None:

@@ -197,6 +197,7 @@ def test_load_moe_passes_sizes_and_options(tmp_path: Path) -> None:
         "gate_softcap": None,
         "up_softcap": None,
         "gated": True,
+        "apply_router_weight_on_input": False,
         "variant": None,
         "force": False,
         "pool": None,

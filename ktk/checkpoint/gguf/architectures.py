@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from gguf.constants import Keys
 
-from ktk.checkpoint.config import ExpertConfig, refusal
+from ktk.checkpoint.config import WEIGHT_ON_INPUT, ExpertConfig, refusal
 from ktk.checkpoint.entries import EntryError, integer, number
 from ktk.config import PARTS
 from ktk.errors import CheckpointError
@@ -23,7 +23,7 @@ _SILU = (
     *("deepseek", "deepseek2", "deepseek2-ocr", "deepseek32", "deepseek4", "dots1", "dots3note"),
     *("ernie4_5-moe", "exaone-moe", "glm-dsa", "glm4moe", "glm5-next", "granite", "granitehybrid"),
     *("granitemoe", "granite_swa", "grovemoe", "hunyuan-moe", "hy_v3", "hy_v4", "jamba"),
-    *("kimi-linear", "laguna", "lfm2moe", "llada-moe", "llama", "llama-embed", "maple"),
+    *("kimi-linear", "laguna", "lfm2moe", "llada-moe", "llama", "llama-embed", "llama4", "maple"),
     *("mellum", "mimo2", "minicpm", "minimax-01", "minimax-m2", "mistral3", "mistral4", "olmoe"),
     *("phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "qwen4exp"),
     *("rnd1", "step35"),
@@ -96,6 +96,7 @@ class Metadata:
                 activation=activation,
                 activation_limit=limit,
                 gated=self.parts == PARTS,
+                apply_router_weight_on_input=self.architecture in WEIGHT_ON_INPUT,
                 num_layers=self._num_layers(),
             )
         except EntryError as error:

@@ -140,6 +140,12 @@ FAMILIES = (
         ("experts.down_proj", "E H I"),
     ),
     _fused(
+        "llama4",
+        "Llama-4",
+        ("feed_forward.experts.gate_up_proj", "E H 2I"),
+        ("feed_forward.experts.down_proj", "E I H"),
+    ),
+    _fused(
         "aria",
         "Aria",
         ("mlp.experts.fc1.weight", "E H 2I"),
