@@ -21,6 +21,7 @@ FOLDERS = {
     "distributed": ("integration",),
     "emulation": ("emulation", "slow"),
     "faults": ("integration", "slow"),
+    "guard": ("slow",),
     "mutants": ("slow",),
     "sglang": ("integration",),
     "thirdparty": ("integration", "slow"),

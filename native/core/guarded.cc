@@ -1,23 +1,15 @@
 #include "core/guarded.h"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstring>
-#include <new>
 #include <stdexcept>
 
+#include "core/guard.h"
 #include "core/size.h"
 
 namespace ktk {
 namespace {
 
-constexpr unsigned char kPattern = 0xa5, kUnwritten = 0xff;
-
-size_t page_size() {
-  static const size_t size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return size;
-}
+constexpr unsigned char kPattern = 0xa5;
 
 bool is_pattern(const char* begin, const char* end) {
   if (begin == end) return true;
@@ -32,12 +24,12 @@ Guarded::Guarded(size_t bytes, size_t align)
   const size_t page = page_size();
   char* begin = memory_.data() + page;
   char* end = begin + round_up(bytes, page);
-  if (mprotect(memory_.data(), page, PROT_NONE) != 0 || mprotect(end, page, PROT_NONE) != 0) {
-    throw std::bad_alloc();
-  }
+  make_unwritten(begin, static_cast<size_t>(end - begin));
+  forbid(memory_.data(), page);
+  forbid(end, page);
   data_ = end - round_up(bytes, align);
-  std::memset(begin, kPattern, static_cast<size_t>(end - begin));
-  std::memset(data_, kUnwritten, bytes);
+  std::memset(begin, kPattern, static_cast<size_t>(data_ - begin));
+  std::memset(data_ + bytes, kPattern, static_cast<size_t>(end - data_) - bytes);
 }
 
 void Guarded::check(const std::string& who) const {

@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/guard.h"
 #include "core/size.h"
+#include "ktk/abi.h"
 
 namespace ktk {
 namespace {
@@ -51,11 +53,6 @@ char* map(size_t bytes) {
   return static_cast<char*>(data);
 }
 
-size_t page_size() {
-  static const size_t size = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return size;
-}
-
 // A mapping that starts on a huge page: maps more and gives both ends back.
 char* map_huge(size_t bytes) {
   const size_t kept = round_up(bytes, page_size());
@@ -67,16 +64,37 @@ char* map_huge(size_t bytes) {
   return whole + head;
 }
 
+// The page that an address is in.
+char* page_of(char* address) {
+  return address - reinterpret_cast<uintptr_t>(address) % page_size();
+}
+
 }  // namespace
 
-Memory::Memory(size_t bytes, int node) : size_(bytes) {
+Memory::Memory(size_t bytes, int node) : Memory() {
   if (bytes == 0) return;
-  data_ = bytes >= kHugePage ? map_huge(bytes) : map(bytes);
-  if (node >= 0) bind(data_, bytes, node);
+  if (guard_mode) {
+    map_guarded(bytes);
+  } else {
+    data_ = bytes >= kHugePage ? map_huge(bytes) : map(bytes);
+    size_ = bytes;
+  }
+  if (node >= 0) bind(page_of(data_), bytes, node);
+}
+
+// | ... data | no access |, where data begin on a page if they are whole pages.
+void Memory::map_guarded(size_t bytes) {
+  const size_t page = page_size(), kept = round_up(bytes, page);
+  char* const whole = map(sum(kept, page));
+  data_ = whole + kept - round_up(bytes, KTK_ALIGNMENT);
+  size_ = bytes;
+  forbid(whole + kept, page);
 }
 
 Memory::~Memory() {
-  if (data_ != nullptr) munmap(data_, size_);
+  if (data_ == nullptr) return;
+  char* const whole = page_of(data_);
+  munmap(whole, static_cast<size_t>(data_ - whole) + size_ + (guard_mode ? page_size() : 0));
 }
 
 Memory::Memory(Memory&& other) noexcept
@@ -90,10 +108,9 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 
 void Memory::discard(size_t offset, size_t bytes) {
   assert(offset <= size_ && bytes <= size_ - offset);
-  const size_t page = page_size();
-  const size_t begin = round_up(offset, page);
-  const size_t end = (offset + bytes) / page * page;
-  if (begin < end) madvise(data_ + begin, end - begin, MADV_DONTNEED);
+  char* const begin = page_of(data_ + offset + page_size() - 1);
+  char* const end = page_of(data_ + offset + bytes);
+  if (begin < end) madvise(begin, static_cast<size_t>(end - begin), MADV_DONTNEED);
 }
 
 }  // namespace ktk

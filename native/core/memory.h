@@ -5,7 +5,8 @@
 
 namespace ktk {
 
-// A private mapping, zero-filled, page aligned. Movable, not copyable.
+// A private mapping, zero-filled, page aligned. Movable, not copyable. In guard mode it ends at a
+// page that nobody may touch, and is page aligned if it is whole pages.
 //
 // Memory is bound to `node` with mbind; where that is refused (containers without the capability,
 // kernels without NUMA) pages land where they are first touched, which is logged nowhere and costs
@@ -14,8 +15,8 @@ namespace ktk {
 class Memory {
  public:
   Memory() = default;
-  // Throws std::bad_alloc with the bytes in its message, std::length_error (see size.h). node < 0:
-  // no binding. 0 bytes: an empty mapping.
+  // Throws std::bad_alloc with the bytes in its message, std::length_error (see size.h), and in
+  // guard mode std::runtime_error. node < 0: no binding. 0 bytes: an empty mapping.
   explicit Memory(size_t bytes, int node = -1);
   ~Memory();
   Memory(Memory&& other) noexcept;
@@ -30,6 +31,8 @@ class Memory {
   void discard(size_t offset, size_t bytes);
 
  private:
+  void map_guarded(size_t bytes);
+
   char* data_ = nullptr;
   size_t size_ = 0;
 };

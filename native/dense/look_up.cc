@@ -2,7 +2,6 @@
 #include <atomic>
 
 #include "core/floats.h"
-#include "core/size.h"
 #include "dense/pipeline.h"
 #include "moe/nodes.h"
 #include "ops/select.h"
@@ -18,10 +17,13 @@ constexpr size_t kFewRows = 8;
 void look_up(Engine& engine, const Variant& variant, const DenseWeights& weights,
              std::span<const int64_t> ids, const Rows& out) {
   const size_t k = weights.k();
+  Carver pieces;
+  const size_t values_at = pieces.add(k, sizeof(float));
   std::atomic<size_t> next{0};
   const auto body = [&](int worker) {
-    float* const values = reinterpret_cast<float*>(engine.scratch.own(
-        worker, product(k, sizeof(float)), node_id(engine.pool.node_of(worker))));
+    const int node = node_id(engine.pool.node_of(worker));
+    float* const values =
+        reinterpret_cast<float*>(engine.scratch.own(worker, pieces, node) + values_at);
     for (size_t i = next.fetch_add(1); i < ids.size(); i = next.fetch_add(1)) {
       const size_t row = static_cast<size_t>(ids[i]);
       const DenseSlice& slice = weights.slice_of(row);

@@ -42,14 +42,15 @@ class DenseRun {
   void prepare(size_t begin, size_t end) {
     begin_ = begin;
     plan_.make(end - begin);
-    shared_ = engine_.scratch.shared(plan_.shared_bytes);
+    shared_ = engine_.scratch.shared(plan_.shared);
     for (std::atomic<size_t>& next : next_task_) next = 0;
     next_token_ = 0;
   }
 
   // A worker's part, which has no barrier where the plan says private_x.
   void body(int worker) {
-    char* own = engine_.scratch.own(worker, plan_.own.bytes, node_id(engine_.pool.node_of(worker)));
+    const int node = node_id(engine_.pool.node_of(worker));
+    char* own = engine_.scratch.own(worker, plan_.own.pieces, node);
     if (variant_.enter) variant_.enter();
     if (plan_.private_x) {
       encode(own, 0, plan_.tokens);

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "core/size.h"
-#include "moe/carver.h"
 
 namespace ktk {
 namespace {
@@ -111,7 +111,8 @@ void DensePlan::place() {
   panel_columns = std::min(panel_columns, round_up(widest, variant_.tile.n_step));
   panel_stride = odd_stride(panel_columns);
   const size_t block_rows = std::min(tokens, kMaxRows);
-  Carver shared, carver;
+  Carver carver;
+  shared = {};
   Carver& encoded = private_x ? carver : shared;
   x.clear();
   // Micro-kernels may read whole steps of rows, from any row on.
@@ -121,8 +122,7 @@ void DensePlan::place() {
   own.row = carver.add(weights_.k(), sizeof(float));
   own.panel = carver.add(pad(block_rows), product(panel_stride, sizeof(float)));
   own.scratch = carver.add(kernel_scratch(block_rows));
-  own.bytes = carver.size();
-  shared_bytes = shared.size();
+  own.pieces = std::move(carver);
 }
 
 size_t DensePlan::kernel_scratch(size_t rows) const {

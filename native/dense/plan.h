@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "dense/weights.h"
+#include "moe/carver.h"
 #include "moe/table.h"
 
 namespace ktk {
@@ -30,14 +31,14 @@ struct DensePlan {
 
   std::vector<size_t> x_strides;  // bytes of a token, for each way of encoding
   std::vector<size_t> x;          // offsets of encoded tokens, in shared or in own memory
-  size_t shared_bytes = 0;
+  Carver shared;
 
   // Offsets in a worker's own memory.
   struct {
     size_t row;      // one f32 token
     size_t panel;    // f32
     size_t scratch;  // the micro-kernel's
-    size_t bytes;
+    Carver pieces;
   } own{};
 
   DensePlan(const Variant& variant, const DenseWeights& weights, int workers);

@@ -5,6 +5,7 @@
 #include "core/size.h"
 #include "core/worker_pool.h"
 #include "format/format.h"
+#include "moe/carver.h"
 #include "moe/cuts.h"
 #include "moe/packing.h"
 #include "ops/select.h"
@@ -50,15 +51,16 @@ DenseWeights::DenseWeights(const Variant& variant, std::span<const DensePart> pa
   size_t next = 0;
   for (size_t s = 0; s < shards_.size(); ++s) {
     DenseShard& shard = shards_[s];
-    size_t bytes = 0;
-    for (size_t i = 0; i < shard.slices.size(); ++i) bytes = sum(bytes, jobs[next + i].bytes);
-    shard.memory = Memory(bytes, nodes[s]);
-    char* at = shard.memory.data();
-    for (DenseSlice& slice : shard.slices) {
+    Carver pieces;
+    std::vector<size_t> at;
+    for (size_t i = 0; i < shard.slices.size(); ++i) at.push_back(pieces.add(jobs[next + i].bytes));
+    shard.memory = Memory(pieces.size(), nodes[s]);
+    pieces.guard(shard.memory.data());
+    for (size_t i = 0; i < shard.slices.size(); ++i) {
       PackJob& job = jobs[next++];
-      slice.packed = job.packed = at;
+      DenseSlice& slice = shard.slices[i];
+      slice.packed = job.packed = shard.memory.data() + at[i];
       slice.bytes = job.bytes;
-      at += job.bytes;
     }
   }
   pack(variant, pool, jobs);

@@ -32,17 +32,17 @@ std::vector<RowBlock> row_blocks(const Route& route, size_t most) {
 }
 
 LoraRows::LoraRows(const Lora& lora, const Config& config)
-    : lora_(lora), config_(config), width_(LowRank::width(most_rank(lora))) {}
+    : lora_(lora),
+      config_(config),
+      width_(LowRank::width(most_rank(lora))),
+      own_low_rank_(own_.add(LowRank::own_bytes(width_))),
+      own_x_(own_.add(kMaxRows, product(LowRank::kBlock, sizeof(float)))) {}
 
 void LoraRows::place(const Route& route, size_t begin, Carver& shared) {
   route_ = &route;
   begin_ = begin;
   blocks_ = row_blocks(route, kMaxRows);
   for (size_t& at : at_) at = shared.add(route.tokens.size(), product(width_, sizeof(float)));
-}
-
-size_t LoraRows::own_bytes() const {
-  return sum(LowRank::own_bytes(width_), product(kMaxRows, LowRank::kBlock, sizeof(float)));
 }
 
 bool LoraRows::adapts(const Adapter& adapter, Part part) { return bool(part_of(adapter.a, part)); }
@@ -58,7 +58,7 @@ LowRank LoraRows::factors(const Adapter& adapter, Part part, size_t active) cons
 }
 
 void LoraRows::reduce_hidden(const RowBlock& block, const Rows& hidden, char* own) const {
-  float* const x = reinterpret_cast<float*>(own + LowRank::own_bytes(width_));
+  float* const x = reinterpret_cast<float*>(own + own_x_);
   const size_t columns = config_.hidden;
   for (const Part part : {kGate, kUp}) {
     std::fill_n(row(part, block.first), block.count * width_, 0.0f);
@@ -76,7 +76,7 @@ void LoraRows::reduce_hidden(const RowBlock& block, const Rows& hidden, char* ow
                      if (!adapts(adapter, part)) continue;
                      factors(adapter, part, block.active)
                          .reduce(at, end, count, rows, LowRank::kBlock, row(part, first), width_,
-                                 own);
+                                 low_rank(own));
                    }
                  });
   }
@@ -99,7 +99,7 @@ void LoraRows::reduce_down(const RowBlock& block, size_t begin, size_t end, cons
                  if (!adapts(adapter, kDown)) return;
                  factors(adapter, kDown, block.active)
                      .reduce(begin, end, count, h + (first - block.first) * h_row, h_row,
-                             row(kDown, first), width_, own);
+                             row(kDown, first), width_, low_rank(own));
                });
 }
 
@@ -117,7 +117,7 @@ void LoraRows::add(Part part, const RowBlock& block, size_t begin, size_t end, f
                  if (!adapts(adapter, part)) return;
                  factors(adapter, part, block.active)
                      .expand(begin, end, count, row(part, first), width_,
-                             panel + (first - block.first) * stride, stride, own);
+                             panel + (first - block.first) * stride, stride, low_rank(own));
                });
 }
 

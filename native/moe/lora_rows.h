@@ -29,7 +29,8 @@ class LoraRows {
   // Memory for `route`, whose tokens are counted from `begin`.
   void place(const Route& route, size_t begin, Carver& shared);
   void use(char* shared) { shared_ = shared; }
-  size_t own_bytes() const;
+  // A worker's scratch memory, which the functions below are given.
+  const Carver& own() const { return own_; }
   const std::vector<RowBlock>& blocks() const { return blocks_; }
 
   // Fills the rows of gate and up for a block of them.
@@ -54,6 +55,8 @@ class LoraRows {
   // Whether an adapter has factors beside a matrix, and those of an active expert.
   static bool adapts(const Adapter& adapter, Part part);
   LowRank factors(const Adapter& adapter, Part part, size_t active) const;
+  // The part of own() that is LowRank's.
+  char* low_rank(char* own) const { return own + own_low_rank_; }
 
  private:
   const Lora& lora_;
@@ -61,6 +64,8 @@ class LoraRows {
   const Route* route_ = nullptr;
   size_t begin_ = 0, width_ = 0;
   std::vector<RowBlock> blocks_;
+  Carver own_;
+  size_t own_low_rank_, own_x_;
   size_t at_[3] = {};
   char* shared_ = nullptr;
 };

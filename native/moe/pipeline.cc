@@ -60,10 +60,9 @@ class ChunkRun {
       return;
     }
     plan_.make(route_, end - begin, engine_.pool.size());
-    Carver beside;
-    if (lora_) lora_->place(route_, begin, beside);
-    shared_ = engine_.scratch.shared(sum(plan_.shared_bytes, beside.size()));
-    if (lora_) lora_->use(shared_ + plan_.shared_bytes);
+    if (lora_) place_lora(begin);
+    shared_ = engine_.scratch.shared(plan_.shared);
+    if (lora_) lora_->use(shared_);
     for (std::atomic<size_t>& next : next_gate_up_) next = 0;
     for (std::atomic<size_t>& next : next_down_) next = 0;
     next_token_ = 0;
@@ -85,8 +84,8 @@ class ChunkRun {
   }
 
   void body(int worker) {
-    const size_t own_bytes = sum(plan_.own.bytes, lora_ ? lora_bytes() : 0);
-    char* own = engine_.scratch.own(worker, own_bytes, node_id(engine_.pool.node_of(worker)));
+    const int node = node_id(engine_.pool.node_of(worker));
+    char* own = engine_.scratch.own(worker, plan_.own.pieces, node);
     if (lora_) reduce_hidden(own);
     if (variant_.enter) variant_.enter();
     if (plan_.private_x) {
@@ -127,13 +126,15 @@ class ChunkRun {
     return i < tasks.size() ? &tasks[i] : nullptr;
   }
 
-  // A worker's memory for adapters comes behind that of the plan: LoraRows' own, and a block of
-  // intermediate activations.
-  char* lora_own(char* own) const { return own + plan_.own.bytes; }
-  size_t lora_bytes() const {
-    const size_t h = ktk::product(LoraRows::kMaxRows, config_.intermediate, sizeof(float));
-    return sum(round_up(lora_->own_bytes(), KTK_ALIGNMENT), h);
+  // Adds memory for adapters to the plan's: a worker has LoraRows' own, and a block of intermediate
+  // activations.
+  void place_lora(size_t begin) {
+    lora_->place(route_, begin, plan_.shared);
+    Carver& own = plan_.own.pieces;
+    own_lora_ = own.add(lora_->own());
+    own_h_ = own.add(LoraRows::kMaxRows, ktk::product(config_.intermediate, sizeof(float)));
   }
+  char* lora_own(char* own) const { return own + own_lora_; }
 
   void reduce_hidden(char* own) {
     while (const RowBlock* block = take(lora_->blocks(), next_hidden_)) {
@@ -144,8 +145,7 @@ class ChunkRun {
   // As the down projection sees them: encoded.
   void reduce_h(char* own) {
     char* const scratch = lora_own(own);
-    float* const h =
-        reinterpret_cast<float*>(scratch + round_up(lora_->own_bytes(), KTK_ALIGNMENT));
+    float* const h = reinterpret_cast<float*>(own + own_h_);
     while (const RowBlock* block = take(lora_->blocks(), next_h_)) {
       lora_->clear_down(*block);
       for (size_t s = 0; s < slices_.size(); ++s) {
@@ -394,6 +394,7 @@ class ChunkRun {
   std::vector<std::atomic<size_t>> next_gate_up_, next_down_;
   std::atomic<size_t> next_token_{0}, next_sum_{0}, next_hidden_{0}, next_h_{0};
   std::optional<LoraRows> lora_;
+  size_t own_lora_ = 0, own_h_ = 0;  // offsets in a worker's memory
 };
 
 }  // namespace

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "core/size.h"
-#include "moe/carver.h"
 
 namespace ktk {
 namespace {
@@ -70,7 +70,7 @@ void Plan::make(const Route& route, size_t count, int workers) {
 }
 
 void Plan::place_shared(size_t rows) {
-  Carver shared;
+  shared = {};
   h.clear();
   partial.clear();
   // Micro-kernels may read whole steps of rows, from any row on.
@@ -82,7 +82,6 @@ void Plan::place_shared(size_t rows) {
   for (size_t s = 0; num_shards_ > 1 && s < num_shards_; ++s) {
     partial.push_back(shared.add(tokens, product(config_.hidden, sizeof(float))));
   }
-  shared_bytes = shared.size();
 }
 
 void Plan::place_own(size_t block_rows) {
@@ -102,7 +101,7 @@ void Plan::place_own(size_t block_rows) {
   own.product = carver.add(rows, product(down_stride, sizeof(float)));
   own.sums = carver.add(tokens, product(down_stride, sizeof(float)));
   own.scratch = carver.add(kernel_scratch(block_rows));
-  own.bytes = carver.size();
+  own.pieces = std::move(carver);
 }
 
 size_t Plan::kernel_scratch(size_t rows) const {

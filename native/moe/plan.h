@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "moe/carver.h"
 #include "moe/config.h"
 #include "moe/route.h"
 #include "moe/schedule.h"
@@ -35,7 +36,7 @@ struct Plan {
   // Offsets in the memory that workers share: `h` per slice, `partial` per shard, empty for one.
   size_t x[kMaxActs] = {};
   std::vector<size_t> h, partial;
-  size_t shared_bytes = 0;
+  Carver shared;
 
   // Offsets in a worker's own memory.
   struct {
@@ -46,7 +47,7 @@ struct Plan {
     size_t product;           // f32 panel of the down projection
     size_t sums;              // f32 sums of the output columns of a task
     size_t scratch;           // the micro-kernel's
-    size_t bytes;
+    Carver pieces;
   } own{};
 
   Plan(const Config& config, const Variant& variant, const Weights& weights);

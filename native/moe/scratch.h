@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/memory.h"
+#include "moe/carver.h"
 
 namespace ktk {
 
@@ -13,15 +14,16 @@ class Scratch {
   explicit Scratch(int workers) : own_(static_cast<size_t>(workers)) {}
 
   // Shared by the workers of a region.
-  char* shared(size_t bytes) { return grow(shared_, bytes, -1); }
+  char* shared(const Carver& pieces) { return place(shared_, pieces, -1); }
   // Private to a worker, on its node. Called by that worker only.
-  char* own(int worker, size_t bytes, int node) {
-    return grow(own_[static_cast<size_t>(worker)], bytes, node);
+  char* own(int worker, const Carver& pieces, int node) {
+    return place(own_[static_cast<size_t>(worker)], pieces, node);
   }
 
  private:
-  static char* grow(Memory& memory, size_t bytes, int node) {
-    if (memory.size() < bytes) memory = Memory(bytes, node);
+  static char* place(Memory& memory, const Carver& pieces, int node) {
+    if (memory.size() < pieces.size()) memory = Memory(pieces.size(), node);
+    pieces.guard(memory.data());
     return memory.data();
   }
 

@@ -61,16 +61,25 @@ CutRules cut_rules(const ktk_tile& tile, const Parts<ktk_format>& stored,
   return rules;
 }
 
+Slice::Place::Place(const Parts<size_t>& bytes_) : bytes(bytes_) {
+  at.gate = pieces.add(bytes.gate);
+  at.up = pieces.add(bytes.up);
+  at.down = pieces.add(bytes.down);
+}
+
 void Slice::make_room(size_t expert, const Parts<size_t>& needed) {
+  const Parts<size_t>& bytes = place.bytes;
   const bool fits = needed.gate <= bytes.gate && needed.up <= bytes.up && needed.down <= bytes.down;
   if (!fits) {
-    Own place = {Memory(sum(sum(needed.gate, needed.up), needed.down), node), needed};
+    Own larger = {{}, Place(needed)};
+    larger.memory = Memory(larger.place.pieces.size(), node);
     own.resize(memory.size() / expert_bytes);
-    own[expert] = std::move(place);
+    own[expert] = std::move(larger);
     memory.discard(expert * expert_bytes, expert_bytes);
   } else if (!own.empty()) {
     own[expert] = {};
   }
+  place_of(expert).pieces.guard(memory_of(expert));
 }
 
 void Slice::discard(size_t expert) {
@@ -109,10 +118,10 @@ void Weights::add_slice(size_t begin, size_t end, int node) {
   slice.matrix = {{config_.gated ? slice.width() : 0, config_.hidden, formats_.gate},
                   {slice.width(), config_.hidden, formats_.up},
                   {config_.hidden, slice.width(), formats_.down}};
-  slice.bytes = {config_.gated ? variant_.weight_bytes(slice.matrix.gate) : 0,
-                 variant_.weight_bytes(slice.matrix.up), variant_.weight_bytes(slice.matrix.down)};
-  slice.expert_bytes =
-      round_up(sum(sum(slice.bytes.gate, slice.bytes.up), slice.bytes.down), kPage);
+  slice.place = Slice::Place({config_.gated ? variant_.weight_bytes(slice.matrix.gate) : 0,
+                              variant_.weight_bytes(slice.matrix.up),
+                              variant_.weight_bytes(slice.matrix.down)});
+  slice.expert_bytes = round_up(slice.place.pieces.size(), kPage);
   slice.memory = Memory(product(config_.num_experts, slice.expert_bytes), node);
   slice.node = node;
   slices_.push_back(std::move(slice));
@@ -148,7 +157,7 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     Slice& slice = slices_[s];
     PackJob &gate = jobs[3 * s], &up = jobs[3 * s + 1], &down = jobs[3 * s + 2];
     slice.make_room(expert, {gate.bytes, up.bytes, down.bytes});
-    const Parts<size_t>& bytes = slice.bytes_of(expert);
+    const Parts<size_t>& bytes = slice.place_of(expert).bytes;
     gate = {gate.matrix, gate.source, slice.gate_at(expert), bytes.gate};
     up = {up.matrix, up.source, slice.up_at(expert), bytes.up};
     down = {down.matrix, down.source, slice.down_at(expert), bytes.down};
@@ -198,7 +207,10 @@ void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
 
 size_t Weights::expert_bytes() const {
   size_t bytes = 0;
-  for (const Slice& s : slices_) bytes += s.bytes.gate + s.bytes.up + s.bytes.down;
+  for (const Slice& s : slices_) {
+    const Parts<size_t>& of = s.place.bytes;
+    bytes += of.gate + of.up + of.down;
+  }
   return bytes;
 }
 
@@ -207,7 +219,7 @@ size_t Weights::bytes() const {
   for (const Slice& s : slices_) {
     for (size_t expert = 0; expert < states_.size(); ++expert) {
       if (states_[expert] != State::kLoaded) continue;
-      const Parts<size_t>& of = s.bytes_of(expert);
+      const Parts<size_t>& of = s.place_of(expert).bytes;
       bytes += of.gate + of.up + of.down;
     }
   }

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/memory.h"
+#include "moe/carver.h"
 #include "moe/config.h"
 #include "moe/cuts.h"
 #include "moe/table.h"
@@ -37,14 +38,22 @@ struct ExpertSource : Parts<ktk_source> {
 // Each expert starts on a page, so that experts that are left out take no memory. One that takes
 // more bytes than others, because of what is in it, has memory of its own.
 struct Slice {
+  // Where the matrices of an expert lie in its memory.
+  struct Place {
+    Parts<size_t> bytes, at;
+    Carver pieces;
+
+    Place() = default;
+    explicit Place(const Parts<size_t>& bytes);
+  };
   struct Own {
     Memory memory;
-    Parts<size_t> bytes;
+    Place place;
   };
 
   size_t begin = 0, end = 0;
   Parts<ktk_matrix> matrix;
-  Parts<size_t> bytes;
+  Place place;
   size_t expert_bytes = 0;
   Memory memory;
   int node = -1;
@@ -54,16 +63,17 @@ struct Slice {
   const Own* own_of(size_t expert) const {
     return own.empty() || !own[expert].memory ? nullptr : &own[expert];
   }
-  const Parts<size_t>& bytes_of(size_t expert) const {
-    const Own* place = own_of(expert);
-    return place ? place->bytes : bytes;
+  const Place& place_of(size_t expert) const {
+    const Own* found = own_of(expert);
+    return found ? found->place : place;
   }
-  char* gate_at(size_t expert) const {
-    const Own* place = own_of(expert);
-    return place ? place->memory.data() : memory.data() + expert * expert_bytes;
+  char* memory_of(size_t expert) const {
+    const Own* found = own_of(expert);
+    return found ? found->memory.data() : memory.data() + expert * expert_bytes;
   }
-  char* up_at(size_t expert) const { return gate_at(expert) + bytes_of(expert).gate; }
-  char* down_at(size_t expert) const { return up_at(expert) + bytes_of(expert).up; }
+  char* gate_at(size_t expert) const { return memory_of(expert) + place_of(expert).at.gate; }
+  char* up_at(size_t expert) const { return memory_of(expert) + place_of(expert).at.up; }
+  char* down_at(size_t expert) const { return memory_of(expert) + place_of(expert).at.down; }
 
   // Gives an expert room for so many bytes, and back what it does not need.
   void make_room(size_t expert, const Parts<size_t>& needed);

@@ -30,6 +30,13 @@ namespace {
 constexpr size_t kLeastRows = 32;  // of a task
 constexpr size_t kMaxRows = BackwardPlan::kMaxRows;
 
+// Of the matrices of an expert.
+size_t most_columns(const Config& config, const std::vector<Slice>& slices) {
+  size_t most = config.hidden;
+  for (const Slice& slice : slices) most = std::max(most, slice.width());
+  return most;
+}
+
 class BackwardRun {
  public:
   BackwardRun(Engine& engine, const Config& config, const Variant& variant, const Weights& weights,
@@ -41,7 +48,7 @@ class BackwardRun {
         forward_(forward),
         ops_(ops()),
         slices_(weights.slices()),
-        transposing_(variant, floats),
+        transposing_(variant, floats, most_columns(config, slices_)),
         gradients_(config, request),
         wants_gradients_(gradients_.wanted()),
         lora_(forward.lora ? std::optional<BackwardLora>(std::in_place, *forward.lora, config)
@@ -61,7 +68,7 @@ class BackwardRun {
                 product(end - begin, forward_.choice.top_k, sizeof(float)));
     if (route_.active.empty()) return request_.hidden_gradient.clear(begin, end, config_.hidden);
     plan_.make(route_, begin, end, engine_.pool.size(), lora());
-    shared_ = engine_.scratch.shared(plan_.shared_bytes);
+    shared_ = engine_.scratch.shared(plan_.shared);
     if (lora_) lora_->use(shared_);
     std::memset(dx(0), 0, product(plan_.tokens, config_.hidden, sizeof(float)));
     each(plan_.tokens, [&](size_t token, char* own) { encode(token, own); });
@@ -87,7 +94,7 @@ class BackwardRun {
 
   template <typename Task>
   void each(size_t count, Task task) {
-    ktk::each(engine_, transposing_.variant(), plan_.own.bytes, count, task);
+    ktk::each(engine_, transposing_.variant(), plan_.own.pieces, count, task);
   }
 
   float* dx(size_t token) const {
@@ -116,6 +123,7 @@ class BackwardRun {
       plan_.add_blocks(route_.active[i].expert, memory, blocks_);
     }
     char* const packed = shared_ + plan_.blocks;
+    memory.guard(packed);
     each(blocks_.size(),
          [&](size_t i, char* own) { transposing_.pack(blocks_[i], packed, own + plan_.own.pack); });
 
@@ -360,8 +368,11 @@ void backward(Layer& layer, const FloatBackend& floats, const BackwardRequest& r
       } else {
         kept = {nullptr, KTK_BF16, config.intermediate};
         const size_t rows = product(config.first_products() * step, top_k);
-        if (!again) again = Memory(product(rows, kept.bytes_of(config.intermediate)));
-        kept.data = again.data();
+        Carver products;
+        const size_t at = products.add(rows, kept.bytes_of(config.intermediate));
+        if (!again) again = Memory(products.size());
+        products.guard(again.data());
+        kept.data = again.data() + at;
         forward_products(engine, config, layer.variant(), *weights, forward, begin, end, kept);
       }
       run.run(begin, end, kept);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/size.h"
 #include "moe/schedule.h"
@@ -20,7 +21,11 @@ class LinearBackward {
  public:
   LinearBackward(Engine& engine, const Variant& variant, const DenseWeights& weights,
                  const FloatBackend& floats, const Rows& dy, const Rows& dx)
-      : engine_(engine), weights_(weights), dy_(dy), dx_(dx), transposing_(variant, floats) {
+      : engine_(engine),
+        weights_(weights),
+        dy_(dy),
+        dx_(dx),
+        transposing_(variant, floats, weights.k()) {
     for (const DenseShard& shard : weights.shards()) {
       for (const DenseSlice& slice : shard.slices) {
         slices_.push_back(&slice);
@@ -50,38 +55,33 @@ class LinearBackward {
     std::vector<TransposedBlock> blocks;
     std::vector<size_t> columns;  // of dy, that each block begins at
     std::vector<size_t> acts;     // where its encoded rows are
-    size_t bytes = 0;
+    Carver pieces;
   };
 
   template <typename Task>
   void each(size_t count, Task task) {
-    ktk::each(engine_, transposing_.variant(), own_.bytes, count, task);
+    ktk::each(engine_, transposing_.variant(), own_.pieces, count, task);
   }
 
   float* sums(size_t token) const {
-    return reinterpret_cast<float*>(shared_) + token * weights_.k();
+    return reinterpret_cast<float*>(shared_ + sums_at_) + token * weights_.k();
   }
 
   // Each group has memory from the same place on.
   std::vector<Group> cut_groups() const {
     std::vector<Group> groups;
-    Carver memory;
     const size_t rows = tokens_ + transposing_.variant().tile.m_step;
     for (const DenseSlice* slice : slices_) {
       for (size_t i = 0; i < transposing_.count(slice->matrix.n); ++i) {
         TransposedBlock block = transposing_.block(slice->matrix, i);
         block.packed = slice->packed;
         block.factor = slice->factor;
-        if (groups.empty() || memory.size() > kGroupBytes) {
-          groups.emplace_back();
-          memory = {};
-        }
+        if (groups.empty() || groups.back().pieces.size() > kGroupBytes) groups.emplace_back();
         Group& group = groups.back();
-        block.at = memory.add(block.bytes);
-        group.acts.push_back(memory.add(rows, block.act_bytes));
+        block.at = group.pieces.add(block.bytes);
+        group.acts.push_back(group.pieces.add(rows, block.act_bytes));
         group.columns.push_back(slice->begin + block.begin);
         group.blocks.push_back(block);
-        group.bytes = memory.size();
       }
     }
     return groups;
@@ -90,25 +90,26 @@ class LinearBackward {
   void place(const std::vector<Group>& groups) {
     size_t most = 0, scratch = 0, wide = 0;
     for (const Group& group : groups) {
-      most = std::max(most, group.bytes);
+      most = std::max(most, group.pieces.size());
       scratch = std::max(scratch, transposing_.scratch_bytes(group.blocks, kMaxRows));
     }
     for (const DownTask& task : columns_) wide = std::max<size_t>(wide, task.end - task.begin);
     Carver shared, own;
-    shared.add(tokens_, product(weights_.k(), sizeof(float)));
+    sums_at_ = shared.add(tokens_, product(weights_.k(), sizeof(float)));
     group_at_ = shared.add(most);
-    shared_ = engine_.scratch.shared(shared.size());
+    shared_ = engine_.scratch.shared(shared);
     own_ = {};
     own_.stride = odd_stride(round_up(wide, transposing_.variant().tile.n_step));
     own_.row = own.add(transposing_.depth(), sizeof(float));
     own_.panel = own.add(transposing_.pad(kMaxRows), own_.stride * sizeof(float));
     own_.scratch = own.add(scratch);
-    own_.pack = own.add(transposing_.own_bytes(weights_.k()));
-    own_.bytes = own.size();
+    own_.pack = own.add(transposing_.own());
+    own_.pieces = std::move(own);
   }
 
   void run_group(const Group& group) {
     char* const memory = shared_ + group_at_;
+    group.pieces.guard(memory);
     const Variant& variant = transposing_.variant();
     const size_t count = group.blocks.size();
     each(2 * count, [&](size_t i, char* own) {
@@ -146,10 +147,11 @@ class LinearBackward {
   std::vector<const DenseSlice*> slices_;
   std::vector<DownTask> columns_;
   size_t begin_ = 0, tokens_ = 0;  // of the chunk
-  size_t group_at_ = 0;
+  size_t sums_at_ = 0, group_at_ = 0;
   char* shared_ = nullptr;
   struct {
-    size_t row = 0, panel = 0, scratch = 0, pack = 0, stride = 0, bytes = 0;
+    size_t row = 0, panel = 0, scratch = 0, pack = 0, stride = 0;
+    Carver pieces;
   } own_;
 };
 

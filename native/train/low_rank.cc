@@ -30,7 +30,7 @@ void BackwardLora::start(const RowBlock& block, const float* dy, char* own) cons
   if (!wants_dy()) return;
   float* const q = backward_.row(LoraRows::kDown, block.first);
   backward_.factors(adapter_, LoraRows::kDown, block.active)
-      .reduce_back(0, config_.hidden, m, dy, config_.hidden, q, width, own);
+      .reduce_back(0, config_.hidden, m, dy, config_.hidden, q, width, forward_.low_rank(own));
   ops().scale(adapter_.scale, m, width, q, width);
 }
 
@@ -39,7 +39,7 @@ void BackwardLora::add_down(const RowBlock& block, size_t begin, size_t end, flo
   if (!wants_dy()) return;
   backward_.factors(adapter_, LoraRows::kDown, block.active)
       .expand_back(begin, end, block.count, backward_.row(LoraRows::kDown, block.first),
-                   backward_.width(), dh, stride, own);
+                   backward_.width(), dh, stride, forward_.low_rank(own));
 }
 
 void BackwardLora::reduce(const RowBlock& block, size_t begin, size_t end, const float* gate,
@@ -48,7 +48,7 @@ void BackwardLora::reduce(const RowBlock& block, size_t begin, size_t end, const
     if (!LoraRows::adapts(adapter_, part)) continue;
     backward_.factors(adapter_, part, block.active)
         .reduce_back(begin, end, block.count, part == LoraRows::kGate ? gate : up, stride,
-                     backward_.row(part, block.first), backward_.width(), own);
+                     backward_.row(part, block.first), backward_.width(), forward_.low_rank(own));
   }
   forward_.reduce_down(block, begin, end, h, stride, own);
 }
@@ -73,7 +73,7 @@ void BackwardLora::add_hidden(const RowBlock& block, size_t begin, size_t end, f
     if (!LoraRows::adapts(adapter_, part)) continue;
     backward_.factors(adapter_, part, block.active)
         .expand_back(begin, end, block.count, backward_.row(part, block.first), backward_.width(),
-                     dx, stride, own);
+                     dx, stride, forward_.low_rank(own));
   }
 }
 

@@ -21,7 +21,7 @@ class BackwardLora {
   // Memory for `route`, whose tokens are counted from `begin`.
   void place(const Route& route, size_t begin, Carver& shared);
   void use(char* shared);
-  size_t own_bytes() const { return forward_.own_bytes(); }
+  const Carver& own() const { return forward_.own(); }
   // Floats that a row takes.
   size_t width() const { return 6 * forward_.width(); }
   // Whether start() wants gradients of the output.

@@ -1,6 +1,7 @@
 #include "train/plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/size.h"
 #include "train/gradients.h"
@@ -25,7 +26,7 @@ BackwardPlan::BackwardPlan(const Config& config, const Weights& weights,
       slices_(weights.slices()),
       transposing_(transposing),
       lora_width_(lora ? lora->width() : 0),
-      lora_own_(lora ? lora->own_bytes() : 0),
+      lora_own_(lora ? lora->own() : Carver()),
       keeps_rows_(keeps_rows),
       keeps_dy_(keeps_dy) {
   for (size_t i = 0; i < transposing.count(config.hidden); ++i) {
@@ -93,7 +94,7 @@ void BackwardPlan::make(const Route& route, size_t begin, size_t end, int worker
 
   // Micro-kernels may read whole steps of rows, from any row on.
   const size_t padding = transposing_.variant().tile.m_step;
-  Carver shared;
+  shared = {};
   dx = shared.add(tokens, product(config_.hidden, sizeof(float)));
   dy.clear();
   for (const TransposedBlock& block : of_down) dy.push_back(shared.add(tokens, block.act_bytes));
@@ -108,17 +109,15 @@ void BackwardPlan::make(const Route& route, size_t begin, size_t end, int worker
   }
   blocks = shared.add(most.experts, expert.size());
   if (lora) lora->place(route, begin, shared);
-  shared_bytes = shared.size();
   place_own(expert_blocks);
 }
 
 void BackwardPlan::place_own(const std::vector<TransposedBlock>& expert) {
   const size_t most_rows = transposing_.pad(kMaxRows);
-  size_t columns_of_task = 0, widest = config_.hidden;
+  size_t columns_of_task = 0;
   for (const DownTask& task : columns) {
     columns_of_task = std::max<size_t>(columns_of_task, task.end - task.begin);
   }
-  for (const Slice& slice : slices_) widest = std::max(widest, slice.width());
   panel_stride = odd_stride(transposing_.depth());
   sum_stride = odd_stride(round_up(columns_of_task, transposing_.variant().tile.n_step));
   Carver carver;
@@ -134,8 +133,8 @@ void BackwardPlan::place_own(const std::vector<TransposedBlock>& expert) {
   own.dy = carver.add(keeps_dy_ ? most_rows : 0, product(config_.hidden, sizeof(float)));
   own.gradients = carver.add(keeps_rows_ ? Gradients::own_bytes() : 0);
   own.scratch = carver.add(transposing_.scratch_bytes(expert, kMaxRows));
-  own.pack = carver.add(transposing_.own_bytes(widest));
-  own.bytes = carver.size();
+  own.pack = carver.add(transposing_.own());
+  own.pieces = std::move(carver);
 }
 
 }  // namespace ktk

@@ -32,7 +32,7 @@ struct BackwardPlan {
   std::vector<size_t> dy;     // encoded tokens, per block of rows of down
   std::vector<size_t> dz[2];  // encoded rows of gate and up, per block of their rows
   size_t rows[3] = {};        // f32 [rows][I]: gradients of gate and of up, h
-  size_t shared_bytes = 0;
+  Carver shared;
 
   // Offsets in a worker's own memory.
   struct {
@@ -46,7 +46,7 @@ struct BackwardPlan {
     size_t gradients;            // of Gradients
     size_t scratch;              // the micro-kernel's
     size_t pack;                 // of Transposing
-    size_t bytes;
+    Carver pieces;
   } own{};
 
   // `lora` may be NULL. `keeps_rows`: f32 rows are kept for sums over them; `keeps_dy`: gradients
@@ -80,7 +80,8 @@ struct BackwardPlan {
   const Weights& weights_;
   const std::vector<Slice>& slices_;
   const Transposing& transposing_;
-  const size_t lora_width_, lora_own_;
+  const size_t lora_width_;
+  const Carver lora_own_;
   const bool keeps_rows_, keeps_dy_;
 };
 

@@ -37,13 +37,15 @@ FloatBackend::FloatBackend(std::shared_ptr<const BackendTable> table_)
       given(format_for(*table)),
       stored(table->stored(given, nullptr, 1, 1)) {}
 
-Transposing::Transposing(const Variant& stored, const FloatBackend& floats)
+Transposing::Transposing(const Variant& stored, const FloatBackend& floats, size_t columns)
     : stored_(stored), floats_(floats) {
   const ktk_tile& tile = floats.variant.tile;
   const size_t step =
       common_multiple(common_multiple(tile.n_step, tile.k_step), stored.tile.n_step);
   depth_ = round_up(kDepth, step);
   unpacked_rows_ = round_up(kUnpacked, stored.tile.n_step);
+  own_unpacked_ = own_.add(unpacked_rows_, product(odd_stride(columns), sizeof(float)));
+  own_turned_ = own_.add(columns, product(odd_stride(depth_), sizeof(float)));
 }
 
 size_t Transposing::pad(size_t rows) const { return round_up(rows, floats_.variant.tile.m_step); }
@@ -70,18 +72,11 @@ void Transposing::add(const ktk_matrix& source, const char* packed, float factor
   }
 }
 
-size_t Transposing::own_bytes(size_t columns) const {
-  Carver carver;
-  carver.add(unpacked_rows_, product(odd_stride(columns), sizeof(float)));
-  carver.add(columns, product(odd_stride(depth_), sizeof(float)));
-  return carver.size();
-}
-
 void Transposing::pack(const TransposedBlock& block, char* memory, char* own) const {
   const size_t columns = block.source->k, rows = block.end - block.begin;
   const size_t stride = odd_stride(columns), turned_stride = odd_stride(depth_);
-  float* const unpacked = reinterpret_cast<float*>(own);
-  char* const turned = own + round_up(unpacked_rows_ * stride * sizeof(float), KTK_ALIGNMENT);
+  float* const unpacked = reinterpret_cast<float*>(own + own_unpacked_);
+  char* const turned = own + own_turned_;
   const size_t item = floats_.given.element == KTK_F32 ? sizeof(float) : sizeof(uint16_t);
   for (size_t done = 0; done < rows; done += unpacked_rows_) {
     const size_t count = std::min(rows - done, unpacked_rows_), first = block.begin + done;

@@ -40,7 +40,8 @@ struct TransposedBlock {
 
 class Transposing {
  public:
-  Transposing(const Variant& stored, const FloatBackend& floats);
+  // Of matrices that have up to so many columns.
+  Transposing(const Variant& stored, const FloatBackend& floats, size_t columns);
 
   // Rows of a block; cuts between panels of columns are multiples of it, too.
   size_t depth() const { return depth_; }
@@ -52,8 +53,8 @@ class Transposing {
            std::vector<TransposedBlock>& blocks) const;
   // The same without a place: what acts for such blocks are encoded for.
   TransposedBlock block(const ktk_matrix& source, size_t index) const;
-  // Bytes of scratch memory that pack() wants for matrices of up to so many columns.
-  size_t own_bytes(size_t columns) const;
+  // Scratch memory that pack() wants.
+  const Carver& own() const { return own_; }
   void pack(const TransposedBlock& block, char* memory, char* own) const;
 
   // dst[m][n_end - n_begin] = act x block. `scratch` is scratch_bytes() long.
@@ -68,6 +69,8 @@ class Transposing {
   const Variant& stored_;
   const FloatBackend& floats_;
   size_t depth_, unpacked_rows_;
+  Carver own_;
+  size_t own_unpacked_, own_turned_;
 };
 
 }  // namespace ktk

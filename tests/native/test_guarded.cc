@@ -1,6 +1,3 @@
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <csignal>
 #include <cstdint>
 #include <stdexcept>
@@ -8,23 +5,11 @@
 
 #include "check.h"
 #include "core/guarded.h"
+#include "signals.h"
 
 using ktk::Guarded;
 
 namespace {
-
-// The signal that ends a child that reads a byte; 0 if none does.
-int signal_of_reading(const char* at) {
-  const pid_t child = fork();
-  if (child == 0) {
-    std::signal(SIGSEGV, SIG_DFL);
-    static_cast<void>(*static_cast<const volatile char*>(at));
-    _exit(0);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  return WIFSIGNALED(status) ? WTERMSIG(status) : 0;
-}
 
 std::string complaint(const Guarded& memory) {
   try {
