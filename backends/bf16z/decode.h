@@ -24,13 +24,15 @@ class BlockReader {
   explicit BlockReader(const BlockParts<const char>& block)
       : BlockReader(block.header, block.side, block.steps) {}
 
-  // What the next step is made of; pass_step() goes on to the one after.
+  // What the next step is made of; pass_steps() goes on to one after.
   const Decoder& decoder() const { return decoder_; }
   const char* step() const { return in_; }
+  const uint16_t* counts() const { return count_; }  // of patches, of this step and those behind
+  const uint32_t* patches() const { return patch_; }
   bool has_patches() const { return *count_ != 0; }
-  void pass_step() {
-    in_ += kStepBytes;
-    patch_ += *count_++;
+  void pass_steps(size_t steps) {
+    in_ += steps * kStepBytes;
+    for (; steps > 0; --steps) patch_ += *count_++;
   }
 
   // Makes it a plain step, and goes on.

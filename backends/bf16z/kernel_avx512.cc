@@ -13,7 +13,7 @@ struct Variant {
   using Weight = WeightCodec<ZmmDecoder>;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      register_ukernel<ZmmKernel<bf16::DotF32>, Plain>("gemv_12x32_avx512"),
+      register_ukernel<ZmmKernel<bf16::DotF32>, Plain>("gemv_11x32_avx512", 11),
       ukernel("gemm_12x32_avx512", run<gemm<ZmmF32Kernel>, gemm<Plain>>, scratch_size)};
 };
 

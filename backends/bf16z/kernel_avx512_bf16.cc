@@ -12,8 +12,7 @@ struct Variant {
   using Weight = WeightCodec<ZmmDecoder>;
   using Act = ActBf16;
   static constexpr ktk_ukernel kUkernels[] = {
-      register_ukernel<ZmmKernel<bf16::DotBf16>, Plain>("gemv_12x32_avx512_bf16"),
-      decoding_ukernel<Plain, ZmmDecoder>("gemm_12x32_avx512_bf16")};
+      register_ukernel<ZmmKernel<bf16::DotBf16>, Plain>("gemm_12x32_avx512_bf16", SIZE_MAX)};
 };
 
 }  // namespace

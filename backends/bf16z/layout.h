@@ -13,6 +13,8 @@
 //            24  zeros
 //            32  patches of each step, 2 bytes each
 //
+// The patches of a step are in the order of their groups.
+//
 // A step is 8 groups of 4 lines of BF16's step: a and b are tiles 0 and 1 of pair 2g, c and d those
 // of pair 2g + 1. They become three lines, x, y and n. In every word of 16 bits (s, m and i: sign,
 // mantissa, and the index of the exponent in the table):
@@ -80,6 +82,9 @@ inline Form form_of(const void* packed) {
 inline const char* plain_weight(const void* packed) {
   return static_cast<const char*>(packed) + kLine;
 }
+
+// The group of the place of a patch in a plain step.
+inline size_t group_of(uint32_t patch) { return (patch >> 16) % (bf16::kTileBytes / 2) / kLine; }
 
 // Where the lines a, b, c, d of a group are in a plain step.
 template <class Byte>

@@ -17,10 +17,10 @@ constexpr ktk_ukernel decoding_ukernel(const char* name) {
   return ukernel(name, run<gemm<DecodedKernel<Plain, Decoder>>, gemm<Plain>>, scratch_size);
 }
 
-// The same for rows that waits for memory.
+// One that decodes in registers, for up to m_max rows.
 template <class Kernel, class Plain>
-constexpr ktk_ukernel register_ukernel(const char* name) {
-  return ukernel(name, Kernel::kMr, run<gemm<Kernel>, gemm<Plain>>, scratch_size);
+constexpr ktk_ukernel register_ukernel(const char* name, size_t m_max) {
+  return ukernel(name, m_max, run<gemm<Kernel>, gemm<Plain>>);
 }
 
 }  // namespace

@@ -95,16 +95,21 @@ inline void pack_sized(const ktk_matrix* matrix, const ktk_source* source, size_
   bf16::pack_weight(matrix, source, n_begin, n_end, out + kLine);
 }
 
-// Whether the patches of a block are as many as there is room for, and each one is in its step.
+// Whether the patches of a block are as many as there is room for, and those of each step are in it
+// and in the order of groups.
 inline bool is_block(const BlockParts<const char>& block) {
   const uint16_t* const counts = patches_of_steps(block.header);
-  const uint32_t* const patches = reinterpret_cast<const uint32_t*>(block.side);
+  const uint32_t* patch = reinterpret_cast<const uint32_t*>(block.side);
   size_t count = 0;
   for (size_t i = 0; i < block.steps; ++i) count += counts[i];
   if (count != reinterpret_cast<const Header*>(block.header)->patches) return false;
-  if (count > side_bytes(block.steps) / sizeof *patches) return false;
-  for (size_t i = 0; i < count; ++i) {
-    if (patches[i] >> 16 >= kBlockCols * kStepDepth) return false;
+  if (count > side_bytes(block.steps) / sizeof *patch) return false;
+  for (size_t i = 0; i < block.steps; ++i) {
+    size_t group = 0;
+    for (const uint32_t* const end = patch + counts[i]; patch != end; ++patch) {
+      if (*patch >> 16 >= kBlockCols * kStepDepth || group_of(*patch) < group) return false;
+      group = group_of(*patch);
+    }
   }
   return true;
 }

@@ -83,7 +83,7 @@ class ZmmF32Kernel : public BlockKernel<ZmmDecoder> {
           decoder.second_lines(in, pairs);
           widen(pairs, out + (2 * group + 1) * kWidePairBytes);
         }
-        reader_.pass_step();
+        reader_.pass_steps(1);
       }
     }
     keep_order();

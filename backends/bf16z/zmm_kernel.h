@@ -1,7 +1,6 @@
-// The product of up to 12 rows on 512-bit registers, which waits for memory: weights are decoded in
-// registers, a group at a time, and multiplied as in bf16/zmm_tile.h.
-//
-// Steps with patches, one in some dozen, are decoded into memory for their patches to be written.
+// The product on 512-bit registers: weights are decoded in registers, a group at a time, and
+// multiplied as in bf16/zmm_tile.h. Every tile of rows decodes them again, which costs less than to
+// write them and to read them back: decoding and products mostly take different ports.
 #pragma once
 
 #include "bf16/zmm_tile.h"
@@ -11,36 +10,51 @@
 namespace ktk::bf16z {
 namespace {
 
-template <class Dot, size_t kRows>
-[[gnu::always_inline]] inline void add_patched_step(__m512 (&acc)[kRows][2], const char* plain,
-                                                    RowPointers<kRows>& act, Fetch& fetch) {
-  for (size_t group = 0; group < kGroups; ++group) fetch.next_of<kGroupBytes / kLine>();
-#pragma GCC unroll 1
-  for (const char* end = plain + bf16::kTileBytes; plain != end; plain += kLine) {
-    bf16::add_lines<Dot, 2>(acc, 0, plain, act);
-    act.advance(2 * Dot::kActBytes);
+// The patches of a run of steps, group by group, in the order in which they are stored.
+class GroupPatches {
+ public:
+  // From the next step of `reader` on.
+  explicit GroupPatches(const BlockReader<ZmmDecoder>& reader)
+      : step_(reader.step()), count_(reader.counts()), patch_(reader.patches()), left_(*count_) {}
+
+  // The next group up to `end` that has patches; `end` if there is none.
+  const char* find(const char* end) {
+    while (left_ == 0) {
+      step_ += kStepBytes;
+      if (step_ == end) return end;
+      left_ = *++count_;
+    }
+    const size_t group = group_of(*patch_);
+    for (in_group_ = 1; in_group_ < left_ && group_of(patch_[in_group_]) == group;) ++in_group_;
+    return step_ + group * kGroupBytes;
   }
-}
+
+  // Writes those of lines a and b of that group, or of c and d.
+  void apply(bool second, __m512i (&lines)[2]) const {
+    for (size_t i = 0; i < in_group_; ++i) {
+      const size_t at = patch_[i] >> 16, tile = at / (bf16::kTileBytes / 2);
+      const uint32_t lane = (at / (kLine / 2) % 2 == second) ? 1u << at % (kLine / 2) : 0;
+      const short weight = static_cast<short>(patch_[i]);
+      lines[0] = _mm512_mask_set1_epi16(lines[0], tile == 0 ? lane : 0, weight);
+      lines[1] = _mm512_mask_set1_epi16(lines[1], tile == 0 ? 0 : lane, weight);
+    }
+  }
+
+  // Goes on behind that group.
+  void pass() {
+    patch_ += in_group_;
+    left_ -= in_group_;
+  }
+
+ private:
+  const char* step_;
+  const uint16_t* count_;
+  const uint32_t* patch_;
+  size_t left_, in_group_ = 0;  // in the step, and in the group that was found
+};
 
 template <class Dot, size_t kRows>
-[[gnu::always_inline]] inline void add_step(__m512 (&acc)[kRows][2], const ZmmDecoder& decoder,
-                                            const char* step, RowPointers<kRows>& act,
-                                            Fetch& fetch) {
-#pragma GCC unroll 1
-  for (const char* end = step + kStepBytes; step != end; step += kGroupBytes) {
-    fetch.next_of<kGroupBytes / kLine>();
-    __m512i pairs[2];
-    decoder.first_lines(step, pairs);
-    Dot::add(acc, 0, pairs, act);
-    act.advance(2 * Dot::kActBytes);
-    decoder.second_lines(step, pairs);
-    Dot::add(acc, 0, pairs, act);
-    act.advance(2 * Dot::kActBytes);
-  }
-}
-
-template <class Dot, size_t kRows>
-void multiply_tile(const Tile& t, BlockReader<ZmmDecoder>& reader, char* plain) {
+void multiply_tile(const Tile& t, const BlockReader<ZmmDecoder>& reader) {
   __m512 acc[kRows][2];
 #pragma GCC unroll 12
   for (size_t i = 0; i < kRows; ++i) {
@@ -50,15 +64,27 @@ void multiply_tile(const Tile& t, BlockReader<ZmmDecoder>& reader, char* plain) 
   }
   RowPointers<kRows> act(bf16::first_act<Dot::kActBytes>(t), t.act_stride);
   Fetch fetch = t.fetch;
-  for (size_t slab = t.begin; slab < t.end; ++slab) {
-    if (__builtin_expect(reader.has_patches(), 0)) {
-      reader.read_step(plain);
-      keep_order();
-      add_patched_step<Dot>(acc, plain, act, fetch);
-    } else {
-      add_step<Dot>(acc, reader.decoder(), reader.step(), act, fetch);
-      reader.pass_step();
+  const ZmmDecoder decoder = reader.decoder();
+  const char* group = reader.step();
+  const char* const end = group + (t.end - t.begin) * kStepBytes;
+  GroupPatches patches(reader);
+  const char* patched = patches.find(end);
+#pragma GCC unroll 1
+  for (; group != end; group += kGroupBytes) {
+    fetch.next_of<kGroupBytes / kLine>();
+    __m512i pairs[2];
+    decoder.first_lines(group, pairs);
+    if (__builtin_expect(group == patched, 0)) patches.apply(false, pairs);
+    Dot::add(acc, 0, pairs, act);
+    act.advance(2 * Dot::kActBytes);
+    decoder.second_lines(group, pairs);
+    if (__builtin_expect(group == patched, 0)) {
+      patches.apply(true, pairs);
+      patches.pass();
+      patched = patches.find(end);
     }
+    Dot::add(acc, 0, pairs, act);
+    act.advance(2 * Dot::kActBytes);
   }
 #pragma GCC unroll 12
   for (size_t i = 0; i < kRows; ++i) {
@@ -69,7 +95,8 @@ void multiply_tile(const Tile& t, BlockReader<ZmmDecoder>& reader, char* plain) 
 }
 
 template <class Dot>
-struct ZmmKernel : BlockKernel<ZmmDecoder> {
+class ZmmKernel : public BlockKernel<ZmmDecoder> {
+ public:
   using BlockKernel<ZmmDecoder>::BlockKernel;
   // f32 takes registers for what the pairs of bf16 become.
   static constexpr size_t kMr = Dot::kActBytes == 4 ? 11 : 12;
@@ -78,7 +105,14 @@ struct ZmmKernel : BlockKernel<ZmmDecoder> {
       row_table<kMr>([]<size_t kRows> { return &multiply_tile<Dot, kRows>; });
 
   static size_t passes(size_t) { return 1; }
-  void tile(const Tile& t) { kTiles[t.rows](t, reader_, scratch_); }
+  void prepare_run(const Run& run) {
+    if (run.begin > 0) reader_.pass_steps(run.begin - begin_);
+    begin_ = run.begin;
+  }
+  void tile(const Tile& t) const { kTiles[t.rows](t, reader_); }
+
+ private:
+  size_t begin_ = 0;  // of the run, where reader_ is
 };
 
 }  // namespace

@@ -42,6 +42,16 @@ def last_lane() -> U16:
     return weights
 
 
+def crowded_group() -> U16:
+    """As many patches as fit, in all lines of one group, and in the last one of the next step."""
+    weights = with_exponents(np.random.default_rng(2), (32, 128), list(range(100, 116)))
+    for n, k in ((0, 36), (15, 37), (16, 36), (31, 37), (0, 38), (15, 39), (16, 38), (31, 39)):
+        weights[n, k] = 0x7F00 + n
+    weights[7:14, 38] = 0xFF01
+    weights[31, 95] = 1
+    return weights
+
+
 def zero_block() -> U16:
     """A block of zeros, one of negative zeros, and one that has both and a subnormal."""
     weights = np.zeros((96, 96), np.uint16)

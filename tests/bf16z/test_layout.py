@@ -8,7 +8,16 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from patterns import U16, any_bits, gaussian, last_lane, pack, with_exponents, zero_block
+from patterns import (
+    U16,
+    any_bits,
+    crowded_group,
+    gaussian,
+    last_lane,
+    pack,
+    with_exponents,
+    zero_block,
+)
 
 import ktk
 from ktk import _core
@@ -87,6 +96,7 @@ def matrices(draw: st.DrawFn) -> U16:
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(weights=matrices())
 @example(last_lane())
+@example(crowded_group())
 @example(zero_block())
 @example(np.full((32, 32), 0x7F80, np.uint16))  # infinities alone: what pads them?
 @example(np.full((33, 33), 0xFFFF, np.uint16))
@@ -112,6 +122,8 @@ def test_every_bit_is_kept_in_the_layout_that_is_drawn(variant: str, weights: U1
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(weights=matrices(), m=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
 @example(last_lane(), 3, 0)
+@example(crowded_group(), 1, 0)
+@example(crowded_group(), 25, 0)
 @example(zero_block(), 13, 1)
 @example(np.full((32, 40), 0x7F80, np.uint16), 2, 2)
 @settings(deadline=None)

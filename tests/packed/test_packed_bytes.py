@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints as made
@@ -175,13 +176,32 @@ def test_damage_is_named_and_converted_again(
     assert (packed / FILE).read_bytes() == (sound / FILE).read_bytes()
 
 
-def test_bytes_that_are_no_packed_weights_are_refused_before_they_are_read(packed: Path) -> None:
-    """A file whose checksums are right may hold anything: a count of patches without end."""
+def endless_patches(matrix: memoryview) -> None:
+    """A count of patches that reaches behind all of them."""
+    matrix[32:34] = b"\xff\xff"
+
+
+def patches_out_of_order(matrix: memoryview) -> None:
+    """Two patches in the first block: one of the second group, then one of the first."""
+    k, steps = SIZES[1], SIZES[1] // 32
+    block = 64 + steps * 1536
+    side = SIZES[2] // 32 * block
+    assert len(matrix) == side + SIZES[2] // 32 * k // 2
+    matrix[20:24] = (2).to_bytes(4, "little")
+    matrix[32 : 32 + 2 * steps] = (2).to_bytes(2 * steps, "little")
+    matrix[side : side + 8] = (64 << 16).to_bytes(4, "little") + bytes(4)
+
+
+@pytest.mark.parametrize("fault", [endless_patches, patches_out_of_order])
+def test_bytes_that_are_no_packed_weights_are_refused_before_they_are_read(
+    packed: Path, fault: Callable[[memoryview], None]
+) -> None:
+    """A file whose checksums are right may hold anything."""
     path, header = packed / FILE, layer_of(packed).header
     start = len(headers.to_bytes(header))
     begin, nbytes = header.layout.place("up", 0)
     data = bytearray(path.read_bytes())
-    data[start + begin + 32 : start + begin + 34] = b"\xff\xff"
+    fault(memoryview(data)[start + begin :][:nbytes])
     sums = {name: list(found) for name, found in header.checksums.items()}
     sums["up"][0] = headers.checksum(data[start + begin :][:nbytes])
     wrong = headers.Header(**{**vars(header), "checksums": sums})
