@@ -58,6 +58,6 @@ def check_linears(model: Any, ids: torch.Tensor) -> None:
         act = variant.act_of(fmt, variant.n_step, depth)
         stored = reference.encode(reference.Uncertain(exact, np.zeros_like(exact)), act)
         bias = None if module.bias is None else module.bias.detach().double().numpy()
-        y = reference.matmul(stored, weight, bias)
+        y = reference.biased(reference.matmul(stored, weight), bias)
         y = y.widened(F32.rounding(y.size, up_to=True))
         bounds.check(out.double().numpy(), y.value, y.error, module.layer.name)
