@@ -40,10 +40,11 @@ class GroupPatches {
     }
   }
 
-  // Goes on behind that group.
-  void pass() {
+  // The one after that group: not inline, for it takes registers that loops need.
+  [[gnu::noinline]] const char* next(const char* end) {
     patch_ += in_group_;
     left_ -= in_group_;
+    return find(end);
   }
 
  private:
@@ -80,8 +81,7 @@ void multiply_tile(const Tile& t, const BlockReader<ZmmDecoder>& reader) {
     decoder.second_lines(group, pairs);
     if (__builtin_expect(group == patched, 0)) {
       patches.apply(true, pairs);
-      patches.pass();
-      patched = patches.find(end);
+      patched = patches.next(end);
     }
     Dot::add(acc, 0, pairs, act);
     act.advance(2 * Dot::kActBytes);
