@@ -49,6 +49,7 @@ _LARGEST_EXPONENT = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _HALF_BYTE = ("u4", "i4", "e2m1")
 _UE8M0_BIAS = 127
+_NVFP4 = Format("e2m1", "e4m3", "none", 1, 16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +138,9 @@ def from_bytes(format: Format, data: np.ndarray, scale: np.ndarray, zero: np.nda
     return Quantized(format, stored, view(scale, format.scale), view(zero, format.zero))
 
 
-def quantize(weight: Array, format: Format | str, *, search: bool = False) -> Quantized:
+def quantize(
+    weight: Array, format: Format | str, *, search: bool = False, factor: float | None = None
+) -> Quantized:
     """Quantise a matrix, or each of a stack.
 
     Parameters
@@ -150,6 +153,9 @@ def quantize(weight: Array, format: Format | str, *, search: bool = False) -> Qu
     search : bool
         For integers: try many scales and zero points for each group, and keep those of the least
         squared error. Takes some hundred times as long.
+    factor : float, optional
+        For NVFP4: what multiplies the whole matrix, where several matrices are to have the same;
+        normal and positive. By default as above, from the largest magnitude.
 
     Returns
     -------
@@ -161,8 +167,8 @@ def quantize(weight: Array, format: Format | str, *, search: bool = False) -> Qu
     TypeError
         The weight is no array.
     ValueError
-        The weight is no finite matrix, its depth does not fill whole bytes, or the format is none
-        that this module knows.
+        The weight is no finite matrix, its depth does not fill whole bytes, the format is none
+        that this module knows, or has no factor, and one is given.
     """
     format = format_named(format)
     if not isinstance(weight, (torch.Tensor, np.ndarray)):
@@ -170,7 +176,8 @@ def quantize(weight: Array, format: Format | str, *, search: bool = False) -> Qu
             raise TypeError(f"weight must be an array, of any library, got {type(weight).__name__}")
         weight = torch.utils.dlpack.from_dlpack(weight)
     if weight.ndim == 3 and len(weight):
-        return _stack([quantize(matrix, format, search=search) for matrix in weight])
+        each = (quantize(matrix, format, search=search, factor=factor) for matrix in weight)
+        return _stack(list(each))
     weight = _tensor(weight)
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(
@@ -182,13 +189,15 @@ def quantize(weight: Array, format: Format | str, *, search: bool = False) -> Qu
         raise ValueError("weight holds values that are not finite")
     if format.element in _HALF_BYTE and weight.shape[1] % 2:
         raise ValueError(f"depth {weight.shape[1]} does not fill whole bytes of {format.element}")
+    if factor is not None and format != _NVFP4:
+        raise ValueError(f"{format} has no factor, got {factor}")
     if format.scale == "none" and format.zero == "none" and format.element in _FLOATS:
         return Quantized(format, weight.to(_FLOATS[format.element]).contiguous())
     x = weight.float()
     if format.scale == "ue8m0" and format.zero == "none" and format.element in _LARGEST_EXPONENT:
         return _with_exponents(x, format)
     if format.scale == "e4m3" and format.element == "e2m1" and format.zero == "none":
-        return _with_factor(x, format)
+        return _with_factor(x, format, factor)
     if format.scale in _FLOATS and format.element in _LARGEST and format.zero == "none":
         scale = _stored_scale(_largest(format, x) / _LARGEST[format.element], format)
         codes = _round_to(x / _divisor(format, scale, x), format.element)
@@ -294,9 +303,13 @@ def _with_exponents(x: torch.Tensor, fmt: Format) -> Quantized:
     return Quantized(fmt, codes, (exponent + _UE8M0_BIAS).to(torch.uint8))
 
 
-def _with_factor(x: torch.Tensor, fmt: Format) -> Quantized:
+def _with_factor(x: torch.Tensor, fmt: Format, given: float | None) -> Quantized:
     largest = _LARGEST[fmt.element]
     factor = (x.abs().max() / (largest * _LARGEST[fmt.scale])).reshape(1)
+    if given is not None:
+        factor = torch.tensor([given])
+        if not torch.finfo(factor.dtype).tiny <= given <= torch.finfo(factor.dtype).max:
+            raise ValueError(f"factor must be a normal positive f32, got {given}")
     # A matrix of zeros, or of so little that no f32 is left for its factor, has codes of zero.
     wide = torch.where(factor > 0, factor, torch.inf)
     scale = _round_to(_largest(fmt, x) / largest / wide, fmt.scale)

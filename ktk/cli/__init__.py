@@ -177,22 +177,32 @@ def demo(
     )
 
 
-@app.command(short_help="Write a model as a backend stores it.")
+@app.command(short_help="Write a model as a backend stores it, or in another format.")
 def convert(
     source: Annotated[Path, typer.Argument(metavar="INPUT", help=MODEL)],
     output: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
-    backend: Annotated[str, typer.Option(help="What the weights are for; see ktk backends.")],
+    backend: Annotated[
+        str | None, typer.Option(help="Pack the experts for this backend; see ktk backends.")
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Write a whole checkpoint whose experts are int4, fp8, nvfp4 or mxfp4, as "
+            "compressed-tensors stores them.",
+        ),
+    ] = None,
     group_size: Annotated[
         int | None,
         typer.Option(
             min=0,
             help="Columns that share a scale, 0 for whole rows; default: those of the source, or "
-            "what the backend likes best.",
+            "what the backend likes best; of int4, 128 where that divides the sizes.",
         ),
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(help="Layers such as 0-3,5; default: all that have experts."),
+        typer.Option(help="Layers such as 0-3,5, with --backend; default: all that have experts."),
     ] = None,
     resume: Annotated[
         bool,
@@ -201,7 +211,7 @@ def convert(
             help="Keep each layer that an earlier run finished, if its checksums are right and its "
             "part of INPUT is what it was. Where files of INPUT have another time, size or inode "
             "(a copy, say), this reads INPUT again to see that; layers whose weights differ are "
-            "made again.",
+            "made again, and with --to all are.",
         ),
     ] = False,
     threads: Annotated[
@@ -212,16 +222,46 @@ def convert(
         bool, typer.Option("--json", help="Print JSON of what was made, when it is done.")
     ] = False,
 ) -> None:
-    """Write the experts of a model as a backend stores them, to be loaded often.
+    """Write the experts of a model as a backend stores them, or a checkpoint in another format.
 
-    OUTPUT holds experts and config.json only: no tokenizer, no attention, no shared experts. Keep
-    INPUT for those. ktk verify OUTPUT reads all of it and checks it. Progress goes to stderr: a bar
-    on a terminal, a line per layer elsewhere.
+    With --backend, to be loaded often by ktk: OUTPUT holds experts and config.json only, no
+    tokenizer, no attention, no shared experts. Keep INPUT for those. ktk verify OUTPUT reads all of
+    it and checks it.
+
+    With --to, for vLLM, SGLang, transformers and ktk: OUTPUT is a whole model. Experts are
+    quantised, all else is copied. INPUT is a folder of safetensors files.
+
+    Progress goes to stderr: a bar on a terminal, a line per layer or file elsewhere.
     """
-    from ktk.cli.convert import run_convert
     from ktk.hub import find_model
 
     wanted = _layers(layers)
+    if (backend is None) == (to is None):
+        raise typer.BadParameter(
+            "give one of them: a backend of ktk, or a format for other programs, too",
+            param_hint="--backend, --to",
+        )
+    if to is not None:
+        from ktk.cli.convert_to import run_convert_to
+        from ktk.conversion.compressed import TARGETS
+
+        if to not in TARGETS:
+            raise typer.BadParameter(f"{to!r} is none of {', '.join(TARGETS)}", param_hint="--to")
+        if wanted is not None:
+            raise typer.BadParameter("--to converts all layers", param_hint="--layers")
+        run_convert_to(
+            find_model(source),
+            output,
+            to=to,
+            group_size=group_size,
+            resume=resume,
+            threads=threads,
+            as_json=json,
+        )
+        return
+    from ktk.cli.convert import run_convert
+
+    assert backend is not None
     run_convert(
         find_model(source),
         output,

@@ -117,7 +117,7 @@ class Conversion(Closing):
         self.backend = load_backend(backend) if isinstance(backend, str) else backend
         self._named = format_named_by(backend)
         self.group_size = group_size
-        self.threads = _threads(threads)
+        self.threads = thread_count(threads)
         self.plans: list[FilePlan] = []
         self.expected = 0
         self._wanted = None if layers is None else sorted(set(map(operator.index, layers)))
@@ -372,7 +372,8 @@ def convert(
         return conversion.plans
 
 
-def _threads(wanted: int | None) -> int:
+def thread_count(wanted: int | None) -> int:
+    """Return the experts that are encoded at a time; ValueError if less than one is wanted."""
     if wanted is None:
         return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
     if operator.index(wanted) < 1:

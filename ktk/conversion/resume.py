@@ -33,7 +33,7 @@ def merged(folder: Path, mine: Index, *, resume: bool) -> Index:
         The folder holds anything else than an earlier part of this conversion.
     """
     if not is_packed(folder):
-        _check_empty(folder)
+        check_empty(folder)
         return mine
     if not resume:
         raise CheckpointError(
@@ -56,7 +56,7 @@ def merged(folder: Path, mine: Index, *, resume: bool) -> Index:
     return replace(earlier, layers=tuple(sorted({*earlier.layers, *mine.layers})))
 
 
-def _check_empty(folder: Path) -> None:
+def check_empty(folder: Path) -> None:
     """Refuse a folder with anything but what an interrupted start leaves."""
     foreign = [
         path.name

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from schemes import SCHEMES
 from tiny import FAMILIES, float32
 
+from ktk.checkpoint.safetensors import SafetensorsCheckpoint
+from ktk.conversion.compressed import convert_checkpoint
 from ktk.testing import formats
 
 
@@ -54,6 +56,20 @@ def rewritten(
         _put(exact, stem, part, torch.from_numpy(source.values).float())
     rewrite(folder, tensors, quantization)
     return folder, exact
+
+
+def converted(folder: Path, to: str, family: str) -> tuple[Path, Any]:
+    """Write what ``ktk convert --to`` makes of a model; return that, and the model in float32."""
+    source, output = FAMILIES[family].save(folder / "source"), folder / to
+    convert_checkpoint(source, output, to=to)
+    exact = float32(source)
+    with SafetensorsCheckpoint(output) as checkpoint:
+        for number in checkpoint.layers():
+            layer = checkpoint.layer(number)
+            for expert in range(layer.config.num_experts):
+                for part, matrix in layer.values(expert, torch.float32).matrices.items():
+                    _put(exact, f"model.layers.{number}.mlp.experts.{expert}", part, matrix.data)
+    return output, exact
 
 
 def gpt_oss(folder: Path) -> tuple[Path, Any]:

@@ -32,6 +32,10 @@ def scheme(name: str) -> Writer:
     return lambda folder: quantized.qwen3(folder, name)
 
 
+def converted(to: str, family: str) -> Writer:
+    return lambda folder: quantized.converted(folder, to, family)
+
+
 # What is written, who computes it, and whether activations become 8 bits.
 STORED: dict[str, tuple[Writer, str, bool]] = {
     "fp8 by blocks": (scheme("fp8 by blocks"), "FP8", False),
@@ -45,6 +49,10 @@ STORED: dict[str, tuple[Writer, str, bool]] = {
     "gptq": (scheme("gptq"), "AMXINT4", True),
     "gptq, symmetric": (scheme("gptq, symmetric"), "RAWINT4", True),
     "awq": (quantized.awq, "AMXINT4", True),
+    "int4 by ktk": (converted("int4", "qwen3-moe"), "RAWINT4", True),
+    "fp8 by ktk": (converted("fp8", "deepseek-v3"), "FP8", False),
+    "nvfp4 by ktk": (converted("nvfp4", "mixtral"), "MXFP4", False),
+    "mxfp4 by ktk": (converted("mxfp4", "deepseek-v3"), "MXFP4", False),
     "gguf": (gguf_model.write, "LLAMAFILE", True),
     "gguf of gpt-oss": (gguf_model.write_gpt_oss, "LLAMAFILE", True),
     "gguf, tied": (gguf_model.write_tied, "LLAMAFILE", True),

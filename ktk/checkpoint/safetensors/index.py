@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -63,6 +64,15 @@ class TensorIndex(Closing):
     def tensor(self, name: str, expert: int | None = None) -> torch.Tensor:
         """Read a tensor, or one expert of a fused one."""
         return self._holder(name).read(name, expert)
+
+    def read_bytes(self, name: str, begin: int, nbytes: int) -> torch.Tensor:
+        """Read bytes of a tensor, counted from its first, uint8 [nbytes]."""
+        return self._holder(name).read_bytes(name, begin, nbytes)
+
+    def in_order(self) -> Iterator[str]:
+        """Yield the names of all tensors as they lie in the files."""
+        for path in self.paths():
+            yield from (name for name in self._open(path).tensors if self._files.get(name) == path)
 
     def stand_in(self, name: str, expert: int | None = None) -> torch.Tensor:
         """Return the like of `tensor` without values, on the device meta, without reading it."""
