@@ -83,9 +83,11 @@ def _announce(console: Console, conversion: CheckpointConversion) -> None:
     kept = len(conversion.files) - len(conversion.todo)
     if kept:
         console.print(f"{kept} of {len(conversion.files)} files are there already")
+    count = conversion.decoded
+    rest = f"copied, or decoded where it is codes (matrices: {count})" if count else "copied"
     console.print(
         f"layers {spans(conversion.layers)}: experts are {conversion.stored}, and become "
-        f"{conversion.target.format}; all else is copied",
+        f"{conversion.target.format}; all else is {rest}",
         soft_wrap=True,
     )
     if not conversion.todo:

@@ -279,6 +279,34 @@ def test_experts_in_codes_are_decoded_and_quantised_again(fmt: ktk.Format, tmp_p
         assert torch.equal(after.layer(0).values(0).up.data, dequantize(want, torch.float64))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_other_matrices_in_codes_are_decoded(dtype: torch.dtype, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = {"dtype": "float16"} if dtype == torch.float16 else {}
+    source = models.write(tmp_path / "source", quantization_config=said, **config)
+    tensors = load_file(source / "one.safetensors")
+    stem = "model.layers.0.self_attn.q_proj"
+    made_of = quantize(tensors[f"{stem}.weight"], "e4m3-f32-128x128")
+    assert made_of.scale is not None
+    tensors[f"{stem}.weight"] = made_of.data.view(torch.float8_e4m3fn)
+    tensors |= {f"{stem}.weight_scale_inv": made_of.scale, f"{stem}.input_scale": torch.ones(1)}
+    tensors[f"{stem}.bias"] = torch.ones(3)
+    save_file(tensors, source / "one.safetensors")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "one.safetensors")
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    arguments = ["convert", str(source), str(tmp_path / "to"), "--to", "mxfp4"]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    assert "all else is copied, or decoded where it is codes (matrices: 1)" in done.stderr
+    found = models.tensors(tmp_path / "to")
+    assert {name for name in found if name.startswith(stem)} == {f"{stem}.weight", f"{stem}.bias"}
+    assert torch.equal(found[f"{stem}.weight"], dequantize(made_of).to(dtype))
+    assert torch.equal(found[f"{stem}.bias"], tensors[f"{stem}.bias"])
+
+
 def test_a_factor_is_given(tmp_path: Path) -> None:
     weight = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     stack = quantize(torch.stack([weight, weight]), "e2m1-e4m3-g16", factor=0.25)

@@ -256,8 +256,8 @@ def _missing(source: Path) -> None:
         ),
         (
             _in_codes,
-            r"tensor model.layers.0.self_attn.q_proj.weight in .*one.safetensors is no "
-            "expert and of type F8_E4M3",
+            r"tensor model.layers.0.self_attn.q_proj.weight in .*one.safetensors is of "
+            "type F8_E4M3, and ktk knows no scheme",
         ),
         (_missing, r"two.safetensors is missing"),
     ],

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import FAMILIES
+from quantized import fp8_everywhere
+from tiny import FAMILIES, float32
 
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.conversion.compressed import convert_checkpoint
@@ -46,3 +47,17 @@ def test_transformers_loads_the_same_values(family: str, to: str, tmp_path: Path
     assert after.keys() == before.keys()
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
+
+
+def test_dense_layers_in_codes_are_decoded(tmp_path: Path) -> None:
+    """FP8 everywhere, as most are published, becomes int4 for experts and bf16 for the rest."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    source, exact = fp8_everywhere(folder)
+    convert_checkpoint(source, tmp_path / "to", to="int4")
+    found, wanted = float32(tmp_path / "to").state_dict(), exact.state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        if ".experts." not in name:
+            want = wanted[name].bfloat16().to(tensor.dtype)
+            assert torch.equal(tensor, want), name

@@ -19,6 +19,8 @@ import pytest
 import vllm_models as models
 from vllm_environment import Generated, Vllm
 
+from ktk.conversion.compressed import TARGETS
+
 TOKENS = 8
 # bf16 rounds to 8 bits, and the kernels for integers encode activations in 7 bits and a sign beside
 # what bf16 rounds: their error is four times as large, and adds to it.
@@ -45,6 +47,7 @@ WRITERS: dict[str, models.Write] = {
     "int4": models.stored("int4", "self_attn"),
     "gptq": models.stored("gptq, symmetric"),
     "awq": models.awq,
+    **{f"{to} by ktk": models.converted(to) for to in TARGETS},
     "gpt-oss": models.gpt_oss,
     "gpt-oss in bf16": models.gpt_oss_bf16,
 }
@@ -133,6 +136,10 @@ def test_fp8_with_dense_layers_in_fp8(
         ("int4", "RAWINT4", ENCODED),
         ("gptq", "RAWINT4", ENCODED),
         ("awq", "AMXINT4", ENCODED),
+        ("int4 by ktk", "RAWINT4", ENCODED),
+        ("fp8 by ktk", "FP8", 1.5),
+        ("nvfp4 by ktk", "MXFP4", 1.5),
+        ("mxfp4 by ktk", "MXFP4", 1.5),
         ("gpt-oss", "MXFP4", 1.5),
     ],
 )

@@ -16,6 +16,8 @@ import transformers
 from quantized import in_four_bits, rewrite
 from safetensors.torch import load_file
 
+from ktk.checkpoint.safetensors import SafetensorsCheckpoint
+from ktk.conversion.compressed import convert_checkpoint
 from ktk.testing import formats
 
 SIZES: dict[str, Any] = {
@@ -59,6 +61,26 @@ def stored(name: str, *also: str) -> Write:
 
     def write(folder: Path) -> Any:
         return _in_codes(folder, fmt, make, quantization, also)
+
+    return write
+
+
+def converted(to: str) -> Write:
+    """Return what writes Qwen3-MoE as ``ktk convert --to`` makes it of bf16."""
+
+    def write(folder: Path) -> Any:
+        source = folder.parent / f"{folder.name}, source"
+        source.mkdir()
+        exact = qwen3(source)
+        convert_checkpoint(source, folder, to=to)
+        with SafetensorsCheckpoint(folder) as checkpoint:
+            for number in checkpoint.layers():
+                layer = checkpoint.layer(number)
+                for e in range(layer.config.num_experts):
+                    for part, matrix in layer.values(e, torch.float32).matrices.items():
+                        stem = f"model.layers.{number}.mlp.experts.{e}.{part}_proj"
+                        _put(exact, stem, matrix.data)
+        return exact
 
     return write
 

@@ -22,6 +22,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ktk.checkpoint.files import read_json
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.checkpoint.safetensors.index import INDEX
@@ -60,7 +62,8 @@ class CheckpointConversion(Closing):
     Parameters
     ----------
     source : path
-        A folder of safetensors files, its experts in any format that ktk reads, all else as floats.
+        A folder of safetensors files, its weights in any format that ktk reads. All but experts
+        become floats: bf16, or f16 where config.json says float16.
     output : path
         The folder to write. It must be new or empty, unless `resume` is set.
     to : str
@@ -89,6 +92,8 @@ class CheckpointConversion(Closing):
         The layers whose experts are converted, from `with` on.
     stored : str
         What the experts of the source are, from `with` on.
+    decoded : int
+        How many other matrices are stored in codes and decoded, from `with` on.
 
     Raises
     ------
@@ -119,6 +124,7 @@ class CheckpointConversion(Closing):
         self.files: list[ShardPlan] = []
         self.layers: list[int] = []
         self.stored = ""
+        self.decoded = 0
         self._resume = resume
         self._on_look = on_look
         self._stack = ExitStack()
@@ -186,7 +192,10 @@ class CheckpointConversion(Closing):
             self.target = target_of(self.to, checkpoint.config, self.group_size)
         except ValueError as error:
             raise CheckpointError(f"{self.source}: {error}") from None
-        return plan(checkpoint, self.output, self.target, self.shard_nbytes)
+        entries = read_json(self.source / _CONFIG)
+        half = "float16" in (entries.get("dtype"), entries.get("torch_dtype"))
+        dtype = torch.float16 if half else torch.bfloat16
+        return plan(checkpoint, self.output, self.target, dtype, self.shard_nbytes)
 
     def _begin(self, planned: Plan) -> None:
         """Find out what is there, and remove what is of an older source."""
@@ -208,7 +217,7 @@ class CheckpointConversion(Closing):
         for path in self.output.glob("model-*-of-*.safetensors"):
             if not same or path.name not in names:
                 path.unlink()
-        self._kept = planned.kept
+        self._kept, self.decoded = planned.kept, planned.decoded
         self.files = [
             ShardPlan(shard, units, self._is_done(shard)) for shard, units in planned.shards
         ]

@@ -1,25 +1,30 @@
 """Which tensors a checkpoint becomes, and in which file each is.
 
 Tensors of experts become those of the format, one matrix of one expert each, in the place of the
-first of them; all others are copied, in the order of the files. What belongs together, such as the
+first of them. All others are copied, in the order of the files; a matrix that is stored in codes is
+decoded, because one `quantization_config` has to do for all. What belongs together, such as the
 three matrices of an expert, is never divided.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ktk.checkpoint.pieces import flat
+from ktk.checkpoint.reader import decoded
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.layer import SafetensorsLayer
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias, weight_parts
+from ktk.checkpoint.safetensors.single import StoredMatrix, find_matrix
+from ktk.checkpoint.safetensors.storage import SCHEMES
 from ktk.checkpoint.safetensors.tensor_file import dtype_name
 from ktk.conversion.compressed.formats import Target, TensorSpec
 from ktk.conversion.compressed.shard import CHUNK, Shard
@@ -72,6 +77,21 @@ class Copied(Unit):
             yield spec.name, data.numpy().data
 
 
+class Decoded(Unit):
+    """A matrix that is stored in codes, as floats."""
+
+    def __init__(self, matrix: StoredMatrix, dtype: torch.dtype) -> None:
+        self._matrix, self._dtype = matrix, dtype
+        nbytes = math.prod(matrix.shape) * dtype.itemsize
+        spec = TensorSpec(f"{matrix.stem}.weight", dtype_name(dtype), matrix.shape, nbytes)
+        self.specs = (spec,)
+
+    def pieces(self) -> Iterator[tuple[str, memoryview]]:
+        [spec] = self.specs
+        found = decoded(self._matrix.read(), spec.name)
+        yield spec.name, flat(found.data.to(self._dtype)).data
+
+
 class QuantizedExpert(Unit):
     """The matrices of an expert in a format."""
 
@@ -110,10 +130,13 @@ class Plan:
         The files, with what goes into each.
     kept
         Modules of experts that stay as they are.
+    decoded
+        How many other matrices are decoded.
     """
 
     shards: tuple[tuple[Shard, tuple[Unit, ...]], ...]
     kept: tuple[str, ...]
+    decoded: int
 
     @property
     def nbytes(self) -> int:
@@ -122,15 +145,32 @@ class Plan:
 
 
 def plan(
-    checkpoint: SafetensorsCheckpoint, output: Path, target: Target, shard_nbytes: int
+    checkpoint: SafetensorsCheckpoint,
+    output: Path,
+    target: Target,
+    dtype: torch.dtype,
+    shard_nbytes: int,
 ) -> Plan:
-    """Plan the files of a checkpoint; `shard_nbytes` is what one may hold, if not a unit is larger.
+    """Plan the files of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint
+        The source.
+    output
+        The folder of the files.
+    target
+        What experts become.
+    dtype
+        What other matrices become that are stored in codes.
+    shard_nbytes
+        What a file may hold; a larger tensor is alone in one.
 
     Raises
     ------
     CheckpointError
-        There are no experts, some that compressed-tensors has no names for, or other weights that
-        are stored in codes.
+        There are no experts, some that compressed-tensors has no names for, or other weights in
+        codes that ktk does not read.
     """
     index = checkpoint.index
     layers = [checkpoint.layer(number) for number in checkpoint.layers()]
@@ -139,19 +179,53 @@ def plan(
         _check_names(layer, index)
         owners |= dict.fromkeys(layer.names.names(), layer)
     is_beside = _beside(layers)
+    others = [one for one in index.in_order() if one not in owners and not is_beside(one)]
+    matrices = _in_codes(checkpoint, others)
     units: list[Unit] = []
-    begun: set[int] = set()
+    begun: set[object] = set()
     for name in index.in_order():
-        owner = owners.get(name)
-        if owner is None and not is_beside(name):
+        unit: Iterable[Unit] = [Copied(index, name)]
+        key: object = name
+        if name in owners:
+            key = owners[name].number
+            unit = _experts(owners[name], target)
+        elif is_beside(name):
+            continue
+        elif (matrix := _owner(name, matrices)) is not None:
+            key, unit = matrix.stem, [Decoded(matrix, dtype)]
+        else:
             _check_floats(index, name)
-            units.append(Copied(index, name))
-        elif owner is not None and owner.number not in begun:
-            begun.add(owner.number)
-            units += _experts(owner, target)
-    kept = _modules(one for one in units if isinstance(one, Copied))
+        if key not in begun:
+            begun.add(key)
+            units += unit
+    kept = _modules(one for one in units if not isinstance(one, QuantizedExpert))
     made = _modules(one for one in units if isinstance(one, QuantizedExpert))
-    return Plan(tuple(_divided(units, output, shard_nbytes)), tuple(sorted(kept - made)))
+    shards = tuple(_divided(units, output, shard_nbytes))
+    return Plan(shards, tuple(sorted(kept - made)), len(matrices))
+
+
+def _in_codes(checkpoint: SafetensorsCheckpoint, names: Iterable[str]) -> dict[str, StoredMatrix]:
+    """Return the matrices in codes among tensors, by what their names begin with."""
+    suffixes = {scheme.tensors["data"].suffix for scheme in SCHEMES}
+    found = {}
+    for name in names:
+        if checkpoint.index.dtype(name) in _FLOATS:
+            continue
+        for suffix in suffixes:
+            stem = name.removesuffix(suffix)
+            if stem != name and stem not in found:
+                matrix = find_matrix(checkpoint.index, stem, checkpoint.config.quantization)
+                if matrix is not None:
+                    found[stem] = matrix
+    return found
+
+
+def _owner(name: str, matrices: Mapping[str, StoredMatrix]) -> StoredMatrix | None:
+    """Return the matrix in codes that a tensor belongs to; biases stay as they are."""
+    if name.endswith(".bias"):
+        return None
+    ends = (match.start() for match in re.finditer(r"\.", name))
+    return next((matrices[name[:end]] for end in ends if name[:end] in matrices), None)
 
 
 def _modules(units: Iterable[Unit]) -> set[str]:
@@ -200,9 +274,8 @@ def _beside(layers: Iterable[SafetensorsLayer]) -> Callable[[str], bool]:
 def _check_floats(index: TensorIndex, name: str) -> None:
     if _CODES.fullmatch(name) and index.dtype(name) not in _FLOATS:
         raise CheckpointError(
-            f"{index.where(name)} is no expert and of type {index.dtype(name)}, and a checkpoint "
-            "whose other layers are stored in codes cannot be converted: give one that has them as "
-            "bf16, f16 or f32"
+            f"{index.where(name)} is of type {index.dtype(name)}, and ktk knows no scheme that it "
+            "is part of: give a checkpoint that has all but experts as bf16, f16 or f32"
         )
 
 
