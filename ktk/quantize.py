@@ -200,7 +200,7 @@ def quantize(
         return _with_factor(x, format, factor)
     if format.scale in _FLOATS and format.element in _LARGEST and format.zero == "none":
         scale = _stored_scale(_largest(format, x) / _LARGEST[format.element], format)
-        codes = _round_to(x / _divisor(format, scale, x), format.element)
+        codes = _round_to(_divided(format, x, _divisor(scale)), format.element)
         return Quantized(format, codes, scale)
     zeros = format.zero in ("none", "u8", "i8")
     if format.scale in _FLOATS and format.element in _INTEGERS and zeros:
@@ -289,17 +289,17 @@ def _squared_error(
 
 def _codes(x: torch.Tensor, fmt: Format, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
     lowest, highest, _ = _INTEGERS[fmt.element]
-    codes = torch.round(x / _divisor(fmt, scale, x)) + _spread(fmt, zero, *x.shape)
+    codes = torch.round(_divided(fmt, x, _divisor(scale))) + _spread(fmt, zero, *x.shape)
     return codes.clamp_(lowest, highest)
 
 
 def _with_exponents(x: torch.Tensor, fmt: Format) -> Quantized:
     # frexp is exact where a logarithm may round up to the next integer.
-    exponent = torch.frexp(_largest(fmt, x)).exponent - 1 - _LARGEST_EXPONENT[fmt.element]
-    zero = _largest(fmt, x) == 0
-    exponent = torch.where(zero, -_UE8M0_BIAS, exponent).clamp_(-_UE8M0_BIAS, 127)
-    scale = torch.exp2(_spread(fmt, exponent, *x.shape).double())
-    codes = _round_to((x.double() / scale).float(), fmt.element)
+    largest = _largest(fmt, x)
+    exponent = torch.frexp(largest).exponent - 1 - _LARGEST_EXPONENT[fmt.element]
+    exponent = torch.where(largest == 0, -_UE8M0_BIAS, exponent).clamp_(-_UE8M0_BIAS, 127)
+    # A quotient by a power of two is exact, or so small that it rounds to zero.
+    codes = _round_to(_divided(fmt, x, torch.exp2(exponent.double()).float()), fmt.element)
     return Quantized(fmt, codes, (exponent + _UE8M0_BIAS).to(torch.uint8))
 
 
@@ -315,8 +315,9 @@ def _with_factor(x: torch.Tensor, fmt: Format, given: float | None) -> Quantized
     scale = _round_to(_largest(fmt, x) / largest / wide, fmt.scale)
     exact = scale.view(_SMALL_FLOATS[fmt.scale]).float()
     # In float64 the product of the two is no subnormal number.
-    steps = _spread(fmt, torch.where(exact > 0, exact.double() * wide, torch.inf), *x.shape)
-    return Quantized(fmt, _round_to((x / steps).float(), fmt.element), scale, factor=factor)
+    steps = torch.where(exact > 0, exact.double() * wide, torch.inf)
+    codes = _round_to(_divided(fmt, x, steps).float(), fmt.element)
+    return Quantized(fmt, codes, scale, factor=factor)
 
 
 # --- groups -------------------------------------------------------------------------------------
@@ -353,10 +354,17 @@ def _stored_scale(scale: torch.Tensor, fmt: Format) -> torch.Tensor:
     return scale.clamp(-most, most).to(kind)
 
 
-def _divisor(fmt: Format, scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the scale of each element, 1 where it is zero and all codes will be."""
+def _divisor(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales to divide by; infinity where one is zero and all codes will be."""
     wide = scale.float()
-    return _spread(fmt, torch.where(wide != 0, wide, torch.inf), *x.shape)
+    return torch.where(wide != 0, wide, torch.inf)
+
+
+def _divided(fmt: Format, x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """Divide the elements of each group by what the group has, [n, k]."""
+    n, k = x.shape
+    each = _blocks(fmt, x) / divisor[:, None, :, None]
+    return each.flatten(2).flatten(0, 1)[:n, :k]
 
 
 # --- elements -----------------------------------------------------------------------------------
@@ -367,10 +375,11 @@ def _round_to(x: torch.Tensor, element: str) -> torch.Tensor:
     x = x.clamp(-_LARGEST[element], _LARGEST[element])
     if element in _SMALL_FLOATS:
         return x.to(_SMALL_FLOATS[element]).view(torch.uint8).contiguous()
-    # Steps of 0.5 up to 2, of 1 up to 4, of 2 beyond: one bit of mantissa.
+    # Steps of 0.5 up to 2, of 1 up to 4, of 2 beyond, and codes in order: 0, 0.5 ... 2, 3, 4, 6.
     size = x.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    codes = torch.bucketize(torch.round(size / step) * step, _E2M1)
+    codes = torch.round(size * 2)
+    codes = torch.where(size < 2, codes, torch.round(size) + 2)
+    codes = torch.where(size < 4, codes, torch.round(size / 2) + 4)
     return _pack(codes + 8 * torch.signbit(x), element)
 
 
