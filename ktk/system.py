@@ -20,6 +20,17 @@ def let_openmp_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
+def give_memory_back() -> None:
+    """Give free memory of this process back to the system.
+
+    glibc before 2.38 does not use a block again that was aligned, as those of torch are, for one of
+    the same size: much work with large tensors takes ever more memory. Other libraries of C do.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def cpu_flags(root: Path = ROOT) -> set[str]:
     """Return what the first CPU can do, in the kernel's words; empty where it does not say."""
     for line in _read(root / "proc/cpuinfo").splitlines():

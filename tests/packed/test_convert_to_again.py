@@ -297,3 +297,30 @@ def test_experts_with_biases_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"gate_up_proj in .*stored so \(gpt-oss\) have no na"
     ):
         convert_checkpoint(source, tmp_path / "to", to="mxfp4")
+
+
+_GROWTH = """
+import re, sys
+from ktk.conversion.compressed import CheckpointConversion
+
+def resident():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+
+with CheckpointConversion(sys.argv[1], sys.argv[2], to="nvfp4", threads=1) as conversion:
+    found = [resident() for _ in conversion.run()]
+# The first experts bring in what torch needs.
+print(max(found[4:]) - max(found[:4]))
+"""
+
+
+def test_memory_holds_a_few_experts(tmp_path: Path) -> None:
+    """Each has 5 MiB here; 20 experts that are kept in memory would be 100."""
+    source = made.write(tmp_path / "source", sizes=(24, 1024, 896))
+    done = subprocess.run(
+        [sys.executable, "-c", _GROWTH, source, tmp_path / "to"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout) < 50

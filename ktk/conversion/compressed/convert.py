@@ -40,6 +40,7 @@ from ktk.conversion.stamps import SourceChange
 from ktk.durable import locked, remove_temporaries, write_file
 from ktk.errors import CheckpointError
 from ktk.sizes import gigabytes
+from ktk.system import give_memory_back
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +255,7 @@ class CheckpointConversion(Closing):
                 if done % self.threads == 0:
                     # Files that were read count as memory of this process.
                     self._source.checkpoint.close()
+                    give_memory_back()
                 yield one.shard, task.result()
             self._source.check()
             writer.commit()
