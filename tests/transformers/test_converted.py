@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 from quantized import fp8_everywhere
-from tiny import FAMILIES, float32
+from safetensors.torch import load_file
+from tiny import FAMILIES, INTER, Family, float32
 
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.conversion.compressed import convert_checkpoint
@@ -61,3 +62,19 @@ def test_dense_layers_in_codes_are_decoded(tmp_path: Path) -> None:
         if ".experts." not in name:
             want = wanted[name].bfloat16().to(tensor.dtype)
             assert torch.equal(tensor, want), name
+
+
+def test_experts_that_share_tensors_are_found_by_their_new_names(tmp_path: Path) -> None:
+    """Llama-4's are modules of their own in transformers, where they are compressed."""
+    extra = {"intermediate_size": INTER, "interleave_moe_layer_step": 1}
+    source = Family("Llama4ForCausalLM", extra).save(tmp_path / "source")
+    assert any(name.endswith(".gate_up_proj") for name in load_file(source / "model.safetensors"))
+    convert_checkpoint(source, tmp_path / "to", to="int4")
+    auto = transformers.AutoModelForCausalLM
+    model, said = auto.from_pretrained(tmp_path / "to", output_loading_info=True)
+    assert not any(said.values()), said
+    found = model.state_dict()
+    [file] = (tmp_path / "to").glob("*.safetensors")
+    codes = {k: v for k, v in load_file(file).items() if k.endswith("weight_packed")}
+    assert len(codes) == 2 * 8 * 3
+    assert all(torch.equal(found[name], one) for name, one in codes.items())
