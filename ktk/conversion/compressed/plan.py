@@ -138,11 +138,6 @@ class Plan:
     kept: tuple[str, ...]
     decoded: int
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(spec.nbytes for shard, _ in self.shards for spec in shard.specs)
-
 
 def plan(
     checkpoint: SafetensorsCheckpoint,
@@ -206,7 +201,7 @@ def plan(
 
 def _in_codes(checkpoint: SafetensorsCheckpoint, names: Iterable[str]) -> dict[str, StoredMatrix]:
     """Return the matrices in codes among tensors, by what their names begin with."""
-    suffixes = {scheme.tensors["data"].suffix for scheme in SCHEMES}
+    suffixes = sorted({scheme.tensors["data"].suffix for scheme in SCHEMES})
     found = {}
     for name in names:
         if checkpoint.index.dtype(name) in _FLOATS:
