@@ -1,4 +1,7 @@
-"""Computes dense layers as a checkpoint stores them in codes, which transformers would decode."""
+"""Computes dense layers as a checkpoint stores them in codes, which transformers would decode.
+
+Codes that no backend has are decoded here, too, without the packages that wrote them.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,20 @@ from ktk.checkpoint.quantization import Quantization, read_quantization
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.single import StoredMatrix, find_matrix, stems
 from ktk.errors import BackendError, CheckpointError
-from ktk.names import PREFERRED
+from ktk.names import DECODED, PREFERRED
 from ktk.quantize import dequantize
 from ktk.registry import load_backend
 from ktk.transformers.config import KtkConfig
 from ktk.transformers.files import CODES
-from ktk.transformers.linears import head_of, linears_of, packed_matrix, put_head, put_linear
+from ktk.transformers.linears import (
+    head_of,
+    linears_of,
+    packed_matrix,
+    put_head,
+    put_linear,
+    takes,
+)
+from ktk.transformers.modules import say_once
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class Coded:
 
 
 def all_known(folder: Path) -> bool:
-    """Whether ktk can compute all matrices in codes that are no experts, as they are stored.
+    """Whether ktk can compute all matrices in codes that are no experts.
 
     Then the quantizer of the format, and what that needs installed, is not needed.
     """
@@ -105,6 +116,7 @@ def plan_codes(index: TensorIndex, model: Any, config: KtkConfig, dtype: torch.d
     modules = dict(model.named_modules())
     renamed = _renaming(model)
     packed, decoded = {}, {}
+    rounded: dict[tuple[str, str], list[str]] = {}
     for stem in stems(index):
         name = renamed(f"{stem}.weight").removesuffix(".weight")
         module = modules.get(name)
@@ -116,22 +128,38 @@ def plan_codes(index: TensorIndex, model: Any, config: KtkConfig, dtype: torch.d
         backend = backend_of(matrix) if asked is None else load_backend(asked)
         if name in linears and backend and module.weight.shape == matrix.shape:
             packed[name] = matrix, backend
+            if asked is None and not _keeps(backend, matrix):
+                rounded.setdefault((matrix.scheme.name, backend.name), []).append(name)
         else:
             decoded[name] = matrix
+    for (stored, to), names in rounded.items():
+        say_once(
+            f"{len(names)} dense layers that are stored as {stored}, {names[0]} among them, are "
+            f"decoded and rounded for {to}: no backend has such codes"
+        )
     return Coded(packed, decoded, dtype)
 
 
 def backend_of(matrix: StoredMatrix) -> Backend | None:
-    """Return the backend that computes a matrix in the codes that it has; None if there is none."""
-    fmt, shape = matrix.format, matrix.shape
-    for name in PREFERRED.get(fmt.element, ()):
-        try:
-            backend = load_backend(name)
-            if backend.core.stored_as(fmt, *shape).same_as(fmt, *shape):
+    """Return the backend that computes a matrix in the codes that it has, or else decoded.
+
+    None if neither can be loaded here.
+    """
+    for exactly, names in ((True, PREFERRED.get(matrix.format.element, ())), (False, DECODED)):
+        for name in names:
+            try:
+                backend = load_backend(name)
+            except BackendError:
+                continue
+            if not exactly or _keeps(backend, matrix):
                 return backend
-        except (BackendError, ValueError):
-            continue
     return None
+
+
+def _keeps(backend: Backend, matrix: StoredMatrix) -> bool:
+    """Whether a backend stores a matrix as it is."""
+    fmt, shape = matrix.format, matrix.shape
+    return takes(backend, fmt, shape) and backend.core.stored_as(fmt, *shape).same_as(fmt, *shape)
 
 
 def _others(index: TensorIndex) -> Iterator[str]:

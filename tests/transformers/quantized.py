@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,30 @@ def rewritten(
         tensors |= {f"{stem}.{part}_proj{suffix}": one for suffix, one in make(source).items()}
         _put(exact, stem, part, torch.from_numpy(source.values).float())
     rewrite(folder, tensors, quantization)
+    return folder, exact
+
+
+def written_as(
+    folder: Path, write: Callable[[tuple[int, int]], tuple[schemes.Tensors, Any]], config: Any
+) -> tuple[Path, Any]:
+    """Write Qwen3-MoE with experts and attention of random matrices, as `write` stores these.
+
+    Routers stay floats, as packages leave them.
+    """
+    FAMILIES["qwen3-moe"].save(folder)
+    exact = float32(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [one for one in tensors if one.endswith("_proj.weight")]:
+        stem = name.removesuffix(".weight")
+        made, values = write(tuple(tensors.pop(name).shape))
+        tensors |= {stem + suffix: tensor.contiguous() for suffix, tensor in made.items()}
+        values = torch.from_numpy(values).float()
+        if ".experts." in name:
+            module, _, part = stem.rpartition(".")
+            _put(exact, module, part.removesuffix("_proj"), values)
+        else:
+            exact.get_parameter(name).data = values
+    rewrite(folder, tensors, config)
     return folder, exact
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,18 @@ import quantized
 import schemes
 import tiny
 import torch
+import written
 from dense_layers import check_linears
 from safetensors.torch import load_file
 
 import ktk
 import ktk.transformers
+from ktk.checkpoint.quantization import Quantization
+from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.checkpoint.safetensors.single import find_matrix
+from ktk.errors import CheckpointError
 from ktk.testing import formats
+from ktk.transformers import modules
 from ktk.transformers.dense import packed_linears
 
 # How attention is stored, beside experts stored so, and who computes it.
@@ -28,6 +35,10 @@ CODES = {
     "gptq": "AMXINT4",
     "awq": "AMXINT4",
 }
+
+
+BF16 = "BF16", torch.bfloat16
+HQQ_OPTIONS: dict[str, Any] = {"bits": 4, "axis": 1, "group": 64, "dtype": torch.float16}
 
 
 def in_codes(folder: Path, name: str) -> tuple[Path, Any]:
@@ -74,3 +85,48 @@ def test_codes_become_others_if_that_is_asked_for(tmp_path: Path) -> None:
     folder, _ = in_codes(tmp_path, "fp8 by blocks")
     model = ktk.transformers.load(folder, linears="AMXINT8")
     assert {one.linear.backend.name for one in packed_linears(model).values()} == {"AMXINT8"}
+
+
+#: How packages store all of a model, who computes dense layers of it, and what of, exactly.
+PACKAGES: dict[str, tuple[Any, Any, str, torch.dtype]] = {
+    "nf4": (partial(written.four_bits, "nf4", block=64, nested=True), written.BNB_4BIT, *BF16),
+    "fp4": (partial(written.four_bits, "fp4", block=64, nested=False), written.BNB_4BIT, *BF16),
+    "LLM.int8": (written.llm_int8, written.BNB_8BIT, "AMXINT8", torch.float32),
+    "HQQ": (partial(written.hqq, **HQQ_OPTIONS), written.HQQ, *BF16),
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_what_packages_write_needs_none_of_them(
+    name: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write, config, backend, dtype = PACKAGES[name]
+    folder, exact = quantized.written_as(tmp_path, write, config)
+    monkeypatch.setattr(modules, "_said", set())
+    with caplog.at_level("WARNING"):
+        model = ktk.transformers.load(folder, dtype=torch.float32)
+    layers = packed_linears(model)
+    assert {one.linear.backend.name for one in layers.values()} == {backend}
+    assert len(layers) == 8
+    for layer, one in layers.items():
+        want = exact.get_submodule(layer).weight.to(dtype).float()
+        np.testing.assert_array_equal(one.linear.unpack(), want.detach())
+    said = "decoded and rounded for BF16: no backend has such codes" in caplog.text
+    assert said == (backend == "BF16")
+    check_linears(model, tiny.tokens())
+
+
+def test_sizes_that_are_none_are_named(tmp_path: Path) -> None:
+    folder, _ = quantized.written_as(tmp_path, *PACKAGES["HQQ"][:2])
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    tensors[f"{name}.shape"] = torch.tensor([-1, 64])
+    quantized.rewrite(folder, tensors, written.HQQ)
+    with (
+        TensorIndex(folder) as index,
+        pytest.raises(CheckpointError, match=r"q_proj.shape .* is \[-1, 64\], which are no rows"),
+    ):
+        find_matrix(index, name, Quantization())

@@ -6,7 +6,6 @@ They are written here by the description of the formats, and by bitsandbytes whe
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,64 +13,13 @@ import numpy as np
 import pytest
 import torch
 from meanings import F32, assert_loads, assert_means, save
-from schemes import NAMES, SIZES, E, Tensors
+from schemes import NAMES, SIZES, E
+from written import BNB_4BIT, BNB_8BIT, TABLES, four_bits, json_tensor, llm_int8
 
 import ktk
 from ktk import Format
 from ktk.checkpoint import describe, open_checkpoint
 from ktk.errors import CheckpointError
-
-#: The quantiles of a normal distribution, QLoRA, appendix E; and E2M1 with a tiny subnormal number.
-TABLES = {
-    "nf4": (
-        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
-    ),
-    "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
-}
-CONFIG: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-RNG = np.random.default_rng(1)
-
-
-def json_tensor(entries: dict[str, Any]) -> torch.Tensor:
-    return torch.tensor(list(json.dumps(entries).encode()), dtype=torch.uint8)
-
-
-def four_bits(
-    kind: str, size: tuple[int, int], block: int, *, nested: bool
-) -> tuple[Tensors, np.ndarray]:
-    """A random matrix, code by code, and its values in f32."""
-    count = math.prod(size)
-    table = np.asarray(TABLES[kind], np.float32)
-    codes = RNG.integers(0, 16, count)
-    blocks = -(-count // block)
-    state: dict[str, Any] = {"quant_type": kind, "blocksize": block, "shape": list(size)}
-    state["dtype"] = "bfloat16"
-    made: Tensors = {".weight.quant_map": torch.from_numpy(table)}
-    if nested:
-        nested_map = np.sort(RNG.uniform(-1, 1, 256).astype(np.float32))
-        coded = RNG.integers(0, 256, blocks)
-        scale = RNG.uniform(0.01, 0.02, -(-blocks // 256)).astype(np.float32)
-        offset = np.float32(0.05)
-        absmax = np.asarray(
-            [nested_map[code] * scale[i // 256] + offset for i, code in enumerate(coded)]
-        )
-        made[".weight.absmax"] = torch.from_numpy(coded.astype(np.uint8))
-        made[".weight.nested_absmax"] = torch.from_numpy(scale)
-        made[".weight.nested_quant_map"] = torch.from_numpy(nested_map)
-        state |= {"nested_blocksize": 256, "nested_offset": float(offset)}
-        state["nested_dtype"] = "float32"
-    else:
-        absmax = RNG.uniform(0.01, 0.1, blocks).astype(np.float32)
-        made[".weight.absmax"] = torch.from_numpy(absmax)
-    halves = codes.reshape(-1, 2)
-    data = (halves[:, 0] << 4 | halves[:, 1]).astype(np.uint8)
-    made[".weight"] = torch.from_numpy(data).unsqueeze(1)
-    made[f".weight.quant_state.bitsandbytes__{kind}"] = json_tensor(state)
-    values = [table[code] * absmax[i // block] for i, code in enumerate(codes)]
-    return made, np.asarray(values, np.float32).reshape(size)
 
 
 def all_of(kind: str, block: int = 64, *, nested: bool = False) -> tuple[Any, Any]:
@@ -87,7 +35,7 @@ def all_of(kind: str, block: int = 64, *, nested: bool = False) -> tuple[Any, An
 @pytest.mark.parametrize("kind", TABLES)
 def test_four_bits(tmp_path: Path, kind: str, block: int, nested: bool) -> None:
     made, values = all_of(kind, block, nested=nested)
-    save(tmp_path, made, CONFIG)
+    save(tmp_path, made, BNB_4BIT)
     assert_means(tmp_path, values, F32)
     assert_loads(tmp_path, values, "BF16", torch.bfloat16)
     assert str(describe(tmp_path)).endswith(f"{kind} by bitsandbytes, in layers 3")
@@ -95,7 +43,7 @@ def test_four_bits(tmp_path: Path, kind: str, block: int, nested: bool) -> None:
 
 def test_a_backend_that_is_named_gets_the_values(tmp_path: Path) -> None:
     made, values = all_of("nf4")
-    save(tmp_path, made, CONFIG)
+    save(tmp_path, made, BNB_4BIT)
     moe = ktk.MoE.from_checkpoint(tmp_path, 3, "AMXINT8")
     for e in range(E):
         for part, matrix in zip(SIZES, moe.unpack_expert(e), strict=True):
@@ -110,24 +58,16 @@ def test_bytes_may_be_called_floats(tmp_path: Path, dtype: torch.dtype) -> None:
     made, values = all_of("nf4")
     for tensors in made.values():
         tensors[".weight"] = tensors[".weight"].flatten().view(dtype).unsqueeze(1)
-    save(tmp_path, made, CONFIG)
+    save(tmp_path, made, BNB_4BIT)
     assert_means(tmp_path, values, F32)
 
 
 def test_llm_int8_is_stored_as_it_is(tmp_path: Path) -> None:
     made, values = {}, {}
-    for part, (n, k) in SIZES.items():
+    for part, size in SIZES.items():
         for e in range(E):
-            codes = RNG.integers(-127, 128, (n, k))
-            largest = RNG.uniform(0.01, 1, n).astype(np.float32)
-            made[part, e] = {
-                ".weight": torch.from_numpy(codes).to(torch.int8),
-                ".SCB": torch.from_numpy(largest),
-                ".weight_format": torch.tensor(0, dtype=torch.uint8),
-            }
-            scale = (largest / np.float32(127)).astype(np.float64)
-            values[part, e] = codes * scale[:, None]
-    save(tmp_path, made, {"quant_method": "bitsandbytes", "load_in_8bit": True})
+            made[part, e], values[part, e] = llm_int8(size)
+    save(tmp_path, made, BNB_8BIT)
     assert_means(tmp_path, values, Format("i8", "f32", "none", 1, 0))
     assert_loads(tmp_path, values, "AMXINT8", torch.float32)
 
@@ -172,21 +112,21 @@ def test_what_the_state_contradicts_is_named(
     name = ".weight.quant_state.bitsandbytes__nf4"
     entries = json.loads(made["up", 1][name].numpy().tobytes())
     made["up", 1][name] = json_tensor({**entries, **changes})
-    save(tmp_path, made, CONFIG)
+    save(tmp_path, made, BNB_4BIT)
     assert wanted in refusal(tmp_path)
 
 
 def test_half_of_the_codes_is_refused(tmp_path: Path) -> None:
     made, _ = all_of("nf4")
     made["up", 1][".weight"] = made["up", 1][".weight"][::2].clone()
-    save(tmp_path, made, CONFIG)
+    save(tmp_path, made, BNB_4BIT)
     assert "has 15360 codes, and is a matrix of [160, 192]" in refusal(tmp_path)
 
 
 def test_scales_that_are_nested_in_part_are_refused(tmp_path: Path) -> None:
     made, _ = all_of("nf4", nested=True)
     del made["up", 1][".weight.nested_absmax"]
-    save(tmp_path, made, CONFIG)
+    save(tmp_path, made, BNB_4BIT)
     assert "has an absmax that is nested in part" in refusal(tmp_path)
 
 
@@ -208,7 +148,7 @@ def test_what_bitsandbytes_writes_itself(tmp_path: Path, kind: str, nested: bool
             # other values than its kernels for GPUs.
             state.shape = torch.Size((weight.numel() // state.blocksize, state.blocksize))
             values[part, e] = functional.dequantize_4bit(data, state).reshape(size).numpy()
-    save(tmp_path, made, CONFIG)
+    save(tmp_path, made, BNB_4BIT)
     assert_means(tmp_path, values, F32)
 
 

@@ -67,6 +67,11 @@ class _State:
             raise StorageError(f"has a quant_state that ktk cannot read: {error}") from None
 
 
+def sizes(state: torch.Tensor) -> tuple[int, ...]:
+    """Return rows and columns of a matrix, by its `quant_state`."""
+    return _State.read(state).shape
+
+
 def four_bits(t: Tensors, layout: Layout) -> Matrix:
     """Decode nf4 and fp4; `quant_map` says which values their codes stand for."""
     state, (n, k) = _State.read(t["state"]), (layout.n, layout.k)

@@ -29,6 +29,14 @@ _PACKINGS = {
 }
 
 
+def sizes(shape: torch.Tensor) -> tuple[int, ...]:
+    """Return rows and columns of a matrix, by its tensor `shape`."""
+    extents = tuple(shape.flatten().tolist())
+    if len(extents) != 2 or min(extents) < 1:
+        raise StorageError(f"is {list(extents)}, which are no rows and columns")
+    return extents
+
+
 def hqq(t: Tensors, layout: Layout) -> Matrix:
     """Decode a matrix of HQQ."""
     n, k = layout.n, layout.k

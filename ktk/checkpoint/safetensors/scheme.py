@@ -119,6 +119,9 @@ class Scheme:
     decoded_if
         Tensors whose values may leave the matrix without a `Format`, so that it becomes f32; and
         what finds that out.
+    sizes
+        Tensors whose values say how many rows and columns there are, where no shape does; and what
+        reads that of them.
     """
 
     name: str
@@ -126,6 +129,7 @@ class Scheme:
     tensors: Mapping[str, Part]
     decode: Callable[[Tensors, Layout], Matrix]
     decoded_if: Mapping[str, Callable[[torch.Tensor, Layout], bool]] = field(default_factory=dict)
+    sizes: Mapping[str, Callable[[torch.Tensor], tuple[int, ...]]] = field(default_factory=dict)
 
     def name_of(self, role: str, stem: str, fused: bool) -> str | None:
         """Return the full name of a tensor; None where shared tensors have none."""

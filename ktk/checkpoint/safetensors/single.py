@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -124,11 +125,33 @@ def _as(
     # There may be more, such as scales of activations.
     if not has_roles(scheme, headers) or any(wrong_types(scheme, headers)):
         return None
-    # The elements say how many rows and columns there are.
+    n, k = _sizes_of(scheme, index, stem, headers, quantization)
+    if min(n, k) < 1:
+        return None
+    layout = layout_of(scheme, headers, n, k, quantization)
+    fits = not any(wrong_shapes(scheme, layout, headers))
+    return StoredMatrix(index, stem, scheme, layout) if fits else None
+
+
+def _sizes_of(
+    scheme: Scheme,
+    index: TensorIndex,
+    stem: str,
+    headers: Mapping[str, Header],
+    quantization: Quantization,
+) -> tuple[int, int]:
+    """Return rows and columns: as a tensor says, or the shape of the elements; zeros if none do."""
+    for role, read in scheme.sizes.items():
+        name = stem + scheme.tensors[role].suffix
+        try:
+            n, k = read(index.tensor(name))
+        except StorageError as error:
+            raise CheckpointError(f"{index.where(name)} {error}") from None
+        return n, k
     data = scheme.tensors["data"]
     words, shape = data.shape.split(), headers[role_of(data)].shape
     if len(words) != len(shape):
-        return None
+        return 0, 0
     sizes = {"N": 0, "K": 0}
     for word, extent in zip(words, shape, strict=True):
         product, _, divisor = word.partition("/")
@@ -136,9 +159,4 @@ def _as(
         if axis in sizes:
             each = (quantization.bits or USUAL_BITS) if bits else 1
             sizes[axis] = extent * int(divisor or 1) // each
-    n, k = sizes.values()
-    if not n or not k:
-        return None
-    layout = layout_of(scheme, headers, n, k, quantization)
-    fits = not any(wrong_shapes(scheme, layout, headers))
-    return StoredMatrix(index, stem, scheme, layout) if fits else None
+    return sizes["N"], sizes["K"]

@@ -78,7 +78,13 @@ def _four_bits(kind: str) -> Scheme:
         "nested_absmax": Part(".weight.nested_absmax", "*", ("F32",), optional=True),
         "nested_map": Part(".weight.nested_quant_map", "256", ("F32",), optional=True),
     }
-    return Scheme(f"{kind} by bitsandbytes", "bitsandbytes", tensors, bitsandbytes.four_bits)
+    return Scheme(
+        f"{kind} by bitsandbytes",
+        "bitsandbytes",
+        tensors,
+        bitsandbytes.four_bits,
+        sizes={"state": bitsandbytes.sizes},
+    )
 
 
 def _torchao(
@@ -237,6 +243,7 @@ SCHEMES = (
             },
         },
         hqq.hqq,
+        sizes={"shape": hqq.sizes},
     ),
     _torchao("Int8Tensor", ("N K", ("I8",)), _BY_ROW, ("I8", *_FLOATS), integers.int8),
     _torchao("Int8Tensor", ("N K", ("I8",)), "N K/G", ("I8", *_FLOATS), integers.int8),
