@@ -521,8 +521,10 @@ def drain(pool: WorkerPool) -> None:
     Waits for what is queued on a pool, whose queue has a thread from then on.
     """
 
-def split_deferred(topk_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], num_experts: int, deferred: int, batch_union: bool = False) -> tuple:
-    """Ids that stay, and ids that are deferred, with -1 elsewhere."""
+def split_deferred(topk_ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu', writable=False)], topk_weights: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu', writable=False)], num_experts: int, deferred: int, batch_union: bool = False, zero_experts: int = 0) -> tuple:
+    """
+    Ids that stay, those of zero experts among them, and ids that are deferred; -1 elsewhere.
+    """
 
 def stream_is_capturing(stream: int) -> bool:
     """Whether a CUDA stream is being captured into a graph."""
@@ -543,5 +545,6 @@ def divide_tokens(ids: Annotated[NDArray[numpy.int32], dict(shape=(None, None), 
     """
     What each rank computes of the tokens of a call: (rank, rows or None for all, ids with -1
     in place of other ranks' experts). `held` has a row for each expert, and is not 0 in the
-    columns of ranks that hold it. Ids are those of `expert_ids`.
+    columns of ranks that hold it. Ids are those of `expert_ids`; of those behind all experts,
+    which are zero experts, a rank takes care that computes an expert of the token anyway.
     """

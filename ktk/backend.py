@@ -101,6 +101,7 @@ class Backend:
         up_softcap: float | None = None,
         gated: bool = True,
         apply_router_weight_on_input: bool = False,
+        zero_expert_num: int = 0,
         variant: str | None = None,
         force: bool = False,
         pool: _core.WorkerPool | None = None,
@@ -119,6 +120,8 @@ class Backend:
             Whether experts have a gate, as in :class:`ktk.MoEConfig`.
         apply_router_weight_on_input : bool
             Where routing weights multiply, as in :class:`ktk.MoEConfig`.
+        zero_expert_num : int
+            Experts beside these that return what goes in, as in :class:`ktk.MoEConfig`.
         variant, force, pool, shards, weight_format
             How the layer is computed, as in :class:`ktk.MoE`.
 
@@ -147,6 +150,7 @@ class Backend:
             up_softcap=up_softcap,
             gated=gated,
             apply_router_weight_on_input=apply_router_weight_on_input,
+            zero_expert_num=zero_expert_num,
         )
         return MoE(
             self,

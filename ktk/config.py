@@ -81,6 +81,13 @@ class MoEConfig:
     apply_router_weight_on_input : bool
         Whether routing weights multiply what goes into experts, and what comes out is added as it
         is: ``g = gate @ (weight * x) + gate_bias``, and so ``u``. Llama-4. vLLM's name.
+    zero_expert_num : int
+        How many zero experts there are beside these. A zero expert has no weights and returns what
+        goes in: with E experts and Z zero experts, an id from E to E + Z - 1 adds ``weight * x`` to
+        a token's result, where ``x`` is the row of hidden states as the caller gave it, of
+        `hidden_size` of these experts; and the same where routing weights multiply what goes in.
+        Other ids outside of the experts contribute nothing. LongCat-Flash. Its config.json's name,
+        and vLLM's.
     """
 
     num_experts: int
@@ -95,18 +102,22 @@ class MoEConfig:
     up_softcap: float | None = None
     gated: bool = True
     apply_router_weight_on_input: bool = False
+    zero_expert_num: int = 0
 
     def __post_init__(self) -> None:
         self._check_activation()
-        for name in SIZES:
+        for name in (*SIZES, "zero_expert_num"):
             value = getattr(self, name)
+            least = int(name != "zero_expert_num")
             whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not 1 <= value <= _MOST:
-                raise ValueError(f"{name} must be an integer from 1 to {_MOST}, got {value!r}")
-        if self.num_experts_per_tok > self.num_experts:
+            if not whole or not least <= value <= _MOST:
+                raise ValueError(
+                    f"{name} must be an integer from {least} to {_MOST}, got {value!r}"
+                )
+        if self.num_experts_per_tok > self.num_ids:
             raise ValueError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}, "
-                f"but there are only {self.num_experts} experts"
+                f"but there are only {self.num_ids} experts"
             )
         limit, alpha = self.activation_limit, self.activation_alpha
         if limit is not None and not (isinstance(limit, Real) and limit > 0):
@@ -122,6 +133,11 @@ class MoEConfig:
     def parts(self) -> tuple[str, ...]:
         """The matrices of an expert: gate, if there is one, up and down."""
         return PARTS if self.gated else PARTS[1:]
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that name an expert or a zero expert: 0 to one less than this."""
+        return self.num_experts + self.zero_expert_num
 
     def _check_softcaps(self) -> None:
         for name in ("gate_softcap", "up_softcap"):

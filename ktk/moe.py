@@ -348,12 +348,14 @@ class MoE(TrainableLayer):
         hidden : array [tokens, hidden_size]
             bf16, f16 or f32, in CPU memory. Rows may be strided.
         topk_ids : array [tokens, k]
-            int32 or int64; k is mostly, but need not be, the layer's num_experts_per_tok. Ids < 0
-            or >= num_experts contribute nothing; an id that a token names twice counts twice.
+            int32 or int64; k is mostly, but need not be, the layer's num_experts_per_tok. Ids from
+            num_experts on name zero experts, of which a layer has zero_expert_num, mostly none. Ids
+            that name nobody contribute nothing; an id that a token names twice counts twice.
         topk_weights : array [tokens, k]
             f32, bf16 or f16.
         mask : array [num_experts], bool, optional
-            True: the expert contributes nothing (someone else computes it).
+            True: the expert contributes nothing (someone else computes it). Zero experts have no
+            place here: whose they are, ids say.
         out : array [tokens, hidden_size], optional
             Where to write; may be `hidden` itself.
         lora : Lora or sequence of Lora, optional

@@ -52,7 +52,8 @@ class MoEGradients:
     hidden : array [tokens, hidden_size]
         Of the library and dtype of the hidden states.
     topk_weights : array [tokens, k]
-        float32; zeros where an id names nothing that is computed.
+        float32; zeros where an id names nothing that is computed. Of a zero expert, the product
+        of a row of `hidden` and of `grad`.
     lora : Lora, optional
         Gradients of an adapter's factors, float32; its scale is the adapter's.
     weights : WeightGradients, optional

@@ -25,12 +25,11 @@ _NAMES = {
     ),
     # Of the experts: models with a latent width project what goes into them and comes out.
     "hidden_size": ("moe_latent_size", "hidden_size"),
-    "intermediate_size": ("moe_intermediate_size", "intermediate_size"),
+    "intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
 }
 
 # What no choice of an activation makes right.
 REFUSED = {
-    "longcat_flash": "has experts that pass tokens through, which ktk would leave out",
     **dict.fromkeys(
         ("muse_spark", "muse_spark_text"),
         "normalises what an expert returns, and ktk adds it up as it is",
@@ -94,7 +93,7 @@ class ExpertConfig(MoEConfig):
         ----------
         wanted
             What the user wants instead of the checkpoint's own: another activation function. The
-            sizes have to be the checkpoint's.
+            sizes, and the number of zero experts, have to be the checkpoint's.
         mapped
             Slots are filled by a map, so there may be more or fewer than experts.
 
@@ -106,7 +105,7 @@ class ExpertConfig(MoEConfig):
             `wanted` has other sizes.
         """
         config = wanted or self
-        for name in SIZES:
+        for name in (*SIZES, "zero_expert_num"):
             mine, asked = getattr(self, name), getattr(config, name)
             if asked != mine and not (mapped and name == "num_experts"):
                 raise ValueError(
@@ -153,6 +152,7 @@ def _config(entries: dict[str, Any]) -> ExpertConfig:
         **_activation(entries),
         gated=model_type not in _UNGATED,
         apply_router_weight_on_input=model_type in WEIGHT_ON_INPUT,
+        zero_expert_num=_zero_experts(entries),
         quantization=read_quantization(entries),
     )
 
@@ -175,6 +175,19 @@ def _size(entries: dict[str, Any], field: str) -> int:
             value = value[0]
         return integer(name, value, least=1)
     raise EntryError(f"it has none of {', '.join(_NAMES[field])}: not an MoE model?")
+
+
+def _zero_experts(entries: dict[str, Any]) -> int:
+    """Return how many experts beside those with weights return what goes in: LongCat-Flash."""
+    count = integer("zero_expert_num", entries.get("zero_expert_num") or 0)
+    # Meituan's own configurations have a type, and those that transformers writes have none.
+    kind = entries.get("zero_expert_type") or "identity"
+    if count and kind != "identity":
+        raise EntryError(
+            f"zero_expert_type is {kind!r}, and ktk computes zero experts of type 'identity' only, "
+            "which return what goes in"
+        )
+    return count
 
 
 def _activation(entries: dict[str, Any]) -> dict[str, Any]:

@@ -38,9 +38,11 @@ class Description:
 
     def __str__(self) -> str:
         config = self.config
+        zero = f" and {config.zero_expert_num} zero experts" if config.zero_expert_num else ""
         return (
             f"{config.model_type}: {config.num_experts} experts of {config.hidden_size} x "
-            f"{config.intermediate_size}, {config.num_experts_per_tok} per token, {self.dtype}, "
+            f"{config.intermediate_size}{zero}, {config.num_experts_per_tok} per token, "
+            f"{self.dtype}, "
             f"in layers {spans(list(self.layers))}"
         )
 

@@ -59,6 +59,7 @@ class LayerReport:
     intermediate_size: int = 0
     activation: str = ""
     gated: bool = True
+    zero_expert_num: int = 0
     nbytes: int = 0
     default_backend: str | None = None
     backends: dict[str, Use] = field(default_factory=dict)
@@ -174,6 +175,7 @@ def _report(checkpoint: CheckpointReader, number: int) -> LayerReport:
         intermediate_size=config.intermediate_size,
         activation=config.activation,
         gated=config.gated,
+        zero_expert_num=config.zero_expert_num,
         nbytes=layer.nbytes,
         default_backend=chosen,
         backends={name: _use(layer, name, config.num_experts) for name in backends()},
@@ -203,8 +205,9 @@ def _layer_table(path: Path, layers: list[LayerReport], *, narrow: bool) -> Tabl
         if one.error:
             table.add_row(numbers, f"[red]{escape(one.error)}[/]")
             continue
+        zero = f" and {one.zero_expert_num} zero experts" if one.zero_expert_num else ""
         experts = (
-            f"{one.num_experts} of {one.hidden_size} x {one.intermediate_size}, "
+            f"{one.num_experts} of {one.hidden_size} x {one.intermediate_size}{zero}, "
             f"{one.num_experts_per_tok} per token, {one.activation}"
         )
         size = size_text(sum(layer.nbytes for layer in group))

@@ -47,10 +47,10 @@ class Tokens:
         return DTYPES.index(self.hidden.dtype)
 
 
-def tokens_of(
-    hidden: Any, topk_ids: Any, topk_weights: Any, width: int, num_experts: int
-) -> Tokens:
+def tokens_of(hidden: Any, topk_ids: Any, topk_weights: Any, width: int, num_ids: int) -> Tokens:
     """Check the arguments of a call, and return them as they travel.
+
+    `num_ids` is how many ids name an expert or a zero expert.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def tokens_of(
         topk_ids = topk_ids.int()
     if topk_weights.dtype != torch.float32:
         topk_weights = topk_weights.float()
-    ids: Any = _core.expert_ids(_plain(topk_ids).numpy(), num_experts)
+    ids: Any = _core.expert_ids(_plain(topk_ids).numpy(), num_ids)
     return Tokens(_plain(hidden), ids, _plain(topk_weights).numpy())
 
 

@@ -66,7 +66,9 @@ class ExpertParallel:
     -----
     A rank adds up the experts that it holds as :class:`ktk.MoE` does, in f32; these sums are added
     in f32 in the order of ranks, rank 0 first, and rounded once to the type of `hidden`. So the
-    result depends on the placement, and not on batches, chunks or timing.
+    result depends on the placement, and not on batches, chunks or timing. Zero experts are added
+    once, by the lowest rank that computes an expert of the token, and where the token is if none
+    does.
     """
 
     def __init__(
@@ -153,7 +155,8 @@ class ExpertParallel:
             f32, bf16 or f16, the same on all ranks. `tokens` may differ from rank to rank, and be
             0, unless ranks share their tokens.
         topk_ids : tensor of integers [tokens, k]
-            Numbers of experts among all of the layer, or -1 for none. k is the same on all ranks.
+            Numbers of experts among all of the layer, of its zero experts, or -1 for none. k is the
+            same on all ranks.
         topk_weights : tensor of floats [tokens, k]
         out : tensor [tokens, hidden_size], optional
             Where to write, contiguous and of the type of `hidden`.
@@ -176,9 +179,7 @@ class ExpertParallel:
         config = self.moe.config
         problem: Exception | None = None
         try:
-            tokens = tokens_of(
-                hidden, topk_ids, topk_weights, config.hidden_size, config.num_experts
-            )
+            tokens = tokens_of(hidden, topk_ids, topk_weights, config.hidden_size, config.num_ids)
             result = _result(out, tokens)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error

@@ -97,12 +97,13 @@ class Placement:
 
         Of an expert's copies, that one is taken whose rank has the fewest experts of this token;
         among equals the rank where the token is, then the lowest. So the choice depends on nothing
-        but the token's own experts and its rank.
+        but the token's own experts and its rank. The lowest rank that computes an expert of a token
+        adds its zero experts; if none does, the rank where it is, or the first one.
 
         Parameters
         ----------
         ids : array of int32 [tokens, k]
-            -1 names no expert.
+            -1 names no expert; numbers from num_experts on are of zero experts.
         home : int or None
             The rank where the tokens are; None if they are on all ranks.
         """

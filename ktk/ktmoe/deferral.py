@@ -27,11 +27,17 @@ def check_policy(policy: str) -> str:
 
 
 def select_deferred(
-    ids: torch.Tensor, weights: torch.Tensor, protected: int, num_experts: int, policy: str
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    protected: int,
+    num_experts: int,
+    policy: str,
+    zero_experts: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Divide ids [tokens, k] into those that stay and those that are deferred, -1 elsewhere.
 
-    Ids outside [0, num_experts) mean nobody, and are -1 in both.
+    Ids outside [0, num_experts) mean nobody, and are -1 in both; but so many behind them are zero
+    experts, which stay whatever their weights are.
     """
     if ids.shape != weights.shape or ids.ndim != 2:
         raise ValueError(
@@ -48,5 +54,7 @@ def select_deferred(
         kept = torch.zeros(num_experts + 1, dtype=torch.bool, device=ids.device)
         kept[torch.where(stays, safe, num_experts).flatten()] = True
         stays = kept[safe]
+    passed = (ids >= num_experts) & (ids < num_experts + zero_experts)
     nobody = ids.new_full((), -1)
-    return torch.where(stays & valid, ids, nobody), torch.where(~stays & valid, ids, nobody)
+    now = torch.where((stays & valid) | passed, ids, nobody)
+    return now, torch.where(~stays & valid, ids, nobody)

@@ -88,6 +88,7 @@ class Layer:
         deferral_policy: str = "per-token",
         keep_gpu_experts: bool = True,
         shards: int | None = None,
+        zero_expert_num: int = 0,
     ) -> None:
         refuse_sft(
             mode,
@@ -107,6 +108,7 @@ class Layer:
             num_experts_per_tok=integer(num_experts_per_tok),
             hidden_size=integer(hidden_size),
             intermediate_size=integer(moe_intermediate_size),
+            zero_expert_num=integer(zero_expert_num),
         )
         self.layer_idx = at_least("layer_idx", layer_idx, 0)
         self.num_experts = self.config.num_experts
@@ -250,4 +252,6 @@ class Layer:
         moe, given = loaded
         check_method(self.method, moe)
         self.moe, self._given = moe, given
+        # What a checkpoint says.
+        self.config = replace(self.config, zero_expert_num=moe.config.zero_expert_num)
         self._left_out = None if self._keep_gpu_experts else self._mask.clone()

@@ -69,7 +69,8 @@ def load_from_path(
             if method.upper() in KT_WRITTEN and found.has_floats:
                 options["weight_format"] = KT_WRITTEN[method.upper()][0]
             # With neither argument, the checkpoint's own activation function holds.
-            layer = replace(config, **activation) if activation else own.layer()
+            more = {**activation, "zero_expert_num": own.zero_expert_num}
+            layer = replace(config, **more) if activation else own.layer()
             layer = replace(layer, num_experts=config.num_experts)
             plan = plan_layer(checkpoint, layer_idx, method, experts, order, options, layer)
             _check_map(path, order, own.num_experts)
@@ -146,6 +147,11 @@ def _check_sizes(path: str | Path, config: MoEConfig, own: ExpertConfig, *, mapp
         expected, found = getattr(config, name), getattr(own, name)
         if found != expected:
             raise ValueError(f"{path} has {name} {found}, the layer was made for {expected}")
+    if config.zero_expert_num not in (0, own.zero_expert_num):
+        raise ValueError(
+            f"{path} has zero_expert_num {own.zero_expert_num}, the layer was made for "
+            f"{config.zero_expert_num}"
+        )
 
 
 def _check_map(where: str | Path, order: Sequence[int] | None, experts: int) -> None:

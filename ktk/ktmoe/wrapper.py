@@ -73,6 +73,10 @@ class KTMoEWrapper(Layer):
     shards : int, optional
         Parts that weights are divided into, as of :class:`ktk.MoE`: by default one per NUMA node
         that has workers. ``moe.shard_widths`` says what came of it.
+    zero_expert_num : int
+        Zero experts of the layer, as in :class:`ktk.MoEConfig`; a checkpoint's own number where it
+        has some. They are always computed here, and at once: no mask has them, none is deferred.
+        Whoever adds them elsewhere gives -1 in the place of their ids.
 
     Attributes
     ----------
@@ -108,7 +112,7 @@ class KTMoEWrapper(Layer):
         hidden_states : tensor [..., hidden_size]
             On the CPU or a GPU. bf16, f16 and f32 are computed as they are, other floats as f32.
         topk_ids : tensor of integers [..., num_experts_per_tok]
-            Ids < 0, >= num_experts or in the mask contribute nothing.
+            Ids in the mask, and ids that name no expert and no zero expert, contribute nothing.
         topk_weights : tensor of floats [..., num_experts_per_tok]
         cuda_stream : int, optional
             Handle of the stream that the call belongs to. With CPU tensors, 0 or None runs it on
@@ -243,7 +247,12 @@ class KTMoEWrapper(Layer):
         `protected_k` of each token stay. The other half's entries are -1.
         """
         return select_deferred(
-            expert_ids, expert_scores, protected_k, self.config.num_experts, self.deferral_policy
+            expert_ids,
+            expert_scores,
+            protected_k,
+            self.config.num_experts,
+            self.deferral_policy,
+            self.config.zero_expert_num,
         )
 
     def flush(self, cuda_stream: int | None = None) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ def test_skipped_experts_contribute_nothing(subject: Subject, data: st.DataObjec
     result = _call(moe, batch, mask=mask)
     known = (batch.ids >= 0) & (batch.ids < experts)
     hidden_by_mask = known & mask[np.where(known, batch.ids, 0)]
-    for nothing in (-1, experts, np.iinfo(np.int32).min):
+    for nothing in (-1, layer.config.num_ids, np.iinfo(np.int32).min):
         ids = np.where(hidden_by_mask, nothing, batch.ids)
         same = _call(moe, Batch(batch.hidden, ids, batch.weights))
         bounds.check_same_bits(same, result, f"id {nothing} in place of masked experts")
@@ -149,8 +150,44 @@ def test_no_work_gives_zeros(subject: Subject, data: st.DataObject) -> None:
     assert _call(moe, Batch(batch.hidden[:0], batch.ids[:0], batch.weights[:0])).shape[0] == 0
     idle = _call(moe, Batch(batch.hidden, np.full_like(batch.ids, -1), batch.weights))
     assert not idle.any()
-    all_masked = _call(moe, batch, mask=np.ones(layer.config.num_experts, bool))
+    experts = layer.config.num_experts
+    of_experts = np.where(batch.ids < experts, batch.ids, -1)
+    all_masked = _call(
+        moe, Batch(batch.hidden, of_experts, batch.weights), mask=np.ones(experts, bool)
+    )
     assert not all_masked.any()
+
+
+@given(data=st.data())
+def test_zero_experts_return_what_goes_in(subject: Subject, data: st.DataObject) -> None:
+    """They add routing weights times x, as the caller gave it, once: whatever shares the work."""
+    layer, batch = _draw(subject, data, min_tokens=1)
+    count = data.draw(st.integers(1, 3), label="zero experts")
+    layer = dataclasses.replace(
+        layer, config=dataclasses.replace(layer.config, zero_expert_num=count)
+    )
+    config = layer.config
+    rng = np.random.default_rng(data.draw(strategies.seeds(), label="seed of zero experts"))
+    some = rng.integers(config.num_experts, config.num_ids, batch.ids.shape)
+    mixed = np.where(rng.random(batch.ids.shape) < 0.5, some, batch.ids)
+    mask = np.ones(config.num_experts, bool)
+    for shards in range(1, min(2, layer.most_shards) + 1):
+        moe = subject.moe(layer, threads=3, shards=shards)
+        beside = Batch(batch.hidden, mixed, batch.weights)
+        expected = subject.expected(moe, layer, beside)
+        bounds.check(_call(moe, beside), expected.value, expected.error, "beside experts")
+        # Nothing is encoded, so that one product is left, rounded once.
+        alone = np.full_like(batch.ids, -1)
+        slot = int(rng.integers(batch.ids.shape[1]))
+        alone[:, slot] = some[:, slot]
+        got = _call(moe, Batch(batch.hidden, alone, batch.weights), mask=mask)
+        with np.errstate(all="ignore"):
+            product = batch.hidden * batch.weights[:, slot : slot + 1]
+        bounds.check_same_bits(got + 0, product + 0, "a zero expert alone")
+        # A token with experts beside it has the same bits.
+        alone[0] = batch.ids[0]
+        among = _call(moe, Batch(batch.hidden, alone, batch.weights))
+        bounds.check_same_bits(among[1:], got[1:], "a zero expert beside other tokens")
 
 
 @given(data=st.data())

@@ -180,6 +180,11 @@ def test_an_adapter_adds_what_it_says(subject: Subject, data: st.DataObject) -> 
             np.add.at(value, tokens, after * out.value)
             np.add.at(error, tokens, np.abs(after) * out.error)
             np.add.at(size, tokens, np.abs(after) * out.size)
+        tokens, slots = np.nonzero(reference.passed(batch.ids, layer.config))
+        factor = batch.weights[tokens, slots].astype(np.float64)[:, np.newaxis]
+        through = factor * batch.hidden[tokens].astype(np.float64)
+        np.add.at(value, tokens, through)
+        np.add.at(size, tokens, np.abs(through))
         terms = (batch.ids.shape[1] + 1) * (len(slices) + 1)
         error += bounds.gamma(terms) * size + terms * bounds.TINY * (size > 0)
     within = np.where(size < bounds.LARGEST / 2, error, np.inf)

@@ -222,6 +222,14 @@ def bounded_backward(
                 f"{part}_a": product(_turned(low), inputs[part]),
                 f"{part}_b": product(_turned(outputs[part]), p),
             }
+    tokens, slots = np.nonzero(reference.passed(ids, config))
+    factor = exact(topk_weights[tokens, slots][:, np.newaxis])
+    dx = times(exact(grad[tokens]), factor)
+    np.add.at(dx_value, tokens, dx.value)
+    np.add.at(dx_error, tokens, dx.error)
+    np.add.at(dx_size, tokens, dx.size)
+    dot = _row_sums(times(exact(grad[tokens]), exact(hidden[tokens])))
+    dw.value[tokens, slots], dw.error[tokens, slots] = dot.value[:, 0], dot.error[:, 0]
     terms = bounds.gamma(ids.shape[1] + 1)
     result.hidden = Uncertain(dx_value, dx_error + terms * dx_size)
     return result

@@ -79,6 +79,12 @@ def named(ids: Ids, experts: int, mask: Mask | None = None) -> Iterator[tuple[in
             yield number, *np.nonzero(ids == number)
 
 
+def passed(ids: Ids, config: MoEConfig) -> Mask:
+    """Return which entries name a zero expert, which returns what goes in; no mask has these."""
+    found: Mask = (ids >= config.num_experts) & (ids < config.num_ids)
+    return found
+
+
 def factors_of(weights: Array, config: MoEConfig) -> tuple[Array, Array]:
     """Return what routing weights multiply rows with: before an expert, and after it."""
     rows = weights[:, np.newaxis]
@@ -115,6 +121,9 @@ def layer(
         before, after = factors_of(formats.as_float64(topk_weights)[tokens, slots], config)
         y = expert(before * x[tokens], expert_of(number), config)
         np.add.at(result, tokens, after * y)
+    tokens, slots = np.nonzero(passed(np.asarray(ids), config))
+    before, after = factors_of(formats.as_float64(topk_weights)[tokens, slots], config)
+    np.add.at(result, tokens, after * (before * x[tokens]))
     return result
 
 
@@ -249,7 +258,7 @@ def bounded_layer(
     ----------
     hidden : array of shape (tokens, hidden_size)
     ids : array of shape (tokens, top_k)
-        Ids outside the range of experts contribute nothing.
+        Ids outside the range of experts and zero experts contribute nothing.
     topk_weights : array of shape (tokens, top_k)
     experts : sequence of Expert
         Weights as stored.
@@ -278,6 +287,11 @@ def bounded_layer(
             np.add.at(value, tokens, after * y.value)
             np.add.at(error, tokens, np.abs(after) * y.error)
             np.add.at(size, tokens, np.abs(after) * y.size)
+        # Of zero experts nothing is encoded.
+        tokens, slots = np.nonzero(passed(ids, config))
+        terms_of_them = topk_weights[tokens, slots][:, np.newaxis] * hidden[tokens]
+        np.add.at(value, tokens, terms_of_them)
+        np.add.at(size, tokens, np.abs(terms_of_them))
         # One product and one sum for each slot and slice.
         terms = (ids.shape[1] + 1) * (len(slices) + 1)
         error += bounds.gamma(terms) * size + terms * TINY * (size > 0)

@@ -299,7 +299,8 @@ def layers(
 ) -> Layer:
     """Layers of a few small experts; the intermediate size has a chance to be cut into shards."""
     experts = draw(st.integers(1, 5), label="experts")
-    top_k = draw(st.integers(1, min(experts, 4)), label="top_k")
+    zero = draw(st.sampled_from([0, 0, 1, 3]), label="zero_expert_num")
+    top_k = draw(st.integers(1, min(experts + zero, 4)), label="top_k")
     gate, up, down = draw(_mixed(backend))
     gated = draw(st.sampled_from([True, True, False]), label="gated")
     if not gated:
@@ -321,6 +322,7 @@ def layers(
         apply_router_weight_on_input=draw(
             st.sampled_from([False, False, True]), label="apply_router_weight_on_input"
         ),
+        zero_expert_num=zero,
         **(activation or draw(st.sampled_from(ACTIVATIONS), label="activation")),
     )
     shapes = {"gate": (intermediate, hidden), "up": (intermediate, hidden)}
@@ -340,19 +342,25 @@ def layers(
 
 @st.composite
 def batches(draw: st.DrawFn, config: MoEConfig, min_tokens: int = 0, outside: bool = True) -> Batch:
-    """Tokens with any routing: repeated experts and, with ``outside``, ids that mean nothing."""
+    """Tokens with any routing: repeated experts, zero experts, and ids that mean nothing.
+
+    Without ``outside``, ids are of experts only.
+    """
     tokens = draw(
         st.integers(min_tokens, 9) | st.sampled_from([max(17, min_tokens), 33]), label="tokens"
     )
     experts, top_k = config.num_experts, config.num_experts_per_tok
     hidden = draw(matrices((tokens, config.hidden_size), LAYER_KINDS, "hidden"))
     rng = np.random.default_rng(draw(seeds(), label="seed of routing"))
-    low, high = (-2, experts + 2) if outside else (0, experts)
-    routing = draw(st.sampled_from(["random", "one expert", "nothing"][: 2 + outside]))
+    low, high = (-2, config.num_ids + 2) if outside else (0, experts)
+    kinds = ["random", "one expert", *(["nothing", "zero experts"] if outside else [])]
+    routing = draw(st.sampled_from(kinds))
     ids = rng.integers(low, high, (tokens, top_k))
     if routing == "one expert":
         ids = np.full((tokens, top_k), rng.integers(0, experts))
     elif routing == "nothing":
         ids = np.full((tokens, top_k), -1)
+    elif routing == "zero experts":  # or nothing, where there are none
+        ids = rng.integers(experts, config.num_ids + 1, (tokens, top_k))
     weights = rng.standard_normal((tokens, top_k)).astype(np.float32)
     return Batch(hidden, ids.astype(np.int64), weights)

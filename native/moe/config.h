@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "ops/ops.h"
 
@@ -15,7 +16,14 @@ struct Config {
   ktk_glu glu{};
   bool gated = true;  // without a gate, experts have no such matrix, and the function is that of up
   bool weight_on_input = false;  // routing weights multiply what goes into experts, not the result
+  // Ids from num_experts on that name a zero expert: one that returns what goes in.
+  size_t zero_experts = 0;
 
+  bool is_expert(int64_t id) const { return id >= 0 && id < static_cast<int64_t>(num_experts); }
+  bool is_zero_expert(int64_t id) const {
+    const auto first = static_cast<int64_t>(num_experts);
+    return id >= first && id - first < static_cast<int64_t>(zero_experts);
+  }
   // Products of the hidden states: of gate, where there is one, and of up.
   size_t first_products() const { return gated ? 2 : 1; }
 };
@@ -29,6 +37,7 @@ void visit_fields(Config& config, Visit visit) {
   visit("intermediate_size", config.intermediate);
   visit("gated", config.gated);
   visit("apply_router_weight_on_input", config.weight_on_input);
+  visit("zero_expert_num", config.zero_experts);
   visit_fields(config.glu, visit);
 }
 

@@ -1,5 +1,6 @@
 #include "moe/divide.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace ktk {
@@ -8,8 +9,9 @@ namespace {
 // Rows that are copied for nothing cost less than picking out all others.
 constexpr bool nearly_all(size_t rows, size_t tokens) { return rows * 16 >= tokens * 15; }
 
-// In the place of a rank: none, as of no expert; to be chosen, as of an expert with copies.
-constexpr int kNobody = -1, kUndecided = -2;
+// In the place of a rank: none, as of no expert; to be chosen, as of an expert with copies; that of
+// another expert of the token, as of a zero expert.
+constexpr int kNobody = -1, kUndecided = -2, kAnyOther = -3;
 
 // The ranks of experts, those with copies in a second pass.
 class Choice {
@@ -28,21 +30,33 @@ class Choice {
   // Writes the rank of each of a token's experts.
   void choose(const int32_t* ids, size_t k, int* rank) {
     for (size_t& used : used_) used = 0;
-    bool undecided = false;
+    bool undecided = false, passed = false;
     for (size_t j = 0; j < k; ++j) {
-      rank[j] = ids[j] < 0 ? kNobody : only_[static_cast<size_t>(ids[j])];
+      rank[j] = of(ids[j]);
       if (rank[j] >= 0) ++used_[static_cast<size_t>(rank[j])];
       undecided |= rank[j] == kUndecided;
+      passed |= rank[j] == kAnyOther;
     }
-    if (!undecided) return;
-    for (size_t j = 0; j < k; ++j) {
+    for (size_t j = 0; undecided && j < k; ++j) {
       if (rank[j] != kUndecided) continue;
       rank[j] = least_used(ids[j]);
       ++used_[static_cast<size_t>(rank[j])];
     }
+    if (!passed) return;
+    size_t lowest = 0;
+    while (lowest < used_.size() && used_[lowest] == 0) ++lowest;
+    const int any = lowest < used_.size() ? static_cast<int>(lowest) : std::max(home_, 0);
+    for (size_t j = 0; j < k; ++j) {
+      if (rank[j] == kAnyOther) rank[j] = any;
+    }
   }
 
  private:
+  int of(int32_t id) const {
+    if (id < 0) return kNobody;
+    return static_cast<size_t>(id) < only_.size() ? only_[static_cast<size_t>(id)] : kAnyOther;
+  }
+
   int least_used(int32_t expert) const {
     int best = kNobody;
     size_t fewest = 0;

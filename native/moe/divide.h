@@ -28,8 +28,10 @@ struct RankPart {
 // Of an expert's copies, that one computes a token whose rank has the fewest experts of the token;
 // among equals `home`, the rank that the token is on (-1: all are), then the lowest. So the choice
 // depends on nothing but the token's own experts and its rank. Ids are [tokens, k], from -1, which
-// is no expert, to experts - 1, which the caller has checked: none is looked at for its range here.
-// Ranks without tokens are left out.
+// is no expert; those from `experts` on are zero experts, which all ranks have. The lowest of the
+// ranks that compute an expert of the token adds them, so that the token goes nowhere for them;
+// where it has no expert, `home`, or the first rank if all have the token. Ranks without tokens are
+// left out.
 std::vector<RankPart> divide_tokens(const int32_t* ids, size_t tokens, size_t k,
                                     const Holders& holders, int home);
 

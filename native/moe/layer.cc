@@ -1,11 +1,16 @@
 #include "moe/layer.h"
 
+#include <algorithm>
+
 #include "moe/nodes.h"
 #include "moe/pipeline.h"
+#include "moe/zero_experts.h"
 #include "ops/select.h"
 
 namespace ktk {
 namespace {
+
+constexpr size_t kTokens = 4096;  // that a route has where nothing is loaded
 
 void check_positive(const char* name, size_t value, size_t most) {
   if (value == 0 || value > most) {
@@ -26,7 +31,11 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
       wanted_(wanted),
       shards_chosen_(shards == 0) {
   check_positive("num_experts", config.num_experts, kMostExtent);
-  check_positive("num_experts_per_tok", config.top_k, config.num_experts);
+  if (config.zero_experts > kMostExtent) {
+    throw std::invalid_argument("zero_expert_num must be at most " + std::to_string(kMostExtent) +
+                                ", got " + std::to_string(config.zero_experts));
+  }
+  check_positive("num_experts_per_tok", config.top_k, config.num_experts + config.zero_experts);
   check_positive("hidden_size", config.hidden, kMostExtent);
   check_positive("intermediate_size", config.intermediate, kMostExtent);
   check_shards(shards);
@@ -92,7 +101,7 @@ void Layer::check_loaded(const Request& request) const {
   for (size_t token = 0; token < choice.tokens; ++token) {
     for (size_t slot = 0; slot < choice.top_k; ++slot) {
       const int64_t id = choice.id(token, slot);
-      if (id < 0 || id >= static_cast<int64_t>(config_.num_experts)) continue;
+      if (!config_.is_expert(id)) continue;
       const size_t e = static_cast<size_t>(id);
       if (left_out_[e] || (!request.skip.empty() && request.skip[e])) continue;
       if (loaded_ == 0) {
@@ -120,8 +129,14 @@ void Layer::compute(const Request& request,
 void Layer::forward(const Request& request) {
   compute(request, [this](const Weights* weights, const Request& merged) {
     if (weights) return ktk::forward(*engine_, config_, variant_, *weights, merged);
-    // Nothing is loaded and nothing is wanted: an all-zero result needs no pipeline.
-    if (merged.out.data) merged.out.clear(0, merged.choice.tokens, config_.hidden);
+    // Nothing is loaded and no expert is wanted: zeros, or zero experts alone, need no pipeline.
+    if (!merged.out.data) return;
+    Route route;
+    for (size_t begin = 0; begin < merged.choice.tokens; begin += kTokens) {
+      const size_t end = std::min(begin + kTokens, merged.choice.tokens);
+      route.build(merged.choice, begin, end, config_, merged.skip);
+      pass_through(*engine_, config_, route, merged.hidden, merged.out, begin, end);
+    }
   });
 }
 

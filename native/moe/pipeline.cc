@@ -11,6 +11,7 @@
 //
 // Gate and up read the same x, unless they want different activations; experts may have no gate.
 // Routing weights are factors of the sums, or of the products of gate and up: x itself has none.
+// Zero experts add x as the caller gave it, behind all experts, to the sums of the first shard.
 // The first barrier is left out when there are so few tokens that every worker encodes them all. A
 // task of the second half owns its output columns for all experts, so the weighted sums need no
 // atomics and no merge pass, and they add up in the same order for any number of workers.
@@ -26,6 +27,7 @@
 #include "moe/lora_rows.h"
 #include "moe/nodes.h"
 #include "moe/plan.h"
+#include "moe/zero_experts.h"
 #include "ops/select.h"
 
 namespace ktk {
@@ -56,7 +58,9 @@ class ChunkRun {
     begin_ = begin;
     route_.build(request_.choice, begin, end, config_, request_.skip);
     if (route_.active.empty()) {
-      if (computes_down()) request_.out.clear(begin, end, config_.hidden);
+      if (computes_down()) {
+        pass_through(engine_, config_, route_, request_.hidden, request_.out, begin, end);
+      }
       return;
     }
     plan_.make(route_, end - begin, engine_.pool.size());
@@ -289,6 +293,7 @@ class ChunkRun {
     float* sums = reinterpret_cast<float*>(own + plan_.own.sums);
     std::memset(sums, 0, plan_.tokens * plan_.down_stride * sizeof(float));
     for (size_t i = shards_[s].first; i < shards_[s].last; ++i) add_down(i, task, own, sums);
+    if (s == 0) add_zero_experts(task, own, sums);
     for (size_t token = 0; token < plan_.tokens; ++token) {
       const float* from = sums + token * plan_.down_stride;
       if (shards_.size() > 1) {
@@ -298,6 +303,17 @@ class ChunkRun {
         ops_.from_f32(from, request_.out.type, columns,
                       request_.out.at(begin_ + token, task.begin));
       }
+    }
+  }
+
+  // Shards add up to the whole sums; this must come once. `hidden` may be `out`, whose columns
+  // nobody but this task writes.
+  void add_zero_experts(const DownTask& task, char* own, float* sums) const {
+    float* const row = reinterpret_cast<float*>(own + plan_.own.row);
+    const size_t columns = task.end - task.begin;
+    for (size_t token = 0; !route_.passed.empty() && token < plan_.tokens; ++token) {
+      add_passed(route_, token, request_.hidden, begin_ + token, task.begin, columns, row,
+                 sums + token * plan_.down_stride);
     }
   }
 

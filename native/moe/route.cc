@@ -1,18 +1,33 @@
 #include "moe/route.h"
 
+#include <algorithm>
+
 namespace ktk {
+
+std::span<const Route::Passed> Route::passed_of(size_t token) const {
+  const auto before = [](const Passed& one, size_t of) { return one.token < of; };
+  const auto first = std::lower_bound(passed.begin(), passed.end(), token, before);
+  const auto last = std::lower_bound(first, passed.end(), token + 1, before);
+  return {first, last};
+}
 
 void Route::build(const Choice& choice, size_t begin, size_t end, const Config& config,
                   std::span<const uint8_t> skip) {
   const size_t experts = config.num_experts;
   next_.assign(experts, 0);
   const auto runs = [&](int64_t id) {
-    return id >= 0 && id < static_cast<int64_t>(experts) && !skip[static_cast<size_t>(id)];
+    return config.is_expert(id) && !skip[static_cast<size_t>(id)];
   };
+  passed.clear();
   for (size_t token = begin; token < end; ++token) {
     for (size_t slot = 0; slot < choice.top_k; ++slot) {
       const int64_t id = choice.id(token, slot);
-      if (runs(id)) ++next_[static_cast<size_t>(id)];
+      if (runs(id)) {
+        ++next_[static_cast<size_t>(id)];
+      } else if (config.is_zero_expert(id)) {
+        passed.push_back({static_cast<uint32_t>(token - begin), static_cast<uint32_t>(slot),
+                          choice.weights[token * choice.weights_stride + slot]});
+      }
     }
   }
   active.clear();

@@ -39,11 +39,22 @@ struct Route {
   // of them and the other is 1, which `input_weights` does not store.
   std::vector<float> weights, input_weights;
 
+  // A zero expert that a token names. It has no row: what it adds is the routing weight times x,
+  // wherever the routing weight multiplies.
+  struct Passed {
+    uint32_t token, slot;
+    float weight;
+  };
+  std::vector<Passed> passed;  // in the order of tokens, then of their slots
+
+  // The zero experts of a token.
+  std::span<const Passed> passed_of(size_t token) const;
+
   bool weighs_input() const { return !input_weights.empty(); }
   float input_weight(size_t row) const { return weighs_input() ? input_weights[row] : 1; }
 
   // Sorts tokens [begin, end) of `choice`. Ids outside the layer's experts and experts whose `skip`
-  // is set have no rows; `skip` holds one byte per expert.
+  // is set have no rows; `skip` holds one byte per expert, and none for zero experts.
   void build(const Choice& choice, size_t begin, size_t end, const Config& config,
              std::span<const uint8_t> skip);
 

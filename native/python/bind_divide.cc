@@ -27,7 +27,7 @@ nb::object array_of(std::vector<T>&& values, std::initializer_list<size_t> shape
   return nb::cast(nb::ndarray<nb::numpy, T>(data, shape, owner));
 }
 
-// Ids as int32, checked to name experts, or nobody by -1.
+// Ids as int32, checked to name experts or zero experts, or nobody by -1.
 template <typename T>
 nb::object expert_ids(const nb::ndarray<const T, nb::ndim<2>, nb::c_contig, nb::device::cpu>& ids,
                       int64_t experts) {
@@ -67,7 +67,8 @@ void bind_divide(nb::module_& m) {
       "divide_tokens", &divide, "ids"_a, "held"_a, "home"_a,
       "What each rank computes of the tokens of a call: (rank, rows or None for all, ids with -1\n"
       "in place of other ranks' experts). `held` has a row for each expert, and is not 0 in the\n"
-      "columns of ranks that hold it. Ids are those of `expert_ids`.");
+      "columns of ranks that hold it. Ids are those of `expert_ids`; of those behind all experts,\n"
+      "which are zero experts, a rank takes care that computes an expert of the token anyway.");
 }
 
 }  // namespace ktk

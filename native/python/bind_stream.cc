@@ -114,7 +114,7 @@ Ids ids_array(std::vector<int64_t> ids, size_t tokens, size_t top_k) {
 
 nb::tuple split(nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu> ids,
                 nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> weights,
-                size_t num_experts, size_t deferred, bool batch_union) {
+                size_t num_experts, size_t deferred, bool batch_union, size_t zero_experts) {
   const size_t tokens = ids.shape(0), k = ids.shape(1);
   check_aligned("topk_ids", AnyArray(ids));
   check_aligned("topk_weights", AnyArray(weights));
@@ -122,7 +122,10 @@ nb::tuple split(nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device
     throw nb::value_error("topk_ids and topk_weights have different shapes");
   }
   const Choice choice{ids.data(), true, k, weights.data(), k, tokens, k};
-  Halves halves = split_deferred(choice, {deferred, batch_union}, num_experts);
+  Config config;
+  config.num_experts = num_experts;
+  config.zero_experts = zero_experts;
+  Halves halves = split_deferred(choice, {deferred, batch_union}, config);
   return nb::make_tuple(ids_array(std::move(halves.now), tokens, k),
                         ids_array(std::move(halves.later), tokens, k));
 }
@@ -196,8 +199,10 @@ void bind_stream(nb::module_& m) {
       "pool"_a, unlocked,
       "Waits for what is queued on a pool, whose queue has a thread from then on.");
 
-  m.def("split_deferred", &split, "topk_ids"_a, "topk_weights"_a, "num_experts"_a, "deferred"_a,
-        "batch_union"_a = false, "Ids that stay, and ids that are deferred, with -1 elsewhere.");
+  m.def(
+      "split_deferred", &split, "topk_ids"_a, "topk_weights"_a, "num_experts"_a, "deferred"_a,
+      "batch_union"_a = false, "zero_experts"_a = 0,
+      "Ids that stay, those of zero experts among them, and ids that are deferred; -1 elsewhere.");
   m.def(
       "stream_is_capturing", [](uintptr_t stream) { return CudaDriver::get().capturing(stream); },
       "stream"_a, unlocked, "Whether a CUDA stream is being captured into a graph.");

@@ -148,7 +148,7 @@ void AsyncCall::compute_now() {
   Request request = request_;
   Halves halves;
   if (options_.give) {
-    halves = split_deferred(request.choice, options_.deferral, layer_->config().num_experts);
+    halves = split_deferred(request.choice, options_.deferral, layer_->config());
     request.choice.ids = halves.now.data();
     request.choice.ids_64 = true;
     request.choice.ids_stride = request.choice.top_k;
@@ -170,8 +170,7 @@ void AsyncCall::compute_now() {
 
 void AsyncCall::compute_later() {
   Request request = request_;
-  const Halves halves =
-      split_deferred(request.choice, options_.deferral, layer_->config().num_experts);
+  const Halves halves = split_deferred(request.choice, options_.deferral, layer_->config());
   request.choice.ids = halves.later.data();
   request.choice.ids_64 = true;
   request.choice.ids_stride = request.choice.top_k;

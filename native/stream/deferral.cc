@@ -34,26 +34,26 @@ class Protected {
 
 }  // namespace
 
-Halves split_deferred(const Choice& choice, const Deferral& deferral, size_t num_experts) {
+Halves split_deferred(const Choice& choice, const Deferral& deferral, const Config& config) {
   const size_t k = choice.top_k, entries = product(choice.tokens, k);
   Halves halves{std::vector<int64_t>(entries, -1), std::vector<int64_t>(entries, -1)};
   Protected protect(k, deferral.most);
   const auto weights = [&](size_t token) { return choice.weights + token * choice.weights_stride; };
-  const auto valid = [&](int64_t id) { return id >= 0 && id < static_cast<int64_t>(num_experts); };
 
-  std::vector<uint8_t> kept(deferral.batch_union ? num_experts : 0);
+  std::vector<uint8_t> kept(deferral.batch_union ? config.num_experts : 0);
   for (size_t token = 0; deferral.batch_union && token < choice.tokens; ++token) {
     const std::vector<uint8_t>& stays = protect.of(weights(token));
     for (size_t slot = 0; slot < k; ++slot) {
       const int64_t id = choice.id(token, slot);
-      if (stays[slot] && valid(id)) kept[static_cast<size_t>(id)] = 1;
+      if (stays[slot] && config.is_expert(id)) kept[static_cast<size_t>(id)] = 1;
     }
   }
   for (size_t token = 0; token < choice.tokens; ++token) {
     const std::vector<uint8_t>& stays = protect.of(weights(token));
     for (size_t slot = 0; slot < k; ++slot) {
       const int64_t id = choice.id(token, slot);
-      if (!valid(id)) continue;
+      if (config.is_zero_expert(id)) halves.now[token * k + slot] = id;
+      if (!config.is_expert(id)) continue;
       const bool now = deferral.batch_union ? kept[static_cast<size_t>(id)] : stays[slot];
       (now ? halves.now : halves.later)[token * k + slot] = id;
     }

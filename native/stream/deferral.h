@@ -17,11 +17,12 @@ struct Deferral {
   bool batch_union = false;
 };
 
-// Ids [tokens, top_k] with -1 in place of the entries that belong to the other half.
+// Ids [tokens, top_k] with -1 in place of the entries that belong to the other half. Zero experts
+// stay, whatever their weights are: there is nothing to wait for.
 struct Halves {
   std::vector<int64_t> now, later;
 };
 
-Halves split_deferred(const Choice& choice, const Deferral& deferral, size_t num_experts);
+Halves split_deferred(const Choice& choice, const Deferral& deferral, const Config& config);
 
 }  // namespace ktk

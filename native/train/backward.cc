@@ -18,6 +18,7 @@
 
 #include "core/size.h"
 #include "moe/pipeline.h"
+#include "moe/zero_experts.h"
 #include "ops/select.h"
 #include "train/gradients.h"
 #include "train/low_rank.h"
@@ -66,7 +67,14 @@ class BackwardRun {
     route_.build(forward_.choice, begin, end, config_, forward_.skip);
     std::memset(request_.weights_gradient + begin * forward_.choice.top_k, 0,
                 product(end - begin, forward_.choice.top_k, sizeof(float)));
-    if (route_.active.empty()) return request_.hidden_gradient.clear(begin, end, config_.hidden);
+    if (!route_.passed.empty()) {
+      pass_gradients(engine_, config_, route_, forward_.hidden, forward_.out, begin,
+                     forward_.choice.top_k, request_.weights_gradient);
+    }
+    if (route_.active.empty()) {
+      return pass_through(engine_, config_, route_, forward_.out, request_.hidden_gradient, begin,
+                          end);
+    }
     plan_.make(route_, begin, end, engine_.pool.size(), lora());
     shared_ = engine_.scratch.shared(plan_.shared);
     if (lora_) lora_->use(shared_);
@@ -80,7 +88,9 @@ class BackwardRun {
     for (size_t group = 0; group + 1 < plan_.groups.size(); ++group) {
       run_group(plan_.groups[group], plan_.groups[group + 1]);
     }
-    each(plan_.tokens, [&](size_t token, char*) {
+    each(plan_.tokens, [&](size_t token, char* own) {
+      add_passed(route_, token, forward_.out, begin_ + token, 0, config_.hidden,
+                 reinterpret_cast<float*>(own + plan_.own.row), dx(token));
       const Rows& out = request_.hidden_gradient;
       ops_.from_f32(dx(token), out.type, config_.hidden, out.at(begin_ + token));
     });
@@ -346,17 +356,30 @@ class BackwardRun {
   std::vector<Gradients::Task> gradient_tasks_;
 };
 
+// Where nothing is loaded and no expert is wanted.
+void backward_of_zero_experts(Engine& engine, const Config& config, const BackwardRequest& request,
+                              const Request& forward) {
+  constexpr size_t kTokens = 4096;
+  const size_t tokens = forward.choice.tokens, top_k = forward.choice.top_k;
+  std::memset(request.weights_gradient, 0, product(tokens, top_k, sizeof(float)));
+  Route route;
+  for (size_t begin = 0; begin < tokens; begin += kTokens) {
+    const size_t end = std::min(begin + kTokens, tokens);
+    route.build(forward.choice, begin, end, config, forward.skip);
+    pass_gradients(engine, config, route, forward.hidden, forward.out, begin, top_k,
+                   request.weights_gradient);
+    pass_through(engine, config, route, forward.out, request.hidden_gradient, begin, end);
+  }
+}
+
 }  // namespace
 
 void backward(Layer& layer, const FloatBackend& floats, const BackwardRequest& request) {
   layer.compute(request.forward, [&](const Weights* weights, const Request& forward) {
     const Config& config = layer.config();
     const size_t tokens = forward.choice.tokens, top_k = forward.choice.top_k;
-    if (!weights) {
-      std::memset(request.weights_gradient, 0, product(tokens, top_k, sizeof(float)));
-      return request.hidden_gradient.clear(0, tokens, config.hidden);
-    }
     Engine& engine = *layer.engine();
+    if (!weights) return backward_of_zero_experts(engine, config, request, forward);
     BackwardRun run(engine, config, layer.variant(), *weights, floats, request, forward);
     const size_t step = run.max_tokens();
     Memory again;

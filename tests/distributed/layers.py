@@ -12,6 +12,7 @@ import ktk
 from ktk.distributed import Placement
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 12, 3, 64, 96
+ZERO_EXPERTS = 4
 
 
 def layer(only: Collection[int] | None = None, backend: str = "AMXINT8", **sizes: int) -> ktk.MoE:
@@ -21,6 +22,7 @@ def layer(only: Collection[int] | None = None, backend: str = "AMXINT8", **sizes
         "num_experts_per_tok": TOP_K,
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
+        "zero_expert_num": ZERO_EXPERTS,
     } | sizes
     moe = ktk.load_backend(backend).moe(**config, pool=ktk.WorkerPool(1))
     h, i = config["hidden_size"], config["intermediate_size"]
@@ -39,15 +41,18 @@ def layer(only: Collection[int] | None = None, backend: str = "AMXINT8", **sizes
 def tokens(
     count: int, seed: int, dtype: torch.dtype = torch.bfloat16, k: int = TOP_K
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return hidden, ids with some -1, and weights."""
+    """Return hidden, ids with some -1 and some of zero experts, and weights."""
     random = torch.Generator().manual_seed(seed)
     hidden = torch.randn(count, HIDDEN, generator=random).to(dtype)
-    ids = torch.randint(-1, EXPERTS, (count, k), generator=random)
+    ids = torch.randint(-1, EXPERTS + ZERO_EXPERTS, (count, k), generator=random)
     return hidden, ids, torch.rand(count, k, generator=random)
 
 
 def computed_by(placement: Placement, ids: np.ndarray, home: int | None) -> np.ndarray:
-    """Return the rank that computes each expert of each token, -1 for none, token by token."""
+    """Return the rank that computes each expert of each token, -1 for none, token by token.
+
+    Zero experts are of the lowest rank that computes another, and else of the token's own.
+    """
     chosen = np.full(ids.shape, -1)
     for token, of_token in enumerate(ids.tolist()):
         used = [0] * placement.ranks
@@ -58,6 +63,10 @@ def computed_by(placement: Placement, ids: np.ndarray, home: int | None) -> np.n
                     rank = min(able, key=lambda r: (used[r], r != home, r))
                     used[rank] += 1
                     chosen[token, column] = rank
+        busy = [rank for rank, count in enumerate(used) if count]
+        for column, expert in enumerate(of_token):
+            if expert >= placement.num_experts:
+                chosen[token, column] = min(busy, default=home or 0)
     return chosen
 
 

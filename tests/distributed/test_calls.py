@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from layers import EXPERTS, TOP_K, in_order_of_ranks, layer, tokens
+from layers import EXPERTS, TOP_K, ZERO_EXPERTS, in_order_of_ranks, layer, tokens
 from ranks import run
 
 from ktk.distributed import ExpertParallel, Placement, connect
@@ -137,6 +137,7 @@ def test_a_rank_reads_its_experts_only(tmp_path: Path) -> None:
         "moe_intermediate_size": intermediate,
         "num_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
+        "zero_expert_num": ZERO_EXPERTS,
         "hidden_act": "silu",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))

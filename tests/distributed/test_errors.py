@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import EXPERTS, layer, tokens
+from layers import EXPERTS, ZERO_EXPERTS, layer, tokens
 from ranks import run
 
 from ktk.distributed import ExpertParallel, Placement
@@ -28,7 +28,7 @@ def calls(rank: int, size: int, say: Any) -> Sentences:
         "width": (hidden[:, :32], ids, weights),
         "dtype": (hidden.double(), ids, weights),
         "rows": (hidden, ids[:3], weights),
-        "range": (hidden, torch.full_like(ids, EXPERTS), weights),
+        "range": (hidden, torch.full_like(ids, EXPERTS + ZERO_EXPERTS), weights),
         "ids": (hidden, ids.float(), weights),
         "no tensor": (hidden.float().numpy(), ids, weights),
         "gradient": (hidden.float().requires_grad_(), ids, weights),
@@ -53,7 +53,7 @@ def test_calls() -> None:
         "width": "ValueError: rank 1: hidden must have shape [tokens, 64], got [4, 32]",
         "dtype": "TypeError: rank 1: hidden must be float32, bfloat16, float16, got float64",
         "rows": "ValueError: rank 1: topk_ids must have shape [4, k], got [3, 3]",
-        "range": "ValueError: rank 1: topk_ids has 12, expected 0 <= id < 12, or -1 for no expert",
+        "range": "ValueError: rank 1: topk_ids has 16, expected 0 <= id < 16, or -1 for no expert",
         "ids": "TypeError: rank 1: topk_ids must be int32, int64, int16, int8, uint8, got float32",
         "no tensor": "TypeError: rank 1: hidden must be a tensor of torch, got ndarray",
         "gradient": "RuntimeError: rank 1: hidden requires grad, but ktk computes inference only",

@@ -19,6 +19,9 @@ from ktk.ktmoe.deferral import select_deferred
 Ids = list[list[int]]
 WEIGHTS = st.sampled_from([0.0, 0.1, 0.25, 0.25, 0.5, 0.9, -0.5, math.nan, math.inf])
 
+# Of layers here: they return what goes in, and stay.
+ZERO_IDS = range(E, E + 2)
+
 
 def defined(
     ids: Ids, weights: list[list[float]], experts: int, deferred: int, union: bool
@@ -42,7 +45,7 @@ def defined(
         stays = [(i in flagged) if union else (s in protected(t)) for s, i in enumerate(row)]
         valid = [0 <= i < experts for i in row]
         zipped = list(zip(row, stays, valid, strict=True))
-        now.append([i if s and v else -1 for i, s, v in zipped])
+        now.append([i if (s and v) or i in ZERO_IDS else -1 for i, s, v in zipped])
         later.append([i if not s and v else -1 for i, s, v in zipped])
     return now, later
 
@@ -52,7 +55,7 @@ def defined(
 def test_the_choice_is_the_defined_one(data: st.DataObject) -> None:
     tokens, k = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 6))
     deferred, union = data.draw(st.integers(0, 7)), data.draw(st.booleans())
-    row = st.lists(st.integers(-1, E), min_size=k, max_size=k)
+    row = st.lists(st.integers(-1, ZERO_IDS.stop), min_size=k, max_size=k)
     ids = data.draw(st.lists(row, min_size=tokens, max_size=tokens))
     some = st.lists(WEIGHTS, min_size=k, max_size=k)
     weights = data.draw(st.lists(some, min_size=tokens, max_size=tokens))
@@ -60,13 +63,14 @@ def test_the_choice_is_the_defined_one(data: st.DataObject) -> None:
     expected = defined(ids, weights, E, deferred, union)
     id_array = np.array(ids, dtype=np.int64).reshape(shape)
     weight_array = np.array(weights, dtype=np.float32).reshape(shape)
-    made = _core.split_deferred(id_array, weight_array, E, deferred, union)
+    made = _core.split_deferred(id_array, weight_array, E, deferred, union, len(ZERO_IDS))
     in_torch = select_deferred(
         torch.from_numpy(id_array),
         torch.from_numpy(weight_array),
         k - deferred,
         E,
         "batch-union" if union else "per-token",
+        len(ZERO_IDS),
     )
     for half in range(2):
         wanted = np.array(expected[half], dtype=np.int64).reshape(shape)
@@ -84,6 +88,7 @@ def chain(deferred: int, policy: str, last: int) -> list[KTMoEWrapper]:
             seed=n,
             model=state,
             deferral_policy=policy,
+            zero_expert_num=len(ZERO_IDS),
             max_deferred_experts_per_token=deferred if n < 2 else last,
         )
         for n in range(3)
@@ -92,7 +97,7 @@ def chain(deferred: int, policy: str, last: int) -> list[KTMoEWrapper]:
 
 @functools.cache
 def plain(layer_idx: int) -> KTMoEWrapper:
-    return wrapper(layer_idx, seed=layer_idx)
+    return wrapper(layer_idx, seed=layer_idx, zero_expert_num=len(ZERO_IDS))
 
 
 def in_f32(layer_idx: int, x: torch.Tensor, ids: Ids, w: torch.Tensor) -> torch.Tensor:
@@ -118,6 +123,7 @@ def test_results_carry_what_the_layer_before_deferred(
     carried = torch.zeros(tokens, H)
     for n, layer in enumerate(model):
         x, ids, w = inputs(tokens, seed=seed + n)
+        ids[(ids + seed) % 3 == 0] = E + n % 2
         count = deferred if n < 2 or flush else 0
         now, later = defined(ids.tolist(), w.tolist(), E, count, policy == "batch-union")
         expected = (in_f32(n, x, now, w) + carried).bfloat16()
@@ -129,6 +135,20 @@ def test_results_carry_what_the_layer_before_deferred(
         assert torch.equal(left, carried)
     else:
         assert left is None
+
+
+def test_zero_experts_are_added_once_whatever_the_mask_and_the_deferral() -> None:
+    """Of a token without experts that are computed here, exactly the weights times x are left."""
+    model = chain(2, "per-token", 0)
+    x, ids, w = inputs(7)
+    ids[:, 0] = ids[:, 2] = E + 1
+    w = torch.tensor([0.5, 1.0, 0.25]).expand(7, K).contiguous()
+    for layer in model:
+        layer.gpu_experts_mask.fill_(True)
+        try:
+            assert torch.equal(layer.forward(x, ids, w), (0.75 * x.float()).bfloat16())
+        finally:
+            layer.gpu_experts_mask.fill_(False)
 
 
 def test_nothing_is_lost_over_a_model() -> None:

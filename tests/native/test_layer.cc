@@ -22,7 +22,7 @@ namespace {
 
 using ktk::Layer;
 
-constexpr size_t kExperts = 5, kTopK = 2;
+constexpr size_t kExperts = 5, kTopK = 2, kZeroExperts = 2;
 
 // Off every step, and an intermediate size of three shards that begin inside groups of 128; but
 // made of whole blocks of ggml's types, and of three of them.
@@ -35,7 +35,10 @@ struct Sizes {
     intermediate = ktk::round_up(530, step);
   }
   ktk::Config config(bool gated = true) const {
-    return {kExperts, kTopK, hidden, intermediate, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}, gated};
+    ktk::Config config = {
+        kExperts, kTopK, hidden, intermediate, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}, gated};
+    config.zero_experts = kZeroExperts;
+    return config;
   }
 };
 
@@ -74,7 +77,7 @@ struct Call {
     std::mt19937 random(7);
     for (size_t i = 0; i < tokens * kTopK; ++i) {
       // Some ids are out of range on either side, and mean nobody.
-      ids.push_back(static_cast<int32_t>(random() % (kExperts + 2)) - 1);
+      ids.push_back(static_cast<int32_t>(random() % (kExperts + kZeroExperts + 2)) - 1);
       weights.push_back(0.25f * static_cast<float>(random() % 5));
     }
     out.assign(tokens * sizes.hidden, NAN);
@@ -107,6 +110,13 @@ std::vector<double> reference(const Layer& layer, const Call& call) {
         for (size_t k = 0; k < intermediate; ++k) y += h[k] * down[n * intermediate + k];
         out[i / kTopK * hidden + n] += call.weights[i] * y;
       }
+    }
+  }
+  for (size_t i = 0; i < call.ids.size(); ++i) {
+    if (!layer.config().is_zero_expert(call.ids[i])) continue;
+    for (size_t n = 0; n < hidden; ++n) {
+      const size_t at = i / kTopK * hidden + n;
+      out[at] += call.weights[i] * double{to_f32(call.hidden[at])};
     }
   }
   return out;
@@ -193,6 +203,62 @@ TEST(gate_and_up_may_differ) {
   for (const std::string& variant : runnable()) {
     for (const ktk_format& given_up : kGiven) check_layer(kGiven[0], variant, 1, given_up);
   }
+}
+
+// Whatever shares the work: x times the sum of two weights that are exact in f32, once.
+TEST(zero_experts_return_what_goes_in) {
+  const ktk_format& given = kGiven[0];
+  const std::string variant = runnable().front();
+  constexpr auto kZero = static_cast<int32_t>(kExperts);
+  for (const int shards : {1, 3}) {
+    const auto layer = make_layer(given, variant, 3, shards);
+    // Nobody computes anything; some tokens have experts; nothing is loaded, and nothing wanted.
+    for (const auto& made : {layer, layer, empty_layer(given, variant, 3, shards)}) {
+      for (const size_t tokens : {1, 3, 5000}) {
+        Call call(given, tokens);
+        const bool with_others = made == layer && tokens == 3;
+        for (size_t t = 0; t < tokens; ++t) {
+          call.ids[t * kTopK] = kZero;
+          call.ids[t * kTopK + 1] = kZero + (t % 2 ? 1 : 0);
+        }
+        if (with_others) call.ids[0] = 0;
+        made->forward(call.request);
+        for (size_t t = with_others ? 1 : 0; t < tokens; ++t) {
+          const float weight = call.weights[t * kTopK] + call.weights[t * kTopK + 1];
+          for (size_t n = 0; n < call.sizes.hidden; ++n) {
+            const size_t at = t * call.sizes.hidden + n;
+            CHECK(call.out[at] == weight * to_f32(call.hidden[at]));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Of 16 bits; and what is read is what is written.
+TEST(zero_experts_may_write_where_they_read) {
+  const ktk_format& given = kGiven[0];
+  for (const int shards : {1, 3}) {
+    const auto layer = make_layer(given, runnable().front(), 3, shards);
+    Call apart(given, 40), in_place(given, 40);
+    std::vector<uint16_t> out(apart.hidden.size());
+    apart.request.out = {out.data(), KTK_BF16, apart.sizes.hidden};
+    in_place.request.out = in_place.request.hidden;
+    layer->forward(apart.request);
+    layer->forward(in_place.request);
+    CHECK(in_place.hidden == out);
+  }
+}
+
+TEST(a_value_that_is_not_finite_stays_with_its_zero_expert) {
+  const ktk_format& given = kGiven[0];
+  const auto layer = make_layer(given, runnable().front(), 2, 2);
+  Call call(given, 3);
+  call.ids = {static_cast<int32_t>(kExperts), -1, 0, 1, static_cast<int32_t>(kExperts), 2};
+  call.weights = {1, 1, 1, 1, 0, 1};
+  call.hidden[5] = 0x7fc0;  // NaN, of token 0
+  layer->forward(call.request);
+  for (size_t at = 0; at < call.out.size(); ++at) CHECK(std::isnan(call.out[at]) == (at == 5));
 }
 
 TEST(bits_do_not_depend_on_the_number_of_workers) {

@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr size_t kExperts = 5, kTopK = 3, kTokens = 41, kRank = 5;
+constexpr size_t kExperts = 5, kTopK = 3, kTokens = 41, kRank = 5, kZeroExperts = 2;
 constexpr size_t kHidden = 525, kWidth = 530;
 
 std::shared_ptr<ktk::Engine> engine(int threads) {
@@ -42,7 +42,7 @@ struct Pass {
   explicit Pass(bool has_gate) : gated(has_gate) {
     kept.resize(kTokens * kTopK * (gated ? 2 : 1) * kWidth);
     for (size_t i = 0; i < kTokens * kTopK; ++i) {
-      ids.push_back(static_cast<int32_t>(i * i % (kExperts + 2)) - 1);
+      ids.push_back(static_cast<int32_t>(i * i % (kExperts + kZeroExperts + 2)) - 1);
     }
     ktk::Adapter adapter{.rank = kRank, .scale = 2, .a = {}, .b = {}};
     (gated ? adapter.a.gate : adapter.a.up) = {a_gate.data(), KTK_BF16};
@@ -87,7 +87,8 @@ struct Pass {
 
 std::shared_ptr<ktk::Layer> layer_of(int threads, int shards, bool gated, bool on_input) {
   const ktk::Config config = {
-      kExperts, kTopK, kHidden, kWidth, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}, gated, on_input};
+      kExperts, kTopK,    kHidden,     kWidth, {KTK_SILU, 1.0f, INFINITY, false, 0, 0},
+      gated,    on_input, kZeroExperts};
   auto layer = std::make_shared<ktk::Layer>(ktk::BackendTable::copy(&kBackend), "", false, config,
                                             engine(threads), shards,
                                             ktk::Parts<std::optional<ktk_format>>{});
@@ -123,6 +124,34 @@ TEST(backward_stays_inside_its_arrays_and_has_one_result) {
       CHECK(same(other.dx, first.dx));
       CHECK(same(other.dw, first.dw));
       for (size_t i = 0; i < first.sums.size(); ++i) CHECK(same(other.sums[i], first.sums[i]));
+    }
+  }
+}
+
+// dx is the sum of weights times dy, and the gradient of a weight x . dy: where a token has nothing
+// else, in f32 and nothing else.
+TEST(gradients_of_zero_experts_are_those_of_the_identity) {
+  for (const bool all : {false, true}) {
+    Pass pass(true);
+    for (size_t t = all ? 0 : 1; t < kTokens; ++t) {
+      pass.ids[t * kTopK] = static_cast<int32_t>(kExperts + t % kZeroExperts);
+      for (size_t slot = 1; slot < kTopK; ++slot) pass.ids[t * kTopK + slot] = -1;
+    }
+    if (!all) pass.ids[0] = 0;
+    pass.run(*layer_of(3, 2, true, true), false);
+    for (size_t t = all ? 0 : 1; t < kTokens; ++t) {
+      double dot = 0, size = 0;
+      for (size_t n = 0; n < kHidden; ++n) {
+        const size_t at = t * kHidden + n;
+        const float dy = to_f32(pass.grad[at]);
+        CHECK(pass.dx[at] == pass.weights[t * kTopK] * dy);
+        const double term = double{dy} * to_f32(pass.hidden[at]);
+        dot += term;
+        size += std::abs(term);
+      }
+      // kHidden sums and products.
+      CHECK(std::abs(pass.dw[t * kTopK] - dot) <= kHidden * std::ldexp(size, -23));
+      for (size_t slot = 1; slot < kTopK; ++slot) CHECK(pass.dw[t * kTopK + slot] == 0);
     }
   }
 }

@@ -281,6 +281,7 @@ def test_a_header_has_every_field_of_a_layer(tmp_path: Path) -> None:
         "up_softcap": 25.0,
         "gated": False,
         "apply_router_weight_on_input": True,
+        "zero_expert_num": 2,
     }
     for field in dataclasses.fields(ktk.MoEConfig):
         assert field.default is dataclasses.MISSING or options[field.name] != field.default

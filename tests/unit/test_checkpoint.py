@@ -198,6 +198,7 @@ def test_load_moe_passes_sizes_and_options(tmp_path: Path) -> None:
         "up_softcap": None,
         "gated": True,
         "apply_router_weight_on_input": False,
+        "zero_expert_num": 0,
         "variant": None,
         "force": False,
         "pool": None,

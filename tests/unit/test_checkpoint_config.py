@@ -42,7 +42,6 @@ def test_activation_follows_the_configuration(
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("longcat_flash", "has experts that pass tokens through"),
         ("muse_spark", "normalises what an expert returns"),
     ],
 )

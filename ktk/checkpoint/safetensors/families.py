@@ -89,7 +89,7 @@ FAMILIES = (
         "per-expert",
         "Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, DeepSeek V2, V3, V3.2, Kimi-K2, "
         "K2-Thinking, K2.5, GLM-4.5 to 5, OLMoE, Ernie-4.5, dots1, Hunyuan-A13B, Hy3, MiMo-V2, "
-        "AFMoE, EXAONE-MoE, Ling and most others",
+        "AFMoE, EXAONE-MoE, LongCat-Flash, Ling and most others",
         *("mlp.experts.{e}", "gate_proj", "up_proj", "down_proj"),
     ),
     _per_expert(
