@@ -42,6 +42,7 @@ class Model(Mapping[int, MoE]):
         layers: Sequence[int] | None = None,
         experts: Experts | None = None,
         physical_to_logical_map: Experts | None = None,
+        module: str | None = None,
         config: MoEConfig | Mapping[int, MoEConfig] | None = None,
         variant: str | None = None,
         force: bool = False,
@@ -70,6 +71,10 @@ class Model(Mapping[int, MoE]):
             for layers that a mapping lacks.
         physical_to_logical_map : sequence of int, or a mapping of layers to such, optional
             Slot p holds expert ``physical_to_logical_map[p]`` of the checkpoint. By default p.
+        module : str, optional
+            The module that has the experts, where several parts of a model have some: words in the
+            middle of their tensors' names, ``"talker"`` of Qwen3-Omni. By default that of the
+            language model.
         config : MoEConfig, or a mapping of layers to such, optional
             As of :meth:`MoE.from_checkpoint`.
         force : bool
@@ -104,7 +109,7 @@ class Model(Mapping[int, MoE]):
         }
         if isinstance(backend, str):
             load_backend(backend)  # a name that is none is said before anything is read
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(path, module=module) as checkpoint:
             numbers = layers_of(checkpoint, path) if layers is None else map(operator.index, layers)
             plans = []
             for number in dict.fromkeys(numbers):

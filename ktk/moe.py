@@ -103,6 +103,7 @@ class MoE(TrainableLayer):
         *,
         experts: Sequence[int] | None = None,
         physical_to_logical_map: Sequence[int] | None = None,
+        module: str | None = None,
         config: MoEConfig | None = None,
         variant: str | None = None,
         force: bool = False,
@@ -126,6 +127,10 @@ class MoE(TrainableLayer):
             The slots to load, by default all; the others take no memory and contribute nothing.
         physical_to_logical_map : sequence of int, optional
             Slot p holds expert ``physical_to_logical_map[p]`` of the checkpoint. By default p.
+        module : str, optional
+            The module that has the experts, where several parts of a model have some: words in the
+            middle of their tensors' names, ``"talker"`` of Qwen3-Omni. By default that of the
+            language model.
         config : MoEConfig, optional
             What the layer is, where it is to be other than the checkpoint says: an activation
             function that ktk knows instead of one that it does not. Sizes are the checkpoint's;
@@ -157,6 +162,7 @@ class MoE(TrainableLayer):
             cast("Any", backend),  # a Backend, which is above this module
             experts=experts,
             physical_to_logical_map=physical_to_logical_map,
+            module=module,
             config=config,
             variant=variant,
             force=force,

@@ -26,7 +26,7 @@ from ktk.backend import Backend
 from ktk.checkpoint.config import REFUSED
 from ktk.checkpoint.gguf import architectures
 from ktk.checkpoint.quantization import Quantization
-from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Family
+from ktk.checkpoint.safetensors.families import FAMILIES, Family
 from ktk.checkpoint.safetensors.scheme import ANY, FLOAT, Layout, Part, Scheme, StorageError
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.config import ACTIVATIONS, SPELLINGS
@@ -97,27 +97,19 @@ def installed() -> list[Backend]:
 def family_rows() -> Iterator[list[str]]:
     """Yield the naming schemes: what tensors are called, their axes, and whose they are."""
     for family in FAMILIES:
-        weights = {p: one for p, one in family.parts.items() if not p.endswith("_bias")}
-        axes = {one.axes for one in weights.values() if one.fused}
-        if axes:
+        if any(one.fused for one in family.parts.values()):
             how = "all experts in one: " + ", ".join(
                 f"{part.replace('_', ' and ')} [{one.axes.replace(' ', ', ')}]"
-                for part, one in weights.items()
+                for part, one in family.parts.items()
             )
         else:
             how = "each on its own"
-        if len(weights) < len(family.parts):
-            how += "; with biases"
         yield [code([names(family)]), how, family.models]
 
 
 def names(family: Family) -> str:
     """Return the names of gate, up and down with what differs in braces."""
-    stems = [
-        one.name.removesuffix(".weight")
-        for part, one in family.parts.items()
-        if not part.endswith("_bias")
-    ]
+    stems = [one.name.removesuffix(".weight") for one in family.parts.values()]
     before, last = zip(*(stem.rpartition(".")[::2] for stem in stems), strict=True)
     assert len(set(before)) == 1, "gate, up and down stand in different modules"
     where = f"{before[0]}." if before[0] else ""
@@ -264,7 +256,6 @@ def tables() -> dict[str, str]:
     known = installed()
     return {
         "families": rows(["experts are named", "stored", "by"], family_rows()),
-        "prefixes": code(one.format(L="{L}") for one in PREFIXES),
         "formats": rows(
             ["files of", "tensors of a matrix", "format", "loaded as it is by"], format_rows(known)
         ),

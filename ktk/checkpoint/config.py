@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -120,8 +121,15 @@ class ExpertConfig(MoEConfig):
         return MoEConfig(**{one.name: getattr(config, one.name) for one in fields(MoEConfig)})
 
 
-def read_config(folder: Path) -> ExpertConfig:
+def read_config(folder: Path, module: str | None = None) -> ExpertConfig:
     """Read `folder`/config.json.
+
+    Parameters
+    ----------
+    folder
+        Of the checkpoint.
+    module
+        What has the experts, if not the language model: its entries are those that count.
 
     Raises
     ------
@@ -130,13 +138,21 @@ def read_config(folder: Path) -> ExpertConfig:
     """
     path = folder / "config.json"
     entries = read_json(path)
-    for name in _NESTED:
+    for name in _nested(module):
         inner = entries.get(name)
         entries = {**entries, **inner} if isinstance(inner, dict) else entries
     try:
         return _config(entries)
     except EntryError as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def _nested(module: str | None) -> tuple[str, ...]:
+    """Return which entries of entries count, outermost first."""
+    if module is None:
+        return _NESTED
+    own = [f"{word}_config" for word in re.split(r"[._]", module)]
+    return (*own, *_NESTED[1:])
 
 
 def _config(entries: dict[str, Any]) -> ExpertConfig:

@@ -47,15 +47,15 @@ class Description:
         )
 
 
-def describe(path: str | Path) -> Description:
-    """Return what routed experts a checkpoint has.
+def describe(path: str | Path, *, module: str | None = None) -> Description:
+    """Return what routed experts a checkpoint has, in one of its modules if that is said.
 
     Raises
     ------
     CheckpointError
         There are none, or the first layer that has any is incomplete or damaged.
     """
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, module=module) as checkpoint:
         layers = checkpoint.layers()
         if not layers:
             raise CheckpointError(f"{path} has no experts that ktk knows by name")

@@ -6,10 +6,19 @@ from pathlib import Path
 
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
 from ktk.checkpoint.reader import CheckpointReader
+from ktk.errors import CheckpointError
 
 
-def open_checkpoint(path: str | Path) -> CheckpointReader:
+def open_checkpoint(path: str | Path, *, module: str | None = None) -> CheckpointReader:
     """Open a folder of safetensors files, a GGUF file or a folder of them, or packed files.
+
+    Parameters
+    ----------
+    path
+        Of the checkpoint.
+    module
+        Of safetensors files: the module that has the experts, where several parts of a model have
+        some. By default those of the language model.
 
     Raises
     ------
@@ -17,6 +26,10 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
         There is no such thing under this path; the message says what to give instead.
     """
     check_path(path)
+    if module is not None and (is_packed(path) or is_gguf(path)):
+        raise CheckpointError(
+            f"{path} has the experts of one module: module= is for folders of safetensors files"
+        )
     if is_packed(path):
         from ktk.checkpoint.packed import PackedCheckpoint
 
@@ -27,4 +40,4 @@ def open_checkpoint(path: str | Path) -> CheckpointReader:
         return GgufCheckpoint(path)
     from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 
-    return SafetensorsCheckpoint(path)
+    return SafetensorsCheckpoint(path, module)

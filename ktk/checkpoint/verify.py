@@ -71,6 +71,7 @@ def verify(
     path: str | Path,
     *,
     layers: Sequence[int] | None = None,
+    module: str | None = None,
     most: int = 100,
     on_expert: OnExpert = lambda layer, nbytes, total: None,
 ) -> Verification:
@@ -87,6 +88,8 @@ def verify(
         A checkpoint as `ktk.MoE.from_checkpoint` takes it.
     layers : sequence of int, optional
         By default all that have experts.
+    module : str, optional
+        The module that has the experts, as of `ktk.MoE.from_checkpoint`.
     most : int
         Faults that are kept; further ones are counted.
     on_expert : function, optional
@@ -99,7 +102,7 @@ def verify(
     """
     result = Verification(Path(path))
     seen: set[int] = set()
-    for fault in _faults(result, layers, on_expert):
+    for fault in _faults(result, layers, module, on_expert):
         # What is shared by experts would be said once for each of them.
         if hash(fault.message) in seen:
             continue
@@ -112,10 +115,13 @@ def verify(
 
 
 def _faults(
-    result: Verification, layers: Sequence[int] | None, on_expert: OnExpert
+    result: Verification,
+    layers: Sequence[int] | None,
+    module: str | None,
+    on_expert: OnExpert,
 ) -> Iterator[Fault]:
     try:
-        with open_checkpoint(result.path) as checkpoint:
+        with open_checkpoint(result.path, module=module) as checkpoint:
             yield from (Fault(str(error)) for error in checkpoint.faults())
             there = checkpoint.layers()
             if not there:

@@ -13,6 +13,11 @@ from ktk.cli.serve import serve
 from ktk.names import FEWER_BITS
 
 MODEL = "Folder of safetensors or packed files, GGUF file, or a name of ktk model list."
+MODULE = typer.Option(
+    metavar="NAME",
+    help="The module that has the experts, where several do, such as talker; default: the language "
+    "model.",
+)
 
 app = typer.Typer(
     name="ktk",
@@ -92,6 +97,7 @@ def inspect(
             "--escapes", help=f"Also read its bf16 weights: what {FEWER_BITS} makes of them."
         ),
     ] = False,
+    module: Annotated[str | None, MODULE] = None,
 ) -> None:
     """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.
 
@@ -102,7 +108,7 @@ def inspect(
     from ktk.hub import find_model
 
     adapter = rank if training else None
-    if not show(find_model(path), as_json=json, rank=adapter, escapes=escapes):
+    if not show(find_model(path), as_json=json, rank=adapter, escapes=escapes, module=module):
         raise typer.Exit(1)
 
 
@@ -112,6 +118,7 @@ def verify(
     layers: Annotated[
         str | None, typer.Option(help="Layers such as 0-3,5; default: all that have experts.")
     ] = None,
+    module: Annotated[str | None, MODULE] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Read all experts of a checkpoint and name what is wrong: file, tensor and expert.
@@ -124,7 +131,7 @@ def verify(
     from ktk.cli.verify import show
     from ktk.hub import find_model
 
-    if not show(find_model(path), layers=_layers(layers), as_json=json):
+    if not show(find_model(path), layers=_layers(layers), as_json=json, module=module):
         raise typer.Exit(1)
 
 
@@ -204,6 +211,7 @@ def convert(
         str | None,
         typer.Option(help="Layers such as 0-3,5, with --backend; default: all that have experts."),
     ] = None,
+    module: Annotated[str | None, MODULE] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -249,6 +257,8 @@ def convert(
             raise typer.BadParameter(f"{to!r} is none of {', '.join(TARGETS)}", param_hint="--to")
         if wanted is not None:
             raise typer.BadParameter("--to converts all layers", param_hint="--layers")
+        if module is not None:
+            raise typer.BadParameter("--to converts the language model", param_hint="--module")
         run_convert_to(
             find_model(source),
             output,
@@ -268,6 +278,7 @@ def convert(
         backend=backend,
         group_size=group_size,
         layers=wanted,
+        module=module,
         resume=resume,
         threads=threads,
         as_json=json,

@@ -71,9 +71,9 @@ class LayerReport:
         return tuple(value for name, value in asdict(self).items() if name != "number")
 
 
-def inspect(path: Path) -> list[LayerReport]:
+def inspect(path: Path, *, module: str | None = None) -> list[LayerReport]:
     """Describe all layers. A damaged one is reported, not raised."""
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, module=module) as checkpoint:
         numbers = checkpoint.layers()
         if not numbers:
             raise CheckpointError(f"{path} has no experts that ktk knows by name")
@@ -91,16 +91,24 @@ def bytes_per_token(path: Path, layers: list[LayerReport]) -> dict[str, int]:
         return {}
 
 
-def show(path: Path, *, as_json: bool, rank: int | None = None, escapes: bool = False) -> bool:
-    """Print what a checkpoint holds; returns whether all of it is in order.
+def show(
+    path: Path,
+    *,
+    as_json: bool,
+    rank: int | None = None,
+    escapes: bool = False,
+    module: str | None = None,
+) -> bool:
+    """Print what a checkpoint, or a module of it, holds; returns whether all of it is in order.
 
     With the rank of an adapter, also what training it takes; with `escapes`, what BF16Z makes of
     its weights, which are read for that.
     """
-    layers = inspect(path)
-    reads = bytes_per_token(path, layers)
+    layers = inspect(path, module=module)
+    # What is beside the experts of one of several modules belongs to all.
+    reads = {} if module else bytes_per_token(path, layers)
     memory = None if rank is None else training_memory(layers, rank)
-    counted = count_escapes(path) if escapes else None
+    counted = count_escapes(path, module) if escapes else None
     if as_json:
         found = document(path, layers) | {"bytes_per_token": reads}
         if counted is not None:

@@ -102,7 +102,7 @@ class Report:
         return {"layers": layers, "total": self.total.document(), "reason": self.reason or None}
 
 
-def count_escapes(path: Path) -> Report:
+def count_escapes(path: Path, module: str | None = None) -> Report:
     """Read the experts of all layers that are bf16. Layers that are damaged are left out.
 
     Raises
@@ -114,7 +114,7 @@ def count_escapes(path: Path) -> Report:
     """
     backend = load_backend(FEWER_BITS)
     report = Report({}, {})
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, module=module) as checkpoint:
         readers = []
         for number in checkpoint.layers():
             try:

@@ -15,7 +15,9 @@ from ktk.progress import Progress
 from ktk.sizes import gigabytes
 
 
-def show(path: Path, *, layers: Sequence[int] | None, as_json: bool) -> bool:
+def show(
+    path: Path, *, layers: Sequence[int] | None, as_json: bool, module: str | None = None
+) -> bool:
     """Read and print, with a progress bar on stderr; returns whether nothing is wrong."""
     with Progress(0, shown=True) as progress:
 
@@ -23,7 +25,7 @@ def show(path: Path, *, layers: Sequence[int] | None, as_json: bool) -> bool:
             progress.total = total
             progress.advance(nbytes, f"layer {layer}")
 
-        result = verify(path, layers=layers, on_expert=on_expert)
+        result = verify(path, layers=layers, module=module, on_expert=on_expert)
     if as_json:
         typer.echo(json.dumps(document_of(result), indent=2))
     else:

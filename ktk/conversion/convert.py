@@ -73,6 +73,8 @@ class Conversion(Closing):
         likes best.
     layers : sequence of int, optional
         By default all that have experts.
+    module : str, optional
+        The module that has the experts, as of `ktk.MoE.from_checkpoint`.
     resume : bool
         Keep the layers that an earlier conversion with the same arguments finished, if they are
         still what was written, and made of what the source holds now. Their files are read to see
@@ -109,6 +111,7 @@ class Conversion(Closing):
         backend: str | Backend,
         group_size: int | None = None,
         layers: Sequence[int] | None = None,
+        module: str | None = None,
         resume: bool = False,
         threads: int | None = None,
         on_look: Callable[[int], None] = lambda layer: None,
@@ -123,6 +126,7 @@ class Conversion(Closing):
         self._wanted = None if layers is None else sorted(set(map(operator.index, layers)))
         if self._wanted == []:
             raise ValueError("layers is empty: expected at least one layer, or None for all")
+        self._module = module
         self._resume = resume
         self._on_look = on_look
         self._written: set[int] = set()
@@ -131,7 +135,7 @@ class Conversion(Closing):
     def __enter__(self) -> Conversion:
         with ExitStack() as stack:
             # Everything that can be wrong with the source is found before the first write.
-            self._source = Source(self.source)
+            self._source = Source(self.source, self._module)
             stack.callback(lambda: self._source.close())
             encoders = self._encoders(self._wanted)
             with self._writing():
@@ -232,7 +236,7 @@ class Conversion(Closing):
         """Open the source anew, and find out which layers were made of what it was before."""
         before, earlier = self._source.fingerprint, self.plans
         self._source.close()
-        self._source = Source(self.source)
+        self._source = Source(self.source, self._module)
         encoders = self._encoders(self._wanted)
         if self._source.fingerprint != before:
             raise CheckpointError(
@@ -348,6 +352,7 @@ def convert(
     backend: str | Backend,
     group_size: int | None = None,
     layers: Sequence[int] | None = None,
+    module: str | None = None,
     resume: bool = False,
     threads: int | None = None,
 ) -> list[FilePlan]:
@@ -364,6 +369,7 @@ def convert(
         backend=backend,
         group_size=group_size,
         layers=layers,
+        module=module,
         resume=resume,
         threads=threads,
     ) as conversion:

@@ -13,8 +13,8 @@ from ktk.errors import CheckpointError
 _SAMPLE = 1 << 16
 
 
-def fingerprint(files: Iterable[Path]) -> str:
-    """Return a hash over names, sizes, beginnings and ends of files.
+def fingerprint(files: Iterable[Path], module: str | None = None) -> str:
+    """Return a hash over names, sizes, beginnings and ends of files, and the module that is meant.
 
     Raises
     ------
@@ -33,4 +33,6 @@ def fingerprint(files: Iterable[Path]) -> str:
         digest.update(f"{path.name}\0{size}\0".encode())
         digest.update(file.read(0, sample).data)
         digest.update(file.read(size - sample, sample).data)
+    if module is not None:
+        digest.update(f"module\0{module}".encode())
     return digest.hexdigest()

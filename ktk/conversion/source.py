@@ -13,7 +13,7 @@ from ktk.errors import CheckpointError
 
 
 class Source(Closing):
-    """An open checkpoint whose files are watched.
+    """An open checkpoint, or a module of one, whose files are watched.
 
     Attributes
     ----------
@@ -27,15 +27,15 @@ class Source(Closing):
         Of its files, as they were before anything was read that is used.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, module: str | None = None) -> None:
         self.path = path
         self._root = path if path.is_dir() else path.parent
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(path, module=module) as checkpoint:
             files = checkpoint.files()
-        self.fingerprint = fingerprint(files)
+        self.fingerprint = fingerprint(files, module)
         # From here on: headers are read once more.
         self.stamps = stamps_of(files, self._root)
-        self.checkpoint = open_checkpoint(path)
+        self.checkpoint = open_checkpoint(path, module=module)
 
     def layers(self, wanted: Iterable[int] | None) -> list[int]:
         """Return the layers that are wanted, by default all that have experts.

@@ -31,6 +31,7 @@ def load_moe(
     *,
     experts: Sequence[int] | None = None,
     physical_to_logical_map: Sequence[int] | None = None,
+    module: str | None = None,
     config: MoEConfig | None = None,
     variant: str | None = None,
     force: bool = False,
@@ -58,6 +59,8 @@ def load_moe(
         The slots to load; the others take no memory and contribute nothing. Default: all.
     physical_to_logical_map
         Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p.
+    module
+        The module that has the experts, as of `open_checkpoint`.
     config
         What the layer is, where it is to be other than the checkpoint says: an activation function
         that ktk knows instead of one that it does not. Sizes are the checkpoint's; with a map,
@@ -76,7 +79,7 @@ def load_moe(
     """
     if isinstance(backend, str):
         load_backend(backend)  # a name that is none is said before anything is read
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, module=module) as checkpoint:
         plan = plan_layer(
             checkpoint,
             operator.index(layer),

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
 from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.checkpoint.safetensors.locations import Locations
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias
 from ktk.checkpoint.safetensors.scheme import Part, fits
 from ktk.checkpoint.safetensors.storage import PLAIN
-from ktk.checkpoint.safetensors.surplus import by_layer, surplus
+from ktk.checkpoint.safetensors.surplus import surplus
 from ktk.errors import CheckpointError
 
 
 class Checker:
     """Refuses layers that lack a tensor, or have one that is not what it should be."""
 
-    def __init__(self, index: TensorIndex) -> None:
+    def __init__(self, index: TensorIndex, locations: Callable[[], Locations]) -> None:
         self.index = index
+        self._locations = locations
 
     def check(self, layer: LayerNames) -> None:
         """Check all tensors of a layer.
@@ -84,18 +85,14 @@ class Checker:
 
     def _check_surplus(self, layer: LayerNames) -> None:
         """Refuse tensors of experts that are not read."""
-        names = self._expert_names.get(layer.prefix, [])
-        found = surplus(names, set(layer.names()))
+        names = self._locations().names(layer.location)
+        found = surplus(names, layer.prefix, set(layer.names()))
         if found:
             raise CheckpointError(
                 f"{self.index.where(found[0])} is none that ktk reads with experts that are named "
                 f"and stored so ({layer.family.name}, {layer.scheme.name}); there are "
                 f"{len(found)} such tensors in layer {layer.number}"
             )
-
-    @cached_property
-    def _expert_names(self) -> dict[str, list[str]]:
-        return by_layer(self.index.names())
 
 
 def _caught(check: Callable[..., None], *arguments: Any) -> Iterator[CheckpointError]:

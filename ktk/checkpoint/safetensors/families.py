@@ -1,37 +1,29 @@
-"""How model families name and lay out the weights of their experts: one row each.
+"""How experts name and lay out their weights: one row for each way.
 
-A row maps the parts of an expert to tensors. Names are relative to the layer (`PREFIXES`); `{e}`
-stands for the expert. Axes are written in the order they are stored:
+A row maps the parts of an expert to tensors. What their names begin with, the layer and the module
+that has the experts, is found (`locations`); `{e}` stands for the expert. Axes are written in the
+order they are stored:
 
     E   experts (a fused tensor; without it there is a tensor per expert)
+    EI  experts and intermediate size in one axis: all rows of expert 0, then all of expert 1, ...
     H   hidden size
     I   intermediate size
     2I  gate and up in one axis: all rows of gate, then all rows of up
     I2  gate and up in one axis, alternating: gate 0, up 0, gate 1, up 1, ...
+
+Two things stand in no row. Experts without a gate are named as those that have one, without its
+names (`families`). Biases are named after their matrices (`Stored.bias`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
-# What stands before the names below; {L} is the layer.
-PREFIXES = (
-    "model.layers.{L}.",
-    # Models of several modalities
-    "model.language_model.layers.{L}.",
-    "language_model.model.layers.{L}.",
-    "thinker.model.layers.{L}.",  # Qwen3-Omni
-    "backbone.layers.{L}.",  # Nemotron-H
-    "language_model.model.blocks.{L}.",  # Kimi-K2.5, as transformers 5.23 writes it
-    # DeepSeek's and Mistral's own names
-    "layers.{L}.",
-)
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of the checkpoint: its name under the layer, and its axes.
+    """A tensor of the checkpoint: what its name ends with, and its axes.
 
     They are those of weights that are stored as floats. Quantised ones are several tensors, whose
     names begin with `stem` and whose shapes `storage` knows.
@@ -48,17 +40,35 @@ class Stored:
     @property
     def fused(self) -> bool:
         """Whether all experts share this tensor."""
-        return self.axes.split()[0] == "E"
+        return self.axes.startswith("E")
+
+    @property
+    def joined(self) -> bool:
+        """Whether experts that share this tensor have no axis of their own."""
+        return self.axes.startswith("EI")
+
+    @property
+    def own(self) -> list[str]:
+        """The axes of one expert."""
+        axes = self.axes.split()
+        return ["I", *axes[1:]] if self.joined else axes[self.fused :]
+
+    def bias(self, depth: str) -> Stored:
+        """Return the bias of a matrix; `depth` is the axis that its products run along."""
+        stem = self.name.removesuffix(".weight")
+        name = f"{stem}_bias" if self.name == stem else f"{stem}.bias"
+        axes = [axis for axis in self.own if axis != depth]
+        return Stored(name, " ".join(["E", *axes] if self.fused else axes))
 
 
 @dataclass(frozen=True)
 class Family:
-    """A naming scheme.
+    """A way to name and lay out experts.
 
     `parts` has gate and up, or gate_up, and down, or no gate; and the same with `_bias` where
-    experts have biases. `model_types` restricts the row to these values of config.json's
-    model_type, for schemes that names and shapes cannot tell apart. `models` says for people who
-    uses it, in docs/checkpoints.md.
+    experts turn out to have biases. `model_types` restricts the row to these values of
+    config.json's model_type, for ways that names and shapes cannot tell apart. `models` says for
+    people who uses it, in docs/checkpoints.md.
     """
 
     name: str
@@ -67,107 +77,88 @@ class Family:
     model_types: tuple[str, ...] = ()
 
 
-def _per_expert(name: str, models: str, where: str, gate: str, up: str, down: str) -> Family:
+def _per_expert(name: str, models: str, **parts: str) -> Family:
+    axes = {part: "H I" if part == "down" else "I H" for part in parts}
     return Family(
         name,
         models,
-        {
-            "gate": Stored(f"{where}.{gate}.weight", "I H"),
-            "up": Stored(f"{where}.{up}.weight", "I H"),
-            "down": Stored(f"{where}.{down}.weight", "H I"),
-        },
+        {part: Stored(f"experts.{one}.weight", axes[part]) for part, one in parts.items()},
     )
 
 
-def _fused(name: str, models: str, gate_up: tuple[str, str], down: tuple[str, str]) -> Family:
-    return Family(name, models, {"gate_up": Stored(*gate_up), "down": Stored(*down)})
+def _shared(
+    name: str, models: str, model_types: tuple[str, ...] = (), **parts: tuple[str, str]
+) -> Family:
+    return Family(name, models, {part: Stored(*one) for part, one in parts.items()}, model_types)
 
 
 # In order of trial. Rows with model_types come before rows that read the same names otherwise.
 FAMILIES = (
     _per_expert(
         "per-expert",
-        "Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, DeepSeek V2, V3, V3.2, Kimi-K2, "
-        "K2-Thinking, K2.5, GLM-4.5 to 5, OLMoE, Ernie-4.5, dots1, Hunyuan-A13B, Hy3, MiMo-V2, "
-        "AFMoE, EXAONE-MoE, LongCat-Flash, Ling and most others",
-        *("mlp.experts.{e}", "gate_proj", "up_proj", "down_proj"),
+        "Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3-Omni, Qwen3.5-MoE, DeepSeek V2, V3, V3.2, "
+        "Kimi-K2, K2-Thinking, K2.5, GLM-4.5 to 5, OLMoE, Ernie-4.5, dots1, Hunyuan-A13B, Hy3, "
+        "MiMo-V2, AFMoE, EXAONE-MoE, LongCat-Flash, Ling, Jamba, Nemotron-H, Nemotron-3 and most "
+        "others",
+        gate="{e}.gate_proj",
+        up="{e}.up_proj",
+        down="{e}.down_proj",
     ),
     _per_expert(
         "mixtral",
-        "Mixtral, MiniMax-Text-01, M2, M3, Phi-3.5-MoE, Kimi-Linear",
-        *("block_sparse_moe.experts.{e}", "w1", "w3", "w2"),
+        "Mixtral, MiniMax-Text-01, M2, M3, Phi-3.5-MoE, Kimi-Linear, LFM2-MoE, DeepSeek-V4, "
+        "Mistral's own files",
+        gate="{e}.w1",
+        up="{e}.w3",
+        down="{e}.w2",
     ),
-    _per_expert("deepseek-v4", "DeepSeek-V4", "ffn.experts.{e}", "w1", "w3", "w2"),
-    _per_expert("mistral", "Mistral's own files", "experts.{e}", "w1", "w3", "w2"),
-    _per_expert(
-        *("jamba", "Jamba", "feed_forward.experts.{e}", "gate_proj", "up_proj", "down_proj"),
-    ),
-    _per_expert("lfm2", "LFM2-MoE", "feed_forward.experts.{e}", "w1", "w3", "w2"),
-    Family(
+    _shared(
         "gpt-oss",
         "gpt-oss",
-        {
-            "gate_up": Stored("mlp.experts.gate_up_proj", "E H I2"),
-            "gate_up_bias": Stored("mlp.experts.gate_up_proj_bias", "E I2"),
-            "down": Stored("mlp.experts.down_proj", "E I H"),
-            "down_bias": Stored("mlp.experts.down_proj_bias", "E H"),
-        },
-        model_types=("gpt_oss",),
+        ("gpt_oss",),
+        gate_up=("experts.gate_up_proj", "E H I2"),
+        down=("experts.down_proj", "E I H"),
     ),
-    _fused(
+    _shared(
         "fused",
-        "Qwen3.5-MoE, Mistral-4, Hy4, and what transformers 5 keeps in memory",
-        ("mlp.experts.gate_up_proj", "E 2I H"),
-        ("mlp.experts.down_proj", "E H I"),
+        "Qwen3.5-MoE, Mistral-4, Hy4, Gemma-4, and what transformers 5 keeps in memory",
+        gate_up=("experts.gate_up_proj", "E 2I H"),
+        down=("experts.down_proj", "E H I"),
     ),
     # No sizes fit this row and the one above: that would take H = 2I and H = I.
-    _fused(
+    _shared(
         "fused-transposed",
-        "Qwen3-VL-MoE",
-        ("mlp.experts.gate_up_proj", "E H 2I"),
-        ("mlp.experts.down_proj", "E I H"),
+        "Qwen3-VL-MoE, Llama-4",
+        gate_up=("experts.gate_up_proj", "E H 2I"),
+        down=("experts.down_proj", "E I H"),
     ),
-    _fused(
+    _shared(
+        "stacked",
+        "Nemotron-H and Nemotron-3, as transformers 5 keeps them in memory",
+        gate=("experts.gate_proj", "E I H"),
+        up=("experts.up_proj", "E I H"),
+        down=("experts.down_proj", "E H I"),
+    ),
+    _shared(
         "granite",
         "Granite 3 and 4",
-        ("block_sparse_moe.input_linear.weight", "E 2I H"),
-        ("block_sparse_moe.output_linear.weight", "E H I"),
+        gate_up=("input_linear.weight", "E 2I H"),
+        down=("output_linear.weight", "E H I"),
     ),
-    _fused(
-        "gemma4",
-        "Gemma-4",
-        ("experts.gate_up_proj", "E 2I H"),
-        ("experts.down_proj", "E H I"),
-    ),
-    _fused(
-        "llama4",
-        "Llama-4",
-        ("feed_forward.experts.gate_up_proj", "E H 2I"),
-        ("feed_forward.experts.down_proj", "E I H"),
-    ),
-    _fused(
+    _shared(
         "aria",
         "Aria",
-        ("mlp.experts.fc1.weight", "E H 2I"),
-        ("mlp.experts.fc2.weight", "E I H"),
-    ),
-    # Without a gate: as published, and as transformers 5 keeps them in memory
-    Family(
-        "nemotron",
-        "Nemotron-H, Nemotron-3",
-        {
-            "up": Stored("mixer.experts.{e}.up_proj.weight", "I H"),
-            "down": Stored("mixer.experts.{e}.down_proj.weight", "H I"),
-        },
-        model_types=("nemotron_h",),
-    ),
-    Family(
-        "nemotron-fused",
-        "Nemotron-H, Nemotron-3",
-        {
-            "up": Stored("mixer.experts.up_proj", "E I H"),
-            "down": Stored("mixer.experts.down_proj", "E H I"),
-        },
-        model_types=("nemotron_h",),
+        gate_up=("experts.fc1.weight", "E H 2I"),
+        down=("experts.fc2.weight", "E I H"),
     ),
 )
+
+
+def families(*, gated: bool) -> Iterator[Family]:
+    """Yield the ways of experts that have a gate, or of those that have none."""
+    for family in FAMILIES:
+        if gated and ("gate" in family.parts or "gate_up" in family.parts):
+            yield family
+        if not gated and "gate_up" not in family.parts:
+            parts = {part: one for part, one in family.parts.items() if part != "gate"}
+            yield replace(family, parts=parts)

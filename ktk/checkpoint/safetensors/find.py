@@ -8,9 +8,16 @@ from dataclasses import replace
 from functools import cached_property
 
 from ktk.checkpoint.config import ExpertConfig
-from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES, Stored
+from ktk.checkpoint.safetensors.families import Stored, families
 from ktk.checkpoint.safetensors.index import TensorIndex
-from ktk.checkpoint.safetensors.names import LayerNames, first_part, is_bias, weight_parts
+from ktk.checkpoint.safetensors.locations import Locations, layer_of
+from ktk.checkpoint.safetensors.names import (
+    LayerNames,
+    depth_of,
+    first_part,
+    is_bias,
+    weight_parts,
+)
 from ktk.checkpoint.safetensors.scheme import Scheme, fits
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.checkpoint.safetensors.tensors import Header, layout_of, role_of
@@ -33,16 +40,40 @@ _SHOWN = 8
 
 
 class Finder:
-    """Looks for experts among the tensors of a checkpoint."""
+    """Looks for experts among the tensors of a checkpoint, in one of its modules if that is said.
 
-    def __init__(self, index: TensorIndex, config: ExpertConfig) -> None:
+    Attributes
+    ----------
+    locations
+        Where the experts of each layer are.
+    """
+
+    def __init__(self, index: TensorIndex, config: ExpertConfig, module: str | None = None) -> None:
         self.index = index
         self.config = config
+        self._module = module
+        self._families = tuple(
+            family
+            for family in families(gated=config.gated)
+            if not family.model_types or config.model_type in family.model_types
+        )
+
+    @cached_property
+    def locations(self) -> Locations:
+        """Where experts are; reads the names of all tensors."""
+        firsts = (family.parts[first_part(family)] for family in self._families)
+        names = {
+            scheme.name_of("data", stored.stem, stored.fused)
+            for stored in firsts
+            for scheme in SCHEMES
+            if _suits(scheme, stored)
+        }
+        known = frozenset(filter(None, names))
+        return Locations(self.index.folder, self.index.names(), known, self._module)
 
     def numbers(self) -> list[int]:
         """Return the layers that have experts of a family ktk knows."""
-        found = (self._names.fullmatch(name) for name in self.index.names())
-        return sorted({int(_group(match)) for match in found if match})
+        return self.locations.numbers()
 
     def find(self, number: int) -> LayerNames:
         """Return how the experts of a layer are stored, as far as the first of them shows it."""
@@ -59,31 +90,34 @@ class Finder:
         found = next((layer for layer in sized if self._fits(layer)), sized[0])
         if found.scheme is not PLAIN and (refusal := self.config.quantization.refusal):
             raise CheckpointError(f"{self.index.where(found.first_name)} {refusal}")
-        return found
+        return self._with_biases(found)
 
     def _candidates(self, number: int) -> Iterator[LayerNames]:
         config = self.config.of_layer(number)
-        for prefix in PREFIXES:
-            for family in FAMILIES:
-                if family.model_types and self.config.model_type not in family.model_types:
-                    continue
-                for scheme in SCHEMES:
-                    if all(_suits(scheme, family.parts[part]) for part in weight_parts(family)):
-                        yield LayerNames(number, prefix.format(L=number), family, scheme, config)
+        location = self.locations.of_layer(number)
+        if location is None:
+            return
+        for family in self._families:
+            for scheme in SCHEMES:
+                if all(_suits(scheme, family.parts[part]) for part in weight_parts(family)):
+                    yield LayerNames(number, location, family, scheme, config)
 
-    @cached_property
-    def _names(self) -> re.Pattern[str]:
-        """Match the first tensor of an expert, in any layer and scheme."""
-        names = {
-            prefix + name
-            for prefix in PREFIXES
-            for family in FAMILIES
-            for scheme in SCHEMES
-            for stored in [family.parts[first_part(family)]]
-            for name in [scheme.name_of("data", stored.stem, stored.fused)]
-            if name is not None
+    def _with_biases(self, layer: LayerNames) -> LayerNames:
+        """Add the biases that the experts have."""
+        biases = {
+            f"{part}_bias": stored.bias(depth_of(part))
+            for part, stored in layer.family.parts.items()
+            if self._has_bias(layer, part, 1 if stored.fused else layer.config.num_experts)
         }
-        return _pattern(sorted(names))
+        family = replace(layer.family, parts={**layer.family.parts, **biases})
+        return replace(layer, family=family)
+
+    def _has_bias(self, layer: LayerNames, part: str, tensors: int) -> bool:
+        """Whether a part has a bias; writers of codes leave zeros beside matrices without one."""
+        names = (layer.bias_name(part, expert) for expert in range(tensors))
+        return any(
+            name in self.index and bool(self.index.tensor(name).float().any()) for name in names
+        )
 
     def _has_types(self, layer: LayerNames) -> bool:
         """Whether the first matrix has all tensors of the scheme, with elements of its types."""
@@ -153,32 +187,46 @@ class Finder:
                 "the checkpoint that it was made from, as it is or after ktk convert"
             )
         message = f"{self.index.folder} has no experts that ktk knows by name"
+        if self._module is not None:
+            message = f"{message} in a module {self._module!r}"
         if number is not None:
             message = f"{message} in layer {number}"
-        like = [match for name in names if (match := _looks_like_experts(number).match(name))]
-        near = [match["layer"] + _stars(match["rest"]) for match in like]
-        if number is None:
-            near = [_stars(name) for name in near or names]
-        elif layers := self.numbers():
-            message = f"{message}; layers with experts: {spans(layers)}"
+            if layers := self.numbers():
+                message = f"{message}; layers with experts: {spans(layers)}"
+        near = nearest(names, number)
         return f"{message}; it has {_some(near)}" if near else message
 
 
 # What kt-kernel's convert_cpu_weights.py writes: bytes in the layout of a kernel and its shards.
 _OF_KT_KERNEL = re.compile(r"blk\.\d+\.ffn_(?:up|gate|down)_exps\.\d+\.numa\.\d+\.\w+")
+# Words of names that experts, and what is in their place, have.
+_EXPERTS = re.compile(r"(?:.*[._])?(?:moe|experts?|exps)(?![a-z])")
+_FEED_FORWARD = re.compile(r"(?:.*[._])?(?:mlp|ffn|ff|feed_forward|mixer|router|gate)(?![a-z])")
 
 
-def _looks_like_experts(layer: int | None) -> re.Pattern[str]:
-    number = r"\d+" if layer is None else str(layer)
-    return re.compile(
-        rf"(?P<layer>(?:.*\.)?(?:layers|blocks|blk|h)\.{number}\.)"
-        r"(?P<rest>(?:.*[._])?(?:moe|experts?|exps)(?![a-z]).*)"
-    )
+def nearest(names: list[str], number: int | None) -> list[str]:
+    """Return the names that are most like those of experts, of a layer if that is given.
+
+    With experts in their names, or else feed-forward layers, or else whatever there is; of the
+    layer, or else of any. Numbers of layers and experts are stars.
+    """
+    numbered = [(name, match) for name in names if (match := layer_of(name))]
+    here = [(name, match) for name, match in numbered if number in (None, int(match[1]))]
+    for some in (here, numbered):
+        for like in (_EXPERTS, _FEED_FORWARD):
+            found = [(name, head) for name, head in some if like.match(name[head.end() :])]
+            if found:
+                keep = some is here and number is not None
+                return [
+                    (head[0] if keep else _stars(head[0])) + _stars(name[head.end() :])
+                    for name, head in found
+                ]
+    return [_stars(name) for name, _ in here or numbered] or [_stars(name) for name in names]
 
 
 def _stars(name: str) -> str:
     """Write a star for each number."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", name)
 
 
 def _some(names: list[str]) -> str:
@@ -190,17 +238,6 @@ def _some(names: list[str]) -> str:
 
 def _suits(scheme: Scheme, stored: Stored) -> bool:
     """Whether the scheme has names for tensors of this kind: shared by experts, or their own."""
+    if stored.joined:
+        return scheme is PLAIN
     return not stored.fused or all(part.fused is not None for part in scheme.tensors.values())
-
-
-def _pattern(names: list[str]) -> re.Pattern[str]:
-    """Match any of the names, with the layer in one of the groups."""
-    choices = []
-    for name in names:
-        escaped = re.escape(name).replace(r"\{L\}", r"(\d{1,9})").replace(r"\{e\}", r"\d+")
-        choices.append(escaped)
-    return re.compile("|".join(choices))
-
-
-def _group(match: re.Match[str]) -> str:
-    return next(group for group in match.groups() if group is not None)

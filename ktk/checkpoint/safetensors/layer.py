@@ -12,7 +12,6 @@ from ktk._core import Format
 from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.pieces import ELEMENTS, Piece, flat
 from ktk.checkpoint.reader import LayerReader, Storage, decoded
-from ktk.checkpoint.safetensors.families import Stored
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias, weight_parts
 from ktk.checkpoint.safetensors.scheme import FLOAT, StorageError
@@ -159,22 +158,8 @@ class SafetensorsLayer(LayerReader):
             if is_bias(part):
                 expert = number if stored.fused else None
                 tensor = self._index.tensor(self.names.name(part, number), expert)
-                tensors.update(_split(part, tensor, stored))
-            elif f"{part}_bias" not in self.names.family.parts:
-                self._check_no_bias(part, number)
+                tensors.update(split_tensor(part, tensor, stored.own))
         return tensors
-
-    def _check_no_bias(self, part: str, number: int) -> None:
-        """Refuse a bias where the family has none: without it the experts are others."""
-        stored = self.names.family.parts[part]
-        name = self.names.bias_name(part, number)
-        if name not in self._index:
-            return
-        if self._index.tensor(name, number if stored.fused else None).float().any():
-            raise CheckpointError(
-                f"{self._index.where(name)} is a bias, and ktk knows none of experts that are "
-                f"named so ({self.names.family.name})"
-            )
 
     def _names_of(self, part: str, number: int) -> Iterator[tuple[str, str]]:
         """Yield the tensors of a matrix that are there."""
@@ -182,8 +167,3 @@ class SafetensorsLayer(LayerReader):
             name = self.names.name(part, number, role)
             if not piece.optional or name in self._index:
                 yield role, name
-
-
-def _split(part: str, tensor: torch.Tensor, stored: Stored) -> dict[str, torch.Tensor]:
-    axes = stored.axes.split()
-    return split_tensor(part, tensor, axes[1:] if stored.fused else axes)

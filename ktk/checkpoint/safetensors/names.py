@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.safetensors.families import Family
+from ktk.checkpoint.safetensors.locations import Location
 from ktk.checkpoint.safetensors.scheme import Layout, Scheme
 from ktk.checkpoint.safetensors.storage import PLAIN
 
@@ -20,12 +21,17 @@ class LayerNames:
     """
 
     number: int
-    prefix: str
+    location: Location
     family: Family
     scheme: Scheme
     config: ExpertConfig
     group: int = 0
     bits: int = 4
+
+    @property
+    def prefix(self) -> str:
+        """What all names begin with: the layer, and the module that has the experts."""
+        return self.location.prefix
 
     @property
     def first(self) -> str:
@@ -51,9 +57,8 @@ class LayerNames:
         return self.prefix + self.family.parts[part].stem.format(e=expert)
 
     def bias_name(self, part: str, expert: int) -> str:
-        """Return the name that a bias of a matrix would have, in a family that knows of none."""
-        suffix = "_bias" if self.family.parts[part].fused else ".bias"
-        return self.stem(part, expert) + suffix
+        """Return the name that a bias of a matrix has, or would have."""
+        return self.prefix + self.family.parts[part].bias(depth_of(part)).name.format(e=expert)
 
     def tensors(self) -> Iterator[tuple[str, int]]:
         """Yield parts and experts; a tensor that experts share belongs to expert 0."""
@@ -89,14 +94,15 @@ class LayerNames:
 
     def extents(self, part: str) -> tuple[int, int]:
         """Return rows and columns of a part as it is multiplied, whatever the order of its axes."""
-        depth = "I" if part == "down" else "H"
-        [rows] = set(self.family.parts[part].axes.split()) - {"E", depth}
+        depth = depth_of(part)
+        [rows] = set(self.family.parts[part].own) - {depth}
         return self._size(rows), self._size(depth)
 
     def _size(self, axis: str) -> int:
         config = self.config
         sizes = {
             "E": config.num_experts,
+            "EI": config.num_experts * config.intermediate_size,
             "H": config.hidden_size,
             "I": config.intermediate_size,
             "2I": 2 * config.intermediate_size,
@@ -108,6 +114,11 @@ class LayerNames:
 def first_part(family: Family) -> str:
     """Return the part that layers of a family are recognised by."""
     return next(iter(family.parts))
+
+
+def depth_of(part: str) -> str:
+    """Return the axis that the products of a part run along."""
+    return "I" if part == "down" else "H"
 
 
 def is_bias(part: str) -> bool:

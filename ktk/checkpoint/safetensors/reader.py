@@ -15,14 +15,22 @@ from ktk.errors import CheckpointError
 
 
 class SafetensorsCheckpoint(CheckpointReader):
-    """A folder with config.json and safetensors files, seen as layers of experts."""
+    """A folder with config.json and safetensors files, seen as layers of experts.
 
-    def __init__(self, path: str | Path) -> None:
+    Parameters
+    ----------
+    path
+        The folder.
+    module
+        The module that has the experts, where several do; by default the language model.
+    """
+
+    def __init__(self, path: str | Path, module: str | None = None) -> None:
         self.path = Path(path)
-        self.config: ExpertConfig = read_config(self.path)
+        self.config: ExpertConfig = read_config(self.path, module)
         self.index = TensorIndex(self.path)
-        self._finder = Finder(self.index, self.config)
-        self._checker = Checker(self.index)
+        self._finder = Finder(self.index, self.config, module)
+        self._checker = Checker(self.index, lambda: self._finder.locations)
 
     def files(self) -> list[Path]:
         """Return config.json, and the files that hold the tensors."""

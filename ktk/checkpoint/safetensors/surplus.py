@@ -10,46 +10,48 @@ import re
 from collections.abc import Collection, Iterable
 from functools import cache
 
-from ktk.checkpoint.safetensors.families import FAMILIES, PREFIXES
+from ktk.checkpoint.safetensors.families import FAMILIES
 
 # What quantised activations are made with, since ktk encodes activations its own way; and what the
 # router adds to its scores.
 _HARMLESS = re.compile(r"[._](?:input_\w+|activation_scale|qscale_act)|\.e_score_correction_bias")
 
 
-def by_layer(names: Iterable[str]) -> dict[str, list[str]]:
-    """Group the names of experts' tensors by what stands before them."""
-    found: dict[str, list[str]] = {}
-    for name in names:
-        if match := _expert_pattern().fullmatch(name):
-            found.setdefault(match["prefix"], []).append(name)
-    return found
+def surplus(names: Iterable[str], prefix: str, read: Collection[str]) -> list[str]:
+    """Return the names of experts' tensors, in one layer, that are neither read nor harmless.
 
-
-def surplus(names: Iterable[str], read: Collection[str]) -> list[str]:
-    """Return the names of experts' tensors, in one layer, that are neither read nor harmless."""
+    Parameters
+    ----------
+    names
+        Of tensors of the layer.
+    prefix
+        What those of its experts begin with.
+    read
+        Those that are read.
+    """
     found = []
     for name in names:
-        match = _expert_pattern().fullmatch(name)
-        if match is None or name in read:
+        if name in read:
+            continue
+        inside = name.startswith(prefix)
+        pattern = _expert_pattern() if inside else _ELSEWHERE
+        match = pattern.fullmatch(name, len(prefix) if inside else 0)
+        if match is None:
             continue
         if not _HARMLESS.fullmatch(match["rest"] or match["other"] or ""):
             found.append(name)
     return sorted(found)
 
 
+# In another module of experts
+_ELSEWHERE = re.compile(r"(?:.*\.)?experts(?P<other>\..*)(?P<rest>)")
+
+
 @cache
 def _expert_pattern() -> re.Pattern[str]:
-    """Match whatever begins with the name of a matrix, or lies in a module of experts."""
+    """Match whatever begins with the name of a matrix, or lies in the module of the experts."""
     stems = {stored.stem for family in FAMILIES for stored in family.parts.values()}
-    modules = {
-        stem[: stem.index("experts") + len("experts")] for stem in stems if "experts" in stem
-    }
-    prefix = "|".join(re.escape(one).replace(r"\{L\}", r"\d+") for one in PREFIXES)
-    return re.compile(
-        rf"(?P<prefix>{prefix})(?:(?:{_any_of(stems)})(?P<rest>(?:[._].*)?)|"
-        rf"(?:{_any_of(modules)})(?P<other>\..*))"
-    )
+    return re.compile(rf"(?:{_any_of(stems)})(?P<rest>(?:[._].*)?)|experts(?P<other>\..*)")
 
 
 def _any_of(names: Iterable[str]) -> str:

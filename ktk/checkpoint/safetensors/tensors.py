@@ -80,8 +80,7 @@ def decoded_part(
     """Return the matrices of a part whose tensors are given as its scheme calls them."""
     if scheme is not PLAIN:
         return split_matrix(part, scheme.decode(tensors, layout), stored)
-    axes = stored.axes.split()
-    split = split_tensor(part, tensors["data"], axes[1:] if stored.fused else axes)
+    split = split_tensor(part, tensors["data"], stored.own)
     return {name: PLAIN.decode({"data": one}, layout) for name, one in split.items()}
 
 

@@ -30,13 +30,10 @@ from ktk.conversion.compressed.formats import Target, TensorSpec
 from ktk.conversion.compressed.shard import CHUNK, Shard
 from ktk.errors import CheckpointError
 
-# Where all experts share tensors, hosts look for those of each under these names.
-_MODULES = {
-    "fused": "mlp.experts",
-    "fused-transposed": "mlp.experts",
-    "llama4": "feed_forward.experts",
-    "nemotron-fused": "mixer.experts",
-}
+# Where all experts share tensors, of these families and in these modules, hosts look for those of
+# each under names of their own.
+_DIVIDED = ("fused", "fused-transposed", "stacked")
+_MODULES = (".mlp.", ".feed_forward.", ".mixer.")
 _FLOATS = tuple(map(dtype_name, (torch.float64, torch.float32, torch.bfloat16, torch.float16)))
 _CODES = re.compile(r".*\.(?:weight|weight_packed|qweight|W_q|_weight_qdata)")
 
@@ -231,8 +228,8 @@ def _modules(units: Iterable[Unit]) -> set[str]:
 
 def output_names(names: LayerNames, expert: int) -> dict[str, str]:
     """Return what the matrices of an expert are called: as they are, or as hosts divide them."""
-    if module := _MODULES.get(names.family.name):
-        stem = f"{names.prefix}{module}.{expert}"
+    if names.family.name in _DIVIDED:
+        stem = f"{names.prefix}experts.{expert}"
         return {part: f"{stem}.{part}_proj" for part in names.config.parts}
     return {part: names.stem(part, expert) for part in weight_parts(names.family)}
 
@@ -244,7 +241,8 @@ def _experts(layer: SafetensorsLayer, target: Target) -> Iterator[Unit]:
 def _check_names(layer: SafetensorsLayer, index: TensorIndex) -> None:
     family = layer.names.family
     fused = any(stored.fused for stored in family.parts.values())
-    if any(map(is_bias, family.parts)) or (fused and family.name not in _MODULES):
+    divided = family.name in _DIVIDED and layer.names.prefix.endswith(_MODULES)
+    if any(map(is_bias, family.parts)) or (fused and not divided):
         raise CheckpointError(
             f"{index.where(layer.names.first_name)}: experts that are stored so ({family.name}) "
             "have no names in compressed-tensors that hosts read; ktk convert --backend packs them "
