@@ -333,6 +333,14 @@ class MoE:
 
     def leave_out(self, expert: int) -> None: ...
 
+    def unload_expert(self, expert: int) -> None: ...
+
+    @property
+    def counts(self) -> list[int]:
+        """How often each expert was chosen."""
+
+    def reset_counts(self) -> None: ...
+
     def forward(self, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None) -> None: ...
 
     def unpack_expert(self, expert: int) -> tuple: ...
@@ -483,7 +491,7 @@ class AsyncCall:
     options say otherwise.
     """
 
-    def __init__(self, layer: MoE, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None, errors: Latch | None = None, *, name: str = '', live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None, left_out: Annotated[NDArray, dict(writable=False)] | None = None) -> None: ...
+    def __init__(self, layer: MoE, hidden: object | None, topk_ids: object | None, topk_weights: object | None, mask: object | None, out: object | None, errors: Latch | None = None, *, name: str = '', live: bool = False, stable: bool = False, deferred: int = 0, batch_union: bool = False, give: object | None = None, take: object | None = None) -> None: ...
 
     def start(self) -> None:
         """Queues the call behind others of its pool."""

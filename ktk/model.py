@@ -12,6 +12,9 @@ from ktk.config import MoEConfig
 from ktk.moe import Formats, MoE
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from ktk.backend import Backend
     from ktk.checkpoint.reader import CheckpointReader
     from ktk.loading.plan import LayerPlan
@@ -145,6 +148,31 @@ class Model(Mapping[int, MoE]):
     def nbytes(self) -> int:
         """Packed bytes of all experts that are loaded."""
         return sum(moe.nbytes for moe in self._layers.values())
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """How often tokens chose each expert: int64 [layers, experts], rows as of `layers`.
+
+        See :attr:`ktk.MoE.counts`; :func:`ktk.placement.save_counts` writes them to a file.
+
+        Raises
+        ------
+        ValueError
+            Layers have different numbers of experts: ask each one.
+        """
+        import numpy as np
+
+        sizes = sorted({moe.config.num_experts for moe in self._layers.values()})
+        if len(sizes) > 1:
+            raise ValueError(f"layers have {sizes} experts: ask each one for its counts")
+        if not sizes:
+            return np.zeros((0, 0), np.int64)
+        return np.stack([moe.counts for moe in self._layers.values()])
+
+    def reset_counts(self) -> None:
+        """Count from 0 again, in all layers."""
+        for moe in self._layers.values():
+            moe.reset_counts()
 
     def __getitem__(self, layer: int) -> MoE:
         try:

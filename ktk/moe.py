@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
@@ -18,6 +18,10 @@ from ktk.pool import default_pool
 from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
 from ktk.training import TrainableLayer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 #: A format for gate, up and down, or one for each of them.
 Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
@@ -335,6 +339,32 @@ class MoE(TrainableLayer):
     def leave_out(self, expert: int) -> None:
         """Give an expert's memory back; rows routed to it contribute nothing."""
         self._core.leave_out(self._slot(expert))
+
+    def unload_expert(self, expert: int) -> None:
+        """Give an expert's memory back; a row that is routed to it must be masked.
+
+        For experts that others compute from now on. A call that wants the expert raises a
+        RuntimeError, until `load_expert` brings it back.
+        """
+        self._core.unload_expert(self._slot(expert))
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """How often tokens chose each expert: int64 [num_experts], a copy.
+
+        In all calls (with adapters, by streams and graphs, and forward passes of training) since
+        the layer was made or `reset_counts` was called. An expert counts once for each token and
+        choice, whoever computes it: masked, left out, deferred. Ids that are no experts, or zero
+        experts, count nowhere, nor do calls that fail or have not ended. The same for any number
+        of workers and shards.
+        """
+        import numpy as np
+
+        return np.array(self._core.counts, dtype=np.int64)
+
+    def reset_counts(self) -> None:
+        """Count from 0 again; waits for a call that runs."""
+        self._core.reset_counts()
 
     def __call__(
         self,

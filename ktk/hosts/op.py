@@ -153,7 +153,7 @@ def on_stream(
     captured = _core.stream_is_capturing(inputs.stream)
     if not captured:
         state.check()
-    what = Submission(known.moe._core, known.name, known.mask, None, 0, False)
+    what = Submission(known.moe._core, known.name, known.mask, 0, False)
     return result_on_stream(submit_on_stream(what, state, inputs, captured, None, None))
 
 

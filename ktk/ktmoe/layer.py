@@ -134,7 +134,7 @@ class Layer:
         self.cpu_infer = CPUInfer(pool, self.model)
         self.moe: MoE | None = None
         self._given: Formats | None = None  # what the weights were before they were loaded
-        self._left_out: torch.Tensor | None = None  # bool [num_experts], if any is
+        self._order: list[int] | None = None  # which expert of weight_path each slot has
 
     # What Python says of wrong arguments names the class that users know.
     __init__.__qualname__ = "KTMoEWrapper.__init__"
@@ -192,22 +192,51 @@ class Layer:
             When something is missing, damaged, or not of the sizes of this layer; a
             CheckpointTooLarge when memory cannot hold it.
         """
-        if not self.weight_path:
-            raise ValueError("load_weights needs the weight_path that the layer was made without")
-        self._use(
-            load_from_path(
-                self.weight_path,
-                self.layer_idx,
-                self.method,
-                self.config,
-                self._experts(),
-                as_list(physical_to_logical_map_cpu),
-                activation=self._activation,
-                pool=self.cpu_infer.pool,
-                shards=self._shards,
-                force=force,
-            )
-        )
+        order = as_list(physical_to_logical_map_cpu)
+        self._use(self._load("load_weights", self._experts(), order, force=force))
+        self._order = order
+
+    def release_gpu_experts(self) -> int:
+        """Give the memory of experts back that the mask gives to the GPU, for good.
+
+        From then on a mask must give them to the GPU: a call that wants one of them on the CPU
+        raises a RuntimeError, until :meth:`load_cpu_experts` or ``moe.load_expert`` brings it back.
+        The writers have no weights of theirs either, so that full GPU prefill and dynamic updates,
+        which copy all experts to the GPU, need them.
+
+        Returns
+        -------
+        int
+            Packed bytes that were given back.
+        """
+        moe = self._loaded("release_gpu_experts")
+        before = moe.nbytes
+        for expert in torch.nonzero(self._mask).flatten().tolist():
+            moe.unload_expert(expert)
+        return before - moe.nbytes
+
+    def load_cpu_experts(self, *, force: bool = False) -> int:
+        """Load experts from `weight_path` that the mask gives to the CPU, and that have no memory.
+
+        They were released, or never loaded because of ``keep_gpu_experts=False``. Calls meanwhile
+        wait for an expert at most.
+
+        Parameters
+        ----------
+        force : bool
+            As of :meth:`load_weights`.
+
+        Returns
+        -------
+        int
+            How many were loaded.
+        """
+        moe = self._loaded("load_cpu_experts")
+        loaded = set(moe.loaded)
+        experts = [expert for expert in self._cpu_experts() if expert not in loaded]
+        if experts:
+            self._load("load_cpu_experts", experts, self._order, force=force, into=moe)
+        return len(experts)
 
     def load_weights_from_tensors(
         self,
@@ -246,7 +275,42 @@ class Layer:
         """Return the slots to load."""
         if self._keep_gpu_experts:
             return list(range(self.config.num_experts))
+        return self._cpu_experts()
+
+    def _cpu_experts(self) -> list[int]:
         return torch.nonzero(~self._mask).flatten().tolist()
+
+    def _load(
+        self,
+        caller: str,
+        experts: Sequence[int],
+        order: Sequence[int] | None,
+        *,
+        force: bool,
+        into: MoE | None = None,
+    ) -> Loaded:
+        if not self.weight_path:
+            raise ValueError(f"{caller} needs the weight_path that the layer was made without")
+        return load_from_path(
+            self.weight_path,
+            self.layer_idx,
+            self.method,
+            self.config,
+            experts,
+            order,
+            activation=self._activation,
+            into=into,
+            pool=self.cpu_infer.pool,
+            shards=self._shards,
+            force=force,
+        )
+
+    def _loaded(self, caller: str) -> MoE:
+        if self.moe is None:
+            raise RuntimeError(
+                f"{caller} of layer {self.layer_idx}: it has no weights, call load_weights first"
+            )
+        return self.moe
 
     def _use(self, loaded: Loaded) -> None:
         moe, given = loaded
@@ -254,4 +318,7 @@ class Layer:
         self.moe, self._given = moe, given
         # What a checkpoint says.
         self.config = replace(self.config, zero_expert_num=moe.config.zero_expert_num)
-        self._left_out = None if self._keep_gpu_experts else self._mask.clone()
+        if not self._keep_gpu_experts:
+            # What is not there must not be wanted: without this it would contribute nothing.
+            for expert in set(range(self.config.num_experts)) - set(moe.loaded):
+                moe.unload_expert(expert)

@@ -48,12 +48,14 @@ def load_from_path(
     order: Sequence[int] | None,
     *,
     activation: dict[str, Any],
+    into: MoE | None = None,
     **options: Any,
 ) -> Loaded:
     """Load some slots of a layer of a checkpoint, which must have the sizes of `config`.
 
-    With an order there may be more slots than experts, for redundant copies. Floats become what
-    `method` names, where its backend has several formats.
+    They go into a new layer, or into one that was loaded from the same checkpoint. With an order
+    there may be more slots than experts, for redundant copies. Floats become what `method`
+    names, where its backend has several formats.
     """
     from ktk.checkpoint.detect import is_packed
     from ktk.checkpoint.open import open_checkpoint
@@ -77,7 +79,9 @@ def load_from_path(
             formats = found.file_formats
             given = formats["gate"], formats["up"], formats["down"]
         announce(path, [plan])
-        return load_layers(checkpoint, [plan])[layer_idx], None if is_packed(path) else given
+        made = None if into is None else {layer_idx: into}
+        loaded = load_layers(checkpoint, [plan], into=made)[layer_idx]
+        return loaded, None if is_packed(path) else given
 
 
 def load_from_tensors(

@@ -123,7 +123,6 @@ class Submission:
     layer: _core.MoE
     name: str
     mask: torch.Tensor
-    left_out: torch.Tensor | None  # bool [num_experts]: what a mask must not want
     deferred: int
     batch_union: bool
 
@@ -144,7 +143,6 @@ class Submission:
         weights: Any = inputs.weights
         mask: Any = self.mask
         result: Any = out
-        left_out: Any = self.left_out
         return _core.AsyncCall(
             self.layer,
             hidden,
@@ -160,7 +158,6 @@ class Submission:
             take=take.carry if take else None,
             stable=stable,
             live=live,
-            left_out=left_out,
         )
 
 

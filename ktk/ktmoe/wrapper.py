@@ -68,8 +68,8 @@ class KTMoEWrapper(Layer):
     deferral_policy : str
         "per-token", or "batch-union" for kt-kernel's own choice; see :mod:`ktk.ktmoe.deferral`.
     keep_gpu_experts : bool
-        False: experts that the mask gives to the GPU are not loaded, and take no memory. They can
-        never come back.
+        False: experts that the mask gives to the GPU are not loaded, and take no memory. When the
+        mask changes, :meth:`load_cpu_experts` loads them.
     shards : int, optional
         Parts that weights are divided into, as of :class:`ktk.MoE`: by default one per NUMA node
         that has workers. ``moe.shard_widths`` says what came of it.
@@ -232,7 +232,6 @@ class KTMoEWrapper(Layer):
             self.moe._core,
             f"layer {self.layer_idx}",
             self._mask,
-            self._left_out,
             min(self.max_deferred_experts_per_token, self.config.num_experts_per_tok),
             self.deferral_policy == "batch-union",
         )

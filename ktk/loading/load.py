@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ def load_layers(
     checkpoint: CheckpointReader,
     plans: Sequence[LayerPlan],
     on_expert: Callable[[LayerPlan], None] = lambda plan: None,
+    into: Mapping[int, MoE] | None = None,
 ) -> dict[int, MoE]:
     """Load layers one after the other, and return them by number.
 
@@ -130,6 +131,8 @@ def load_layers(
         From `plan_layer`.
     on_expert
         Called after each expert, with the plan it belongs to.
+    into
+        Layers to load the experts into, by number; by default new ones.
 
     Raises
     ------
@@ -143,7 +146,7 @@ def load_layers(
         read: Future[Any] = reader.submit(next, jobs, None)
         for plan in plans:
             with naming_layer(plan.number):
-                moe = plan.make()
+                moe = into[plan.number] if into else plan.make()
                 for slot in plan.slots:
                     expert = read.result()
                     read = reader.submit(next, jobs, None)

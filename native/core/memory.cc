@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cassert>
 #include <climits>
 #include <cstdint>
@@ -111,6 +112,17 @@ void Memory::discard(size_t offset, size_t bytes) {
   char* const begin = page_of(data_ + offset + page_size() - 1);
   char* const end = page_of(data_ + offset + bytes);
   if (begin < end) madvise(begin, static_cast<size_t>(end - begin), MADV_DONTNEED);
+}
+
+void Memory::wish_huge(bool wanted) {
+  if (guard_mode || size_ < kHugePage) return;
+  madvise(data_, round_up(size_, page_size()), wanted ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+}
+
+// Large mappings start on a huge page.
+Memory::Range Memory::touched(size_t offset, size_t bytes) const {
+  if (guard_mode || size_ < kHugePage) return {offset, offset + bytes};
+  return {offset / kHugePage * kHugePage, std::min(round_up(offset + bytes, kHugePage), size_)};
 }
 
 }  // namespace ktk

@@ -30,6 +30,15 @@ class Memory {
   // read as zero afterwards.
   void discard(size_t offset, size_t bytes);
 
+  // Whether pages that are touched from now on may be huge. Those that are huge stay so. Without
+  // the wish khugepaged, which fills gaps between pages to make a huge one, leaves them alone.
+  void wish_huge(bool wanted);
+  // The bytes of all huge pages that [offset, offset + bytes) lies in: what touching it may fill.
+  struct Range {
+    size_t begin, end;
+  };
+  Range touched(size_t offset, size_t bytes) const;
+
  private:
   void map_guarded(size_t bytes);
 

@@ -1,6 +1,7 @@
 #include "moe/layer.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "moe/nodes.h"
 #include "moe/pipeline.h"
@@ -45,6 +46,7 @@ Layer::Layer(std::shared_ptr<const BackendTable> table, const std::string& varia
   }
   nodes_ = shard_nodes(engine_->pool, static_cast<size_t>(shards));
   left_out_.resize(config.num_experts);
+  counts_.resize(config.num_experts);
   ops();  // fails here rather than in the first call
 }
 
@@ -73,21 +75,26 @@ void Layer::load(size_t expert, const ExpertSource& source) {
         most_shards(config_.intermediate, cut_rules(variant_.tile, formats, source));
     if (shards_chosen_ && nodes_.size() > most) nodes_ = shard_nodes(engine_->pool, most);
     weights_ = std::make_unique<Weights>(config_, variant_, formats, source, nodes_);
+    for (size_t e = 0; e < left_out_.size(); ++e) {
+      if (left_out_[e]) weights_->discard(e, Weights::State::kLeftOut);
+    }
   }
-  const bool fresh = weights_->state(expert) == Weights::State::kMissing && !left_out_[expert];
+  const bool fresh = weights_->state(expert) != Weights::State::kLoaded && !left_out_[expert];
   weights_->load(expert, source, engine_->pool);
   left_out_[expert] = 0;
   loaded_ += fresh;
 }
 
-void Layer::leave_out(size_t expert) {
+void Layer::leave_out(size_t expert) { discard(expert, Weights::State::kLeftOut); }
+void Layer::unload(size_t expert) { discard(expert, Weights::State::kUnloaded); }
+
+void Layer::discard(size_t expert, Weights::State state) {
   const auto turn = engine_->turn();
   const std::lock_guard change(changing_);
-  const bool fresh =
-      !left_out_[expert] && (!weights_ || weights_->state(expert) == Weights::State::kMissing);
-  if (weights_) weights_->leave_out(expert);
-  left_out_[expert] = 1;
-  loaded_ += fresh;
+  loaded_ -= left_out_[expert] || (weights_ && weights_->state(expert) == Weights::State::kLoaded);
+  if (weights_) weights_->discard(expert, state);
+  left_out_[expert] = state == Weights::State::kLeftOut;
+  loaded_ += left_out_[expert];
 }
 
 size_t Layer::shards() const {
@@ -107,9 +114,10 @@ void Layer::check_loaded(const Request& request) const {
       if (loaded_ == 0) {
         throw std::runtime_error("no expert is loaded: call load() or load_expert() first");
       }
-      if (!weights_ || weights_->state(e) == Weights::State::kMissing) {
+      if (!weights_ || weights_->state(e) != Weights::State::kLoaded) {
         throw std::runtime_error("expert " + std::to_string(e) + " is not loaded (token " +
-                                 std::to_string(token) + " wants it)");
+                                 std::to_string(token) +
+                                 " wants it): load it, or mask it if others compute it");
       }
     }
   }
@@ -128,16 +136,47 @@ void Layer::compute(const Request& request,
 
 void Layer::forward(const Request& request) {
   compute(request, [this](const Weights* weights, const Request& merged) {
-    if (weights) return ktk::forward(*engine_, config_, variant_, *weights, merged);
-    // Nothing is loaded and no expert is wanted: zeros, or zero experts alone, need no pipeline.
-    if (!merged.out.data) return;
-    Route route;
-    for (size_t begin = 0; begin < merged.choice.tokens; begin += kTokens) {
-      const size_t end = std::min(begin + kTokens, merged.choice.tokens);
-      route.build(merged.choice, begin, end, config_, merged.skip);
-      pass_through(*engine_, config_, route, merged.hidden, merged.out, begin, end);
+    if (weights) {
+      ktk::forward(*engine_, config_, variant_, *weights, merged);
+    } else if (merged.out.data) {
+      // Nothing is loaded and no expert is wanted: zeros, or zero experts alone, need no pipeline.
+      Route route;
+      for (size_t begin = 0; begin < merged.choice.tokens; begin += kTokens) {
+        const size_t end = std::min(begin + kTokens, merged.choice.tokens);
+        route.build(merged.choice, begin, end, config_, merged.skip);
+        pass_through(*engine_, config_, route, merged.hidden, merged.out, begin, end);
+      }
     }
+    count(merged.choice);
   });
+}
+
+// One thread writes at a time: no atomic addition, which takes longer, is needed.
+void Layer::count(const Choice& choice) {
+  for (size_t token = 0; token < choice.tokens; ++token) {
+    for (size_t slot = 0; slot < choice.top_k; ++slot) {
+      const int64_t id = choice.id(token, slot);
+      if (id < 0 || id >= static_cast<int64_t>(counts_.size())) continue;
+      const std::atomic_ref<int64_t> entry(counts_[static_cast<size_t>(id)]);
+      entry.store(entry.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    }
+  }
+}
+
+std::vector<int64_t> Layer::counts() const {
+  std::vector<int64_t> found(counts_.size());
+  for (size_t e = 0; e < found.size(); ++e) {
+    const std::atomic_ref<int64_t> entry(const_cast<int64_t&>(counts_[e]));
+    found[e] = entry.load(std::memory_order_relaxed);
+  }
+  return found;
+}
+
+void Layer::reset_counts() {
+  const auto turn = engine_->turn();
+  for (int64_t& entry : counts_) {
+    std::atomic_ref(entry).store(0, std::memory_order_relaxed);
+  }
 }
 
 }  // namespace ktk

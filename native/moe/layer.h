@@ -29,8 +29,11 @@ class Layer : public std::enable_shared_from_this<Layer> {
 
   // Packs one expert. The first one decides the stored formats; later ones must fit them.
   void load(size_t expert, const ExpertSource& source);
+  // Both give an expert's memory back. Rows routed to one that is left out contribute nothing; to
+  // route a row to one that is unloaded is an error.
   void leave_out(size_t expert);
-  // Throws std::runtime_error when a row would go to an expert that was never loaded.
+  void unload(size_t expert);
+  // Throws std::runtime_error when a row would go to an expert that is not loaded.
   void forward(const Request& request);
   // Holds the turn on the pool, checks as forward() does, and calls body(weights, request), where
   // experts that are left out are skipped. The weights are NULL where nothing is loaded or wanted.
@@ -44,12 +47,21 @@ class Layer : public std::enable_shared_from_this<Layer> {
   // Waits for a load, as weights() does.
   size_t shards() const;
 
+  // How often tokens chose each expert in calls of forward() since the layer was made or this was
+  // reset, whoever computes it: experts that a call skips and those that are left out count, too.
+  // Calls that fail count nothing.
+  std::vector<int64_t> counts() const;
+  // Waits for a call.
+  void reset_counts();
+
   using Loaded = ktk::Loaded<Weights>;
   Loaded weights() const { return {process_, changing_, weights_}; }
 
  private:
   Parts<ktk_format> stored_formats(const ExpertSource& source) const;
   void check_loaded(const Request& request) const;
+  void count(const Choice& choice);
+  void discard(size_t expert, Weights::State state);
 
   std::shared_ptr<const BackendTable> table_;
   const Variant& variant_;
@@ -64,6 +76,8 @@ class Layer : public std::enable_shared_from_this<Layer> {
   std::unique_ptr<Weights> weights_;
   std::vector<uint8_t> left_out_;
   size_t loaded_ = 0;  // experts that are loaded or left out
+  // Written with the engine's turn, and read at any time.
+  std::vector<int64_t> counts_;
 };
 
 }  // namespace ktk

@@ -87,6 +87,11 @@ void Slice::discard(size_t expert) {
   if (!own.empty()) own[expert] = {};
 }
 
+Slice::Range Slice::neighbours(size_t expert) const {
+  const Memory::Range filled = memory.touched(expert * expert_bytes, expert_bytes);
+  return {filled.begin / expert_bytes, (filled.end + expert_bytes - 1) / expert_bytes};
+}
+
 Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_format>& formats,
                  const ExpertSource& first, const std::vector<int>& nodes)
     : config_(config),
@@ -146,6 +151,9 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     check_cut("up", up, up.group_n, slice);
     check_cut("down", down, down.group_k, slice);
   }
+  for (Slice& slice : slices_) {
+    if (gaps_) slice.memory.wish_huge(true);
+  }
   std::vector<PackJob> jobs;
   for (const Slice& slice : slices_) {
     jobs.push_back({&slice.matrix.gate, view(source.gate, slice.begin, 0)});
@@ -169,6 +177,19 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
   scales_differ_[expert] = chooses_scales(source);
   factors_[expert] = source.factor;
   states_[expert] = State::kLoaded;
+  if (gaps_) keep_gaps(expert);
+}
+
+// Huge pages of a loaded expert may reach into experts that have no memory: gives that back, and
+// keeps the system from filling the gaps again.
+void Weights::keep_gaps(size_t expert) {
+  for (Slice& slice : slices_) {
+    const Slice::Range near = slice.neighbours(expert);
+    for (size_t e = near.first; e < near.last; ++e) {
+      if (states_[e] == State::kLeftOut || states_[e] == State::kUnloaded) slice.discard(e);
+    }
+    slice.memory.wish_huge(false);
+  }
 }
 
 // Whether packing a source in slices chooses several scales for a group of what is stored.
@@ -184,9 +205,13 @@ bool Weights::chooses_scales(const ExpertSource& source) const {
          chosen(source.down.format, formats_.down, formats_.down.group_k);
 }
 
-void Weights::leave_out(size_t expert) {
-  for (Slice& slice : slices_) slice.discard(expert);
-  states_[expert] = State::kLeftOut;
+void Weights::discard(size_t expert, State state) {
+  for (Slice& slice : slices_) {
+    slice.discard(expert);
+    if (!gaps_) slice.memory.wish_huge(false);
+  }
+  gaps_ = true;
+  states_[expert] = state;
 }
 
 void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {

@@ -79,6 +79,11 @@ struct Slice {
   void make_room(size_t expert, const Parts<size_t>& needed);
   // Forgets it.
   void discard(size_t expert);
+  // The experts that lie in the huge pages of an expert, [first, last): its own among them.
+  struct Range {
+    size_t first, last;
+  };
+  Range neighbours(size_t expert) const;
 };
 
 // What one NUMA node has of every expert: slices [first, last). There are several where a shard
@@ -93,7 +98,9 @@ CutRules cut_rules(const ktk_tile& tile, const Parts<ktk_format>& stored,
 
 class Weights {
  public:
-  enum class State : uint8_t { kMissing, kLoaded, kLeftOut };
+  // Of an expert. Missing: never loaded. Left out: rows routed to it contribute nothing. Unloaded:
+  // nothing may be routed to it. The last two have no memory.
+  enum class State : uint8_t { kMissing, kLoaded, kLeftOut, kUnloaded };
 
   // Splits the intermediate size into shards of about the same width, as cut_rules() has it for
   // the first expert's source; shard s lives on nodes[s]. Throws std::invalid_argument when there
@@ -105,8 +112,8 @@ class Weights {
   // been matched with the backend's by the caller. Throws std::invalid_argument where a group of
   // the source reaches over a cut that is no cut of the first source's groups.
   void load(size_t expert, const ExpertSource& source, WorkerPool& pool);
-  // Forgets an expert and gives its memory back; rows routed to it contribute nothing.
-  void leave_out(size_t expert);
+  // Forgets an expert and gives its memory back. `state`: left out or unloaded.
+  void discard(size_t expert, State state);
 
   // Writes a matrix of an expert as stored, in f32: [I, H], [I, H] and [H, I], row-major.
   void unpack(size_t expert, float* gate, float* up, float* down) const;
@@ -138,6 +145,7 @@ class Weights {
   void add_slice(size_t begin, size_t end, int node);
   bool chooses_scales(const ExpertSource& source) const;
   void set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n);
+  void keep_gaps(size_t expert);
 
   Config config_;
   const Variant& variant_;
@@ -145,6 +153,7 @@ class Weights {
   std::vector<Slice> slices_;
   std::vector<Shard> shards_;
   std::vector<State> states_;
+  bool gaps_ = false;  // experts were left out or unloaded
   std::vector<uint8_t> scales_differ_;
   std::vector<Parts<float>> factors_;
   std::vector<float> gate_bias_, up_bias_, down_bias_;  // empty until one is given

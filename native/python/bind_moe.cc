@@ -154,6 +154,16 @@ void bind_moe(nb::module_& m) {
             layer.leave_out(at);
           },
           "expert"_a)
+      .def(
+          "unload_expert",
+          [](Layer& layer, int64_t expert) {
+            const size_t at = check_expert(layer, expert);
+            const Unlocked unlocked;
+            layer.unload(at);
+          },
+          "expert"_a)
+      .def_prop_ro("counts", &Layer::counts, "How often each expert was chosen.")
+      .def("reset_counts", &Layer::reset_counts, nb::call_guard<nb::gil_scoped_release>())
       .def("forward", &call_layer, "hidden"_a.none(), "topk_ids"_a.none(), "topk_weights"_a.none(),
            "mask"_a.none(), "out"_a.none())
       .def("unpack_expert", &unpack_expert, "expert"_a)

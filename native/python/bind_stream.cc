@@ -65,7 +65,7 @@ CallHandle* make_call(std::shared_ptr<Layer> layer, nb::handle hidden, nb::handl
                       nb::handle weights, nb::handle mask, nb::handle out,
                       std::shared_ptr<Latch> errors, const std::string& name, bool live,
                       bool stable, size_t deferred, bool batch_union, nb::object give_to,
-                      nb::object take_from, const OptArray& left_out) {
+                      nb::object take_from) {
   const Call call(*layer, hidden, ids, weights, mask, out);
   if (!call.converted.empty() && (live || stable)) {
     throw nb::type_error("topk_weights must be float32 where the call reads them later");
@@ -78,13 +78,6 @@ CallHandle* make_call(std::shared_ptr<Layer> layer, nb::handle hidden, nb::handl
   check_carry("take", take, call.request, *layer);
   AsyncCall::Options options{name,           live, stable, {deferred, batch_union}, std::move(give),
                              std::move(take)};
-  if (left_out) {
-    const size_t experts = layer->config().num_experts;
-    check_array("left_out", *left_out, {static_cast<int64_t>(experts)});
-    const auto* flags = static_cast<const uint8_t*>(left_out->data());
-    if (left_out->itemsize() != 1 || !mask) throw nb::type_error("left_out and mask must be bool");
-    options.left_out.assign(flags, flags + experts);
-  }
   std::shared_ptr<AsyncCall> made;
   {
     const Unlocked unlocked;
@@ -169,8 +162,7 @@ void bind_stream(nb::module_& m) {
       .def(nb::new_(&make_call), "layer"_a, "hidden"_a.none(), "topk_ids"_a.none(),
            "topk_weights"_a.none(), "mask"_a.none(), "out"_a.none(), "errors"_a.none() = nb::none(),
            nb::kw_only(), "name"_a = "", "live"_a = false, "stable"_a = false, "deferred"_a = 0,
-           "batch_union"_a = false, "give"_a.none() = nb::none(), "take"_a.none() = nb::none(),
-           "left_out"_a.none() = nb::none())
+           "batch_union"_a = false, "give"_a.none() = nb::none(), "take"_a.none() = nb::none())
       .def("start", &CallHandle::start, unlocked, "Queues the call behind others of its pool.")
       .def("wait", &CallHandle::wait, "all"_a = false, unlocked,
            "Waits until the output is written; `all`: until the deferred half has ended, too. "

@@ -100,18 +100,8 @@ void AsyncCall::keep_error(std::exception_ptr error) {
   if (!error_) error_ = std::move(error);
 }
 
-void AsyncCall::check_left_out() const {
-  for (size_t e = 0; e < options_.left_out.size(); ++e) {
-    if (options_.left_out[e] && !skip_[e]) {
-      throw std::runtime_error("expert " + std::to_string(e) +
-                               " is to be computed on the CPU, but was left out of its memory");
-    }
-  }
-}
-
 void AsyncCall::run() {
   try {
-    check_left_out();
     compute_now();
   } catch (...) {
     keep_error(std::current_exception());

@@ -45,8 +45,6 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
     Deferral deferral = {};
     std::shared_ptr<Carry> give = nullptr;  // where the deferred half goes; needed if there is one
     std::shared_ptr<Carry> take = nullptr;  // what is added to the result, or none
-    // Experts that are not in memory, by number: a call whose mask does not skip them fails.
-    std::vector<uint8_t> left_out = {};
   };
 
   // Inputs are copied now, at each start if `live`, or not at all if `stable` (but for a deferred
@@ -78,7 +76,6 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
  private:
   void read_inputs();
   void run();
-  void check_left_out() const;
   void compute_now();
   void compute_later();
   void release_layer();

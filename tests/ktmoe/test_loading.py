@@ -272,3 +272,50 @@ def test_gguf_is_computed_as_it_is(tmp_path: Path) -> None:
         for stored, part in zip(made.moe.unpack_expert(number), values.values(), strict=True):
             np.testing.assert_array_equal(stored, part[number])
     assert made.forward(*inputs(3, hidden=hidden)).isfinite().all()
+
+
+def test_experts_are_released_and_loaded_again(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    order = torch.arange(E).flip(0)
+    whole, made = layer(path), layer(path)
+    whole.load_weights(order)
+    with pytest.raises(RuntimeError, match="release_gpu_experts of layer 5: it has no weights"):
+        made.release_gpu_experts()
+    made.load_weights(order)
+    assert made.moe is not None
+    assert made.release_gpu_experts() == 0
+    made.gpu_experts_mask[:] = torch.arange(E) < 5
+    assert made.release_gpu_experts() == 5 * made.moe.expert_nbytes
+    assert made.moe.loaded == (5, 6, 7)
+    x, ids, w = inputs(5)
+    ids[:] = torch.tensor([4, 6, 7])
+    masked = made.forward(x, ids, w)
+    whole.gpu_experts_mask[:5] = True
+    assert torch.equal(masked, whole.forward(x, ids, w))
+    for one in (made, whole):
+        one.gpu_experts_mask[3:5] = False
+    with pytest.raises(RuntimeError, match=r"layer 5: expert 4 is not loaded \(token 0 wants it\)"):
+        made.forward(x, ids, w)
+    assert made.load_cpu_experts() == 2
+    assert made.load_cpu_experts() == 0
+    assert made.moe.loaded == (3, 4, 5, 6, 7)
+    assert torch.equal(made.forward(x, ids, w), whole.forward(x, ids, w))
+
+
+def test_experts_that_were_never_loaded_come_when_the_mask_wants_them(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    whole = layer(path)
+    whole.load_weights()
+    made = layer(path, gpu_experts_mask=torch.arange(E) < 5, keep_gpu_experts=False)
+    made.load_weights()
+    made.gpu_experts_mask[:] = False
+    assert made.load_cpu_experts() == 5
+    call = inputs(9)
+    assert torch.equal(made.forward(*call), whole.forward(*call))
+    given = layer(tmp_path / "nothing", gpu_experts_mask=torch.arange(E) < 5)
+    given.weight_path = None
+    given.load_weights_from_tensors(*weights())
+    given.release_gpu_experts()
+    given.gpu_experts_mask[:] = False
+    with pytest.raises(ValueError, match="load_cpu_experts needs the weight_path that the layer"):
+        given.load_cpu_experts()

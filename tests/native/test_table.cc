@@ -98,7 +98,7 @@ TEST(an_expert_that_takes_more_bytes_than_others_has_memory_of_its_own) {
   have(0);
   weights.load(1, large, pool);
   have(9 * 64);
-  weights.leave_out(1);
+  weights.discard(1, ktk::Weights::State::kLeftOut);
   CHECK_EQ(weights.bytes(), 6u * 64);
   CHECK(!slice.own_of(1));
 }

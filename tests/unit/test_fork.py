@@ -146,6 +146,9 @@ ACTIONS: dict[str, tuple[Callable[[Parent], Any], bool]] = {
     "submit_and_drop": (submit_and_drop, True),
     "load": (lambda p: p.moe.load_expert(0, **p.expert), True),
     "leave_out": (lambda p: p.moe.leave_out(0), True),
+    "unload": (lambda p: p.moe.unload_expert(0), True),
+    "reset_counts": (lambda p: p.moe.reset_counts(), True),
+    "counts": (lambda p: p.moe.counts.sum(), False),
     "drain": (lambda p: _core.drain(p.pool), True),
     "wait": (lambda p: p.ticket.wait(), True),  # type: ignore[union-attr]
     "done": (lambda p: p.ticket.done, True),  # type: ignore[union-attr]
