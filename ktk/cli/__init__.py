@@ -294,6 +294,68 @@ def _layers(text: str | None) -> list[int] | None:
         raise typer.BadParameter(str(error), param_hint="--layers") from None
 
 
+@app.command(short_help="Choose the experts that a GPU holds.")
+def placement(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="COUNTS",
+            help="File of ktk.placement.save_counts, or .pt of SGLang's recorder of experts; a "
+            "model, where the strategy needs no counts.",
+        ),
+    ],
+    strategy: Annotated[
+        str, typer.Option(help="frequency, uniform, front-loading or random.")
+    ] = "frequency",
+    per_layer: Annotated[
+        int | None,
+        typer.Option("--gpu-experts", "-n", metavar="N", min=0, help="For each layer, on average."),
+    ] = None,
+    ratio: Annotated[
+        float | None,
+        typer.Option(metavar="R", min=0.0, max=1.0, help="Part of all experts, instead of -n."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Masks for KTMoEWrapper, as JSON."),
+    ] = None,
+    sglang: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.pt",
+            help="What SGLang's --init-expert-location takes, with "
+            "--kt-expert-placement-strategy frequency and as many experts.",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of random.")] = 42,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Choose the experts that a GPU holds, and show how many choices of tokens go there.
+
+    By how often each was chosen (frequency), the lowest of each layer (uniform), all of the first
+    layers (front-loading), or at random: as SGLang with kt-kernel does.
+    """
+    from ktk.cli.placement import run_placement
+    from ktk.ktmoe.masks import STRATEGIES
+
+    if strategy not in STRATEGIES:
+        raise typer.BadParameter(
+            f"{strategy!r} is none of {', '.join(STRATEGIES)}", param_hint="--strategy"
+        )
+    if (per_layer is None) == (ratio is None):
+        raise typer.BadParameter("give one of them", param_hint="--gpu-experts, --ratio")
+    run_placement(
+        source,
+        strategy=strategy,
+        per_layer=per_layer,
+        ratio=ratio,
+        output=output,
+        sglang=sglang,
+        seed=seed,
+        as_json=json,
+    )
+
+
 @app.command()
 def config(
     key: Annotated[

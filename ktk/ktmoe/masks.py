@@ -11,11 +11,18 @@ import torch
 
 from ktk.ktmoe.arguments import at_least
 
+#: Names of the ways to choose experts for the GPU, as kt-kernel and SGLang have them.
+STRATEGIES = ("frequency", "uniform", "front-loading", "random")
+
 
 def generate_gpu_experts_masks(
-    activation_freq: torch.Tensor | Sequence[Sequence[float]], num_gpu_experts: int
+    activation_freq: torch.Tensor | Sequence[Sequence[float]],
+    num_gpu_experts: int,
+    strategy: str = "frequency",
+    *,
+    seed: int = 42,
 ) -> torch.Tensor:
-    """Choose the most used experts of a model for the GPU.
+    """Choose experts of a model for the GPU, by default the most used ones.
 
     Parameters
     ----------
@@ -23,12 +30,28 @@ def generate_gpu_experts_masks(
         How often each expert was chosen; any unit. NaN is less than any number.
     num_gpu_experts : int
         Experts of all layers together that the GPU holds; clamped to [0, layers * experts].
+    strategy : str
+        As ``--kt-expert-placement-strategy`` of SGLang has them:
+
+        - "frequency": the most used of all layers, which may get different numbers. Of equally used
+          ones, those of earlier layers and lower numbers come first.
+        - "uniform": the same number of each layer, the lowest; what is left over, one each of the
+          first layers.
+        - "front-loading": all of the first layer, then of the next, the last one's lowest.
+        - "random": any of all layers, the same for the same seed.
+
+        Only the first looks at more of `activation_freq` than its shape.
+    seed : int
+        Of "random".
 
     Returns
     -------
     tensor [layers, experts], bool, in CPU memory
-        True: on the GPU. Layers may get different numbers. Of equally used ones, those of earlier
-        layers and lower numbers come first.
+        True: on the GPU.
+
+    Notes
+    -----
+    All layers are layers of experts: SGLang's masks have rows for dense layers, too, all True.
     """
     try:
         frequency = torch.as_tensor(activation_freq).detach().to("cpu", torch.float64)
@@ -38,11 +61,24 @@ def generate_gpu_experts_masks(
         ) from None
     if frequency.ndim != 2:
         raise ValueError(f"activation_freq must be [layers, experts], got {list(frequency.shape)}")
-    flat = frequency.flatten().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    count = min(max(int(num_gpu_experts), 0), flat.numel())
-    mask = torch.zeros(flat.numel(), dtype=torch.bool)
-    mask[torch.argsort(flat, descending=True, stable=True)[:count]] = True
-    return mask.reshape(frequency.shape)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    layers, experts = frequency.shape
+    count = min(max(int(num_gpu_experts), 0), layers * experts)
+    if strategy == "uniform":
+        each, over = divmod(count, max(layers, 1))
+        numbers = torch.full((layers, 1), each) + (torch.arange(layers) < over)[:, None]
+        return torch.arange(experts) < numbers
+    mask = torch.zeros(layers * experts, dtype=torch.bool)
+    if strategy == "frequency":
+        flat = frequency.flatten().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        mask[torch.argsort(flat, descending=True, stable=True)[:count]] = True
+    elif strategy == "random":
+        order = torch.randperm(mask.numel(), generator=torch.Generator().manual_seed(seed))
+        mask[order[:count]] = True
+    else:
+        mask[:count] = True
+    return mask.reshape(layers, experts)
 
 
 def initial_mask(

@@ -59,6 +59,7 @@ COMMANDS = (
     "doctor",
     "inspect",
     "model",
+    "placement",
     "run",
     "serve",
     "verify",

@@ -1,0 +1,68 @@
+"""JSON files of this package: what kind they are of stands in each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ktk.checkpoint.files import read_json
+from ktk.durable import PendingFile
+from ktk.errors import CheckpointError
+
+_VERSION = 1
+
+
+def write_document(path: Path, kind: str, content: Mapping[str, Any]) -> None:
+    """Write a document, a line for each of its layers."""
+    rows = {name: value for name, value in content.items() if name != "layers"}
+    head = json.dumps({"format": kind, "version": _VERSION, **rows})[:-1]
+    layers = ",\n".join(
+        f" {json.dumps(name)}: {json.dumps(row)}" for name, row in content["layers"].items()
+    )
+    data = f'{head}, "layers": {{\n{layers}\n}}}}\n'.encode()
+    try:
+        pending = PendingFile(path, len(data))
+        try:
+            pending.write(data, 0)
+            pending.commit()
+        except BaseException:
+            pending.discard()
+            raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def read_document(path: Path, kind: str) -> dict[str, Any]:
+    """Read a document of a kind, or raise a `CheckpointError` that names the file."""
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    document = read_json(path)
+    found, version = document.get("format"), document.get("version")
+    if found != kind:
+        raise CheckpointError(f"{path} is no file of {kind}: its format is {found!r}")
+    if version != _VERSION:
+        raise CheckpointError(
+            f"{path} has version {version!r} of {kind}, this ktk reads {_VERSION}"
+        )
+    return document
+
+
+def layers_in(
+    path: Path, document: Mapping[str, Any], right: Callable[[Any], bool]
+) -> dict[int, list[int]]:
+    """Return the rows of a document by layer, ascending, each of whose entries is right."""
+    layers = document.get("layers")
+    if not isinstance(layers, dict) or not layers:
+        raise CheckpointError(f"{path} has no layers")
+    found = {}
+    for name, row in layers.items():
+        if not name.isdecimal() or not name.isascii():
+            raise CheckpointError(f"{path} has a layer {name!r}, expected a number")
+        entries = row if isinstance(row, list) else [row]
+        wrong = [one for one in entries if entries is not row or not right(one)]
+        if wrong:
+            raise CheckpointError(f"{path}, layer {name}: {wrong[0]!r} is no such number")
+        found[int(name)] = row
+    return dict(sorted(found.items()))

@@ -1,0 +1,60 @@
+"""SGLang's files of counts, ``.pt``: its recorder writes and ``--init-expert-location`` reads them.
+
+A dictionary with ``logical_count``, int64 [steps, layers of the model, experts], where layers
+without experts have zeros.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ktk.errors import CheckpointError
+
+
+def save_for_sglang(
+    path: str | Path, counts: Mapping[int, npt.ArrayLike], num_layers: int | None = None
+) -> None:
+    """Write counts for SGLang's ``--init-expert-location``.
+
+    It places experts by them with ``--kt-expert-placement-strategy frequency``.
+
+    Parameters
+    ----------
+    path : path
+    counts : mapping of int to array [num_experts]
+        By number of the layer. Masks (1 on the GPU, 0 elsewhere) make SGLang choose just these, if
+        it is told their number.
+    num_layers : int, optional
+        Layers of the model, dense ones too; by default up to the last one that has counts.
+    """
+    rows = {number: np.asarray(one) for number, one in counts.items()}
+    total = max(rows) + 1 if num_layers is None else num_layers
+    if total <= max(rows):
+        raise ValueError(f"layer {max(rows)} has counts, and the model {total} layers")
+    made = torch.zeros(1, total, len(next(iter(rows.values()))), dtype=torch.int64)
+    for number, one in rows.items():
+        made[0, number] = torch.from_numpy(one.astype(np.int64))
+    torch.save({"logical_count": made}, path)
+
+
+def counts_of_recorder(path: Path) -> dict[int, npt.NDArray[np.int64]]:
+    """Read what SGLang's recorder wrote; layers that were never used are left out."""
+    try:
+        # weights_only: a pickle can do anything.
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = getattr(error, "strerror", None) or "it is no file of tensors"
+        raise CheckpointError(f"{path} cannot be read: {reason}") from error
+    counts = found.get("logical_count") if isinstance(found, dict) else found
+    if not isinstance(counts, torch.Tensor) or counts.ndim != 3 or not counts.numel():
+        raise CheckpointError(f"{path} has no logical_count [steps, layers, experts]")
+    total = counts.to(torch.int64).sum(0)
+    if (total < 0).any():
+        raise CheckpointError(f"{path} has counts below 0")
+    return {n: row.numpy() for n, row in enumerate(total) if row.any()}
