@@ -180,8 +180,8 @@ def bounded_backward(
         dh = product(bf16(dy), bf16(exact(weights.down)), blocks)
         q: dict[str, Uncertain] = {}
         if "down_a" in factors:
-            q["down"] = scaled(product(dy, exact(factors["down_b"])), scale)
-            dh = total(dh, product(q["down"], exact(factors["down_a"])))
+            q["down"] = scaled(product(bf16(dy), bf16(exact(factors["down_b"]))), scale)
+            dh = total(dh, product(bf16(q["down"]), bf16(exact(factors["down_a"]))))
             q["down"] = times(q["down"], factor)
         dz = {
             part: times(times(dh, factor), slope, 2)
@@ -199,8 +199,8 @@ def bounded_backward(
         for part, one in dz.items():
             parts.append(product(bf16(one), bf16(exact(getattr(weights, part))), blocks))
             if f"{part}_a" in factors:
-                q[part] = scaled(product(one, exact(factors[f"{part}_b"])), scale)
-                parts.append(product(q[part], exact(factors[f"{part}_a"])))
+                q[part] = scaled(product(bf16(one), bf16(exact(factors[f"{part}_b"]))), scale)
+                parts.append(product(bf16(q[part]), bf16(exact(factors[f"{part}_a"]))))
         dx = times(total(*parts), exact(before))
         np.add.at(dx_value, tokens, dx.value)
         np.add.at(dx_error, tokens, dx.error)

@@ -8,12 +8,15 @@
 namespace ktk {
 namespace {
 
-// `count` elements from `at` on as f32: where they lie, or in `buffer`.
-const float* read(const LoraFactor& factor, size_t at, size_t count, float* buffer) {
+// `count` elements from `at` on as f32: in `to`; or where they lie, or else in `buffer`.
+void copy(const LoraFactor& factor, size_t at, size_t count, float* to) {
   const char* const from =
       static_cast<const char*>(factor.data) + block_of(factor.type).bytes_of(at);
-  if (factor.type == KTK_F32) return reinterpret_cast<const float*>(from);
-  ops().to_f32(from, factor.type, count, buffer);
+  ops().to_f32(from, factor.type, count, to);
+}
+const float* read(const LoraFactor& factor, size_t at, size_t count, float* buffer) {
+  if (factor.type == KTK_F32) return static_cast<const float*>(factor.data) + at;
+  copy(factor, at, count, buffer);
   return buffer;
 }
 
@@ -37,12 +40,8 @@ void LowRank::reduce(size_t begin, size_t end, size_t m, const float* x, size_t 
   for (size_t at = begin; at < end; at += kBlock) {
     const size_t depth = std::min(end - at, kBlock);
     if (stride != rank_) std::fill_n(turned, depth * stride, 0.0f);
-    for (size_t r = 0; r < rank_; ++r) {
-      const float* const row =
-          read(a_, (expert_ * rank_ + r) * columns_ + at, depth, raw + r * kBlock);
-      if (row != raw + r * kBlock) std::copy_n(row, depth, raw + r * kBlock);
-    }
-    products().transpose(rank_, depth, raw, kBlock, KTK_F32, turned, stride);
+    read_a(0, rank_, at, at + depth, raw, kBlock);
+    products().transpose(rank_, depth, raw, kBlock, turned, stride);
     products().gemm(m, stride, depth, x + (at - begin), x_row, 1, turned, stride, p, p_row);
   }
 }
@@ -54,38 +53,21 @@ void LowRank::expand(size_t begin, size_t end, size_t m, const float* p, size_t 
   for (size_t at = begin; at < end; at += kBlock) {
     const size_t count = std::min(end - at, kBlock);
     const float* const rows = read(b_, (expert_ * rows_ + at) * rank_, count * rank_, raw);
-    products().transpose(count, rank_, rows, rank_, KTK_F32, turned, kBlock);
+    products().transpose(count, rank_, rows, rank_, turned, kBlock);
     products().gemm(m, count, rank_, p, p_row, 1, turned, kBlock, y + (at - begin), y_row);
   }
 }
 
-void LowRank::reduce_back(size_t begin, size_t end, size_t m, const float* dy, size_t dy_row,
-                          float* q, size_t q_row, char* own) const {
-  float* const raw = reinterpret_cast<float*>(own);
-  for (size_t at = begin; at < end; at += kBlock) {
-    const size_t depth = std::min(end - at, kBlock);
-    const float* const rows = read(b_, (expert_ * rows_ + at) * rank_, depth * rank_, raw);
-    products().gemm(m, rank_, depth, dy + (at - begin), dy_row, 1, rows, rank_, q, q_row);
+void LowRank::read_a(size_t first, size_t count, size_t begin, size_t end, float* to,
+                     size_t stride) const {
+  for (size_t r = 0; r < count; ++r) {
+    copy(a_, (expert_ * rank_ + first + r) * columns_ + begin, end - begin, to + r * stride);
   }
 }
 
-void LowRank::expand_back(size_t begin, size_t end, size_t m, const float* q, size_t q_row,
-                          float* dx, size_t dx_row, char* own) const {
-  float* const raw = reinterpret_cast<float*>(own);
-  for (size_t at = begin; at < end; at += kBlock) {
-    const size_t count = std::min(end - at, kBlock);
-    const size_t first = expert_ * rank_ * columns_ + at;
-    const float* rows = raw;
-    size_t stride = kBlock;
-    if (a_.type == KTK_F32) {
-      rows = static_cast<const float*>(a_.data) + first;
-      stride = columns_;
-    } else {
-      for (size_t r = 0; r < rank_; ++r) {
-        read(a_, first + r * columns_, count, raw + r * kBlock);
-      }
-    }
-    products().gemm(m, count, rank_, q, q_row, 1, rows, stride, dx + (at - begin), dx_row);
+void LowRank::read_b(size_t first, size_t count, float* to, size_t stride) const {
+  for (size_t r = 0; r < count; ++r) {
+    copy(b_, (expert_ * rows_ + first + r) * rank_, rank_, to + r * stride);
   }
 }
 

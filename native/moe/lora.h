@@ -48,7 +48,7 @@ class LowRank {
 
   // Floats of a row that reduce() writes, the last of them zeros: whole vectors.
   static size_t width(size_t rank) { return (rank + 15) / 16 * 16; }
-  // Bytes of the scratch memory that each function wants.
+  // Bytes of the scratch memory that reduce() and expand() want.
   static size_t own_bytes(size_t rank);
 
   // p[m] += x[m] A^T, for columns [begin, end) of A, where x begins.
@@ -57,12 +57,10 @@ class LowRank {
   // y[m] += p[m] B^T, for rows [begin, end) of B, where y begins.
   void expand(size_t begin, size_t end, size_t m, const float* p, size_t p_row, float* y,
               size_t y_row, char* own) const;
-  // q[m] += dy[m] B: reduce() of the backward pass.
-  void reduce_back(size_t begin, size_t end, size_t m, const float* dy, size_t dy_row, float* q,
-                   size_t q_row, char* own) const;
-  // dx[m] += q[m] A: expand() of the backward pass.
-  void expand_back(size_t begin, size_t end, size_t m, const float* q, size_t q_row, float* dx,
-                   size_t dx_row, char* own) const;
+  // Columns [begin, end) of rows [first, first + count) of A, as f32 rows `stride` apart.
+  void read_a(size_t first, size_t count, size_t begin, size_t end, float* to, size_t stride) const;
+  // The same of whole rows of B.
+  void read_b(size_t first, size_t count, float* to, size_t stride) const;
 
  private:
   size_t rank_;

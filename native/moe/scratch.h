@@ -21,8 +21,14 @@ class Scratch {
   }
 
  private:
+  // Panels are read row by row, each row a page or more behind the other: the last of them shall be
+  // in a huge page, too.
+  static size_t whole_pages(size_t bytes) {
+    constexpr size_t kHugePage = size_t{2} << 20;
+    return guard_mode || bytes < kHugePage / 2 ? bytes : round_up(bytes, kHugePage);
+  }
   static char* place(Memory& memory, const Carver& pieces, int node) {
-    if (memory.size() < pieces.size()) memory = Memory(pieces.size(), node);
+    if (memory.size() < pieces.size()) memory = Memory(whole_pages(pieces.size()), node);
     pieces.guard(memory.data());
     return memory.data();
   }

@@ -131,7 +131,6 @@ constexpr int kSide = 4;
 #endif
 typedef float Side __attribute__((vector_size(kSide * 4), aligned(4), may_alias));
 typedef uint32_t SideBits __attribute__((vector_size(kSide * 4)));
-typedef uint16_t SideHalves __attribute__((vector_size(kSide * 2), aligned(2), may_alias));
 
 // Elements of the lower (or, from kSide / 2 on, the upper) halves of two vectors, by turns.
 inline Side interleave(Side x, Side y, int from) {
@@ -162,20 +161,8 @@ inline void transpose_square(Side (&rows)[kSide]) {
   }
 }
 
-// A NaN stays one, as in from_f32.
-inline SideHalves bf16_of(Side x) {
-  const SideBits bits = reinterpret_cast<SideBits>(x);
-  const SideBits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  const SideBits nan = reinterpret_cast<SideBits>((bits & 0x7fffffff) > 0x7f800000);
-  return __builtin_convertvector((nan & (bits >> 16 | 0x40)) | (~nan & rounded), SideHalves);
-}
-
-inline void store(Side x, float* to) { *reinterpret_cast<Side*>(to) = x; }
-inline void store(Side x, uint16_t* to) { *reinterpret_cast<SideHalves*>(to) = bf16_of(x); }
-
-template <typename To>
-void transpose_to(size_t rows, size_t columns, const float* src, size_t src_row, To* dst,
-                  size_t dst_row) {
+void transpose(size_t rows, size_t columns, const float* src, size_t src_row, float* dst,
+               size_t dst_row) {
   size_t r = 0;
   for (; r + kSide <= rows; r += kSide) {
     const float* const from = src + r * src_row;
@@ -188,34 +175,108 @@ void transpose_to(size_t rows, size_t columns, const float* src, size_t src_row,
       }
       transpose_square(square);
 #pragma GCC unroll 16
-      for (size_t i = 0; i < kSide; ++i) store(square[i], dst + (c + i) * dst_row + r);
+      for (size_t i = 0; i < kSide; ++i) {
+        *reinterpret_cast<Side*>(dst + (c + i) * dst_row + r) = square[i];
+      }
     }
     for (; c < columns; ++c) {
-      Side one;
-      for (int i = 0; i < kSide; ++i) one[i] = from[static_cast<size_t>(i) * src_row + c];
-      store(one, dst + c * dst_row + r);
+      for (size_t i = 0; i < kSide; ++i) dst[c * dst_row + r + i] = from[i * src_row + c];
     }
   }
   for (; r < rows; ++r) {
-    for (size_t c = 0; c < columns; ++c) {
-      Side one = {src[r * src_row + c]};
-      To out[kSide];
-      store(one, out);
-      dst[c * dst_row + r] = out[0];
+    for (size_t c = 0; c < columns; ++c) dst[c * dst_row + r] = src[r * src_row + c];
+  }
+}
+
+// --- pairs --------------------------------------------------------------------------------------
+
+typedef uint32_t Bits __attribute__((vector_size(64)));
+
+constexpr size_t kLine = 64, kTileBytes = KTK_PAIR_STEP_BYTES / 2;
+constexpr size_t kPairDepth = KTK_PAIR_DEPTH;
+// bf16 in the upper halves. A NaN stays one, as in from_f32.
+inline void round(const float* from, Bits& to) {
+  const Bits bits = reinterpret_cast<Bits>(*reinterpret_cast<const Floats*>(from));
+  const Bits even = bits + 0x7fff + (bits >> 16 & 1);
+  to = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : even;
+}
+
+// A tile of rows and columns that are all there. The processor does not expect lines of the tile at
+// `next`, which is a block away.
+inline void pair_tile(const float* src, size_t src_row, char* to, const char* next) {
+#pragma GCC unroll 4
+  for (size_t i = 0; i < KTK_PAIR_DEPTH / 2; ++i, src += 2 * src_row) {
+    __builtin_prefetch(next + i * kLine, 1);
+    Bits low, high;
+    round(src, low);
+    round(src + src_row, high);
+    *reinterpret_cast<Bits*>(to + i * kLine) = low >> 16 | (high & 0xffff0000);
+  }
+}
+
+// Step by step: blocks are often a multiple of a page apart, so that lines of several blocks share
+// a set of the cache.
+void pack_pairs(size_t depth, size_t columns, const float* src, size_t src_row, char* dst,
+                size_t block_bytes) {
+  for (size_t k = 0; k < depth; k += KTK_PAIR_DEPTH, dst += KTK_PAIR_STEP_BYTES) {
+    const size_t rows = depth - k < kPairDepth ? depth - k : kPairDepth;
+    char* step = dst;
+    for (size_t block = 0; block < columns; block += KTK_PAIR_COLUMNS, step += block_bytes) {
+      for (size_t c = block; c < block + KTK_PAIR_COLUMNS; c += kLanes) {
+        char* const to = step + (c - block) / kLanes * kTileBytes;
+        const float* const from = src + k * src_row + c;
+        if (rows == KTK_PAIR_DEPTH && c + kLanes <= columns) {
+          pair_tile(from, src_row, to, to + block_bytes);
+          continue;
+        }
+        float edge[KTK_PAIR_DEPTH][kLanes] = {};
+        const size_t left = columns < c ? 0 : columns - c, count = left < kLanes ? left : kLanes;
+        for (size_t i = 0; i < rows; ++i) {
+          __builtin_memcpy(edge[i], from + i * src_row, count * sizeof(float));
+        }
+        pair_tile(edge[0], kLanes, to, to);
+      }
     }
   }
 }
 
-void transpose(size_t rows, size_t columns, const float* src, size_t src_row, ktk_element type,
-               void* dst, size_t dst_row) {
-  if (type == KTK_BF16) {
-    transpose_to(rows, columns, src, src_row, static_cast<uint16_t*>(dst), dst_row);
-  } else {
-    transpose_to(rows, columns, src, src_row, static_cast<float*>(dst), dst_row);
+// Rows of a square of pairs: two rows and kSide pairs become pairs of the rows, 2 * kSide of them.
+inline void turn_square(const char* src, char* dst, size_t column, size_t line) {
+  Side square[kSide];
+#pragma GCC unroll 16
+  for (size_t i = 0; i < kSide; ++i) square[i] = *reinterpret_cast<const Side*>(src + i * kLine);
+  transpose_square(square);
+#pragma GCC unroll 8
+  for (size_t i = 0; i < kSide / 2; ++i) {
+    const SideBits first = reinterpret_cast<SideBits>(square[2 * i]);
+    const SideBits second = reinterpret_cast<SideBits>(square[2 * i + 1]);
+    const Side even = reinterpret_cast<Side>((first & 0xffff) | second << 16);
+    const Side odd = reinterpret_cast<Side>(first >> 16 | (second & 0xffff0000));
+#pragma GCC unroll 2
+    for (size_t half = 0; half < 2; ++half) {
+      const size_t at = column + half * kSide;
+      char* const to = dst + at / kLanes * kTileBytes + (line + i) * kLine + at % kLanes * 4;
+      *reinterpret_cast<Side*>(to) = interleave(even, odd, static_cast<int>(half) * kSide / 2);
+    }
+  }
+}
+
+void turn_pairs(const char* src, size_t steps, char* dst, size_t block_bytes) {
+  for (; steps > 0; --steps, src += KTK_PAIR_STEP_BYTES, dst += block_bytes) {
+    for (size_t i = 0; steps > 1 && i < KTK_PAIR_STEP_BYTES; i += kLine) {
+      __builtin_prefetch(dst + block_bytes + i, 1);
+    }
+    for (size_t n = 0; n < KTK_PAIR_COLUMNS; n += kSide) {
+      const char* const from = src + n / kLanes * kTileBytes + n % kLanes * 4;
+      for (size_t pair = 0; pair < KTK_PAIR_DEPTH / 2; pair += kSide) {
+        turn_square(from + pair * kLine, dst, 2 * pair, n / 2);
+      }
+    }
   }
 }
 
 }  // namespace
 
 extern "C" const ktk_products KTK_VARIANT(products);
-extern "C" const ktk_products KTK_VARIANT(products) = {.gemm = gemm, .transpose = transpose};
+extern "C" const ktk_products KTK_VARIANT(products) = {
+    .gemm = gemm, .transpose = transpose, .pack_pairs = pack_pairs, .turn_pairs = turn_pairs};

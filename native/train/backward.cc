@@ -1,15 +1,15 @@
 // The backward pass of one chunk of tokens, group by group of experts:
 //
-//   weights --transpose--> blocks --+
-//   dy --encode--> x down --> dh ---+-- slopes --> d gate, d up --encode--> x gate, x up --> dx
-//                     tasks: rows of one expert                    tasks: columns of dx
-//   ----------------|---------------------------------------|---------------------------|------
-//                barrier                                 barrier                     barrier
+//   weights --decode--> transposed matrices --+
+//   dy --encode--> x down --> dh -------------+-- slopes --> d gate, d up --encode--> x gate, up
+//                     tasks: rows of one expert                         tasks: columns of dx
+//   ----------------|--------------------------------------------------|------------------------
+//                barrier                                            barrier
 //
-// A group is as many experts as blocks of them fit a part of the last cache. A task of the second
+// A group is as many experts as matrices of them fit a part of the last cache. A task of the second
 // half owns columns of dx, to which experts add in their order, so that any number of workers gives
-// the same bits. Rows of low rank, and sums over rows, which are gradients of factors and of
-// weights, come beside.
+// the same bits. With an adapter, matrices and rows are deeper by its rank (train/low_rank.h). Sums
+// over rows, which are gradients of factors and of weights, come beside.
 #include "train/backward.h"
 
 #include <algorithm>
@@ -31,11 +31,11 @@ namespace {
 constexpr size_t kLeastRows = 32;  // of a task
 constexpr size_t kMaxRows = BackwardPlan::kMaxRows;
 
-// Of the matrices of an expert.
-size_t most_columns(const Config& config, const std::vector<Slice>& slices) {
+// Of the matrices of an expert, and of its factors.
+size_t most_columns(const Config& config, const std::vector<Slice>& slices, const Lora* lora) {
   size_t most = config.hidden;
   for (const Slice& slice : slices) most = std::max(most, slice.width());
-  return most;
+  return lora ? std::max(most, product(2, lora->adapters[0].rank)) : most;
 }
 
 class BackwardRun {
@@ -49,12 +49,13 @@ class BackwardRun {
         forward_(forward),
         ops_(ops()),
         slices_(weights.slices()),
-        transposing_(variant, floats, most_columns(config, slices_)),
+        transposing_(variant, floats, most_columns(config, slices_, forward.lora)),
         gradients_(config, request),
         wants_gradients_(gradients_.wanted()),
         lora_(forward.lora ? std::optional<BackwardLora>(std::in_place, *forward.lora, config)
                            : std::nullopt),
-        plan_(config, weights, transposing_, lora(), wants_gradients_, wants_dy_rows()) {}
+        plan_(config, weights, transposing_, lora(), wants_gradients_ ? Gradients::own_bytes() : 0,
+              weights.down_bias(0) != nullptr) {}
 
   size_t max_tokens() const {
     return plan_.max_tokens(forward_.choice.top_k, forward_.kept.data != nullptr);
@@ -100,7 +101,6 @@ class BackwardRun {
   // Of gate and up, the first that experts have.
   size_t first_part() const { return config_.gated ? 0 : 1; }
   BackwardLora* lora() { return lora_ ? &*lora_ : nullptr; }
-  bool wants_dy_rows() const { return (lora_ && lora_->wants_dy()) || weights_.down_bias(0); }
 
   template <typename Task>
   void each(size_t count, Task task) {
@@ -110,11 +110,13 @@ class BackwardRun {
   float* dx(size_t token) const {
     return reinterpret_cast<float*>(shared_ + plan_.dx) + token * config_.hidden;
   }
-  char* dy(size_t block, size_t token) const {
-    return shared_ + plan_.dy[block] + token * plan_.of_down[block].act_bytes;
+  char* dy(size_t token) const { return shared_ + plan_.dy + token * plan_.down[0].act_bytes; }
+  char* dz(size_t row) const {
+    return shared_ + plan_.dz + (row - first_row_) * plan_.gate_up.act_bytes;
   }
-  char* dz(size_t part, size_t block, size_t row) const {
-    return shared_ + plan_.dz[part][block] + (row - first_row_) * plan_.of_gate_up[block].act_bytes;
+  // A matrix of an active expert, by its place.
+  char* matrix_at(size_t active, size_t place) const {
+    return shared_ + plan_.matrices + (active - first_active_) * plan_.expert.pieces.size() + place;
   }
   float* kept_row(size_t which, size_t row) const {
     return reinterpret_cast<float*>(shared_ + plan_.rows[which]) +
@@ -127,15 +129,13 @@ class BackwardRun {
     first_row_ = route_.active[first].first;
     const Route::Active& end = route_.active[last - 1];
     const size_t rows = end.first + end.count - first_row_;
-    blocks_.clear();
     Carver memory;
-    for (size_t i = first; i < last; ++i) {
-      plan_.add_blocks(route_.active[i].expert, memory, blocks_);
-    }
-    char* const packed = shared_ + plan_.blocks;
-    memory.guard(packed);
-    each(blocks_.size(),
-         [&](size_t i, char* own) { transposing_.pack(blocks_[i], packed, own + plan_.own.pack); });
+    for (size_t i = first; i < last; ++i) memory.add(plan_.expert.pieces);
+    memory.guard(shared_ + plan_.matrices);
+    const size_t pieces = plan_.pieces.size();
+    each((last - first) * pieces, [&](size_t i, char* own) {
+      pack(plan_.pieces[i % pieces], first + i / pieces, own + plan_.own.pack);
+    });
 
     const size_t share = rows / (4 * static_cast<size_t>(engine_.pool.size())) + 1;
     const size_t most = std::clamp(round_up(share, kLeastRows), kLeastRows, kMaxRows);
@@ -162,32 +162,96 @@ class BackwardRun {
             lora_ ? &lora_->backward() : nullptr};
   }
 
+  void pack(const BackwardPlan::Piece& piece, size_t active, char* own) const {
+    using Piece = BackwardPlan::Piece;
+    const size_t expert = route_.active[active].expert, s = piece.slice;
+    const Slice& slice = slices_[s];
+    const Parts<float>& factor = weights_.factor(expert);
+    char* const gate_up = matrix_at(active, plan_.expert.gate_up);
+    switch (piece.of) {
+      case Piece::kDown:
+        return transposing_.pack(
+            {&slice.matrix.down, slice.down_at(expert), factor.down, piece.begin, piece.end},
+            plan_.down[s], piece.begin, matrix_at(active, plan_.expert.down[s]), own);
+      case Piece::kGate:
+        return transposing_.pack(
+            {&slice.matrix.gate, slice.gate_at(expert), factor.gate, piece.begin, piece.end},
+            plan_.gate_up, plan_.depth[0][s] + piece.begin, gate_up, own);
+      case Piece::kUp:
+        return transposing_.pack(
+            {&slice.matrix.up, slice.up_at(expert), factor.up, piece.begin, piece.end},
+            plan_.gate_up, plan_.depth[1][s] + piece.begin, gate_up, own);
+      case Piece::kTailOfDown:
+        return lora_->pack_a(lora_->down(), active, slice.begin, transposing_, plan_.down[s],
+                             plan_.down_tail, matrix_at(active, plan_.expert.down[s]), own);
+      case Piece::kTailOfGateUp:
+        return lora_->pack_a(lora_->gate_up(), active, 0, transposing_, plan_.gate_up,
+                             plan_.gate_up_tail, gate_up, own);
+      case Piece::kFactorsB:
+        return pack_b(active, own);
+    }
+  }
+
+  void pack_b(size_t active, char* own) const {
+    if (const auto& q = plan_.q_down; q.bytes) {
+      const size_t tail = plan_.down_tail, rest = q.matrix.k - tail;
+      for (const BackwardLora::RowsOfB& rows :
+           {BackwardLora::RowsOfB{LoraRows::kDown, 0, 0, config_.hidden},
+            BackwardLora::RowsOfB{BackwardLora::RowsOfB::kNone, 0, tail, rest}}) {
+        lora_->pack_b(lora_->down(), active, rows, transposing_, q,
+                      matrix_at(active, plan_.expert.q_down), own);
+      }
+    }
+    const auto& q = plan_.q_gate_up;
+    if (!q.bytes) return;
+    char* const memory = matrix_at(active, plan_.expert.q_gate_up);
+    for (size_t part = first_part(); part < 2; ++part) {
+      for (size_t s = 0; s < slices_.size(); ++s) {
+        lora_->pack_b(lora_->gate_up(), active,
+                      {part ? LoraRows::kUp : LoraRows::kGate, slices_[s].begin,
+                       plan_.depth[part][s], slices_[s].width()},
+                      transposing_, q, memory, own);
+      }
+    }
+    lora_->pack_b(
+        lora_->gate_up(), active,
+        {BackwardLora::RowsOfB::kNone, 0, plan_.gate_up_tail, q.matrix.k - plan_.gate_up_tail},
+        transposing_, q, memory, own);
+  }
+
   void encode(size_t token, char* own) const {
     float* const row = reinterpret_cast<float*>(own + plan_.own.row);
+    const TransposedMatrix& down = plan_.down[0];
     const Rows& gradient = forward_.out;
     ops_.to_f32(gradient.at(begin_ + token), gradient.type, config_.hidden, row);
-    for (size_t i = 0; i < plan_.of_down.size(); ++i) {
-      const TransposedBlock& block = plan_.of_down[i];
-      transposing_.variant().pack_act(&block.matrix, 1, 0, block.matrix.k, row + block.begin,
-                                      config_.hidden, dy(i, token), block.act_bytes);
-    }
+    std::fill(row + config_.hidden, row + plan_.down_tail, 0.0f);
+    transposing_.encode(down, 1, 0, std::min(plan_.down_tail, down.matrix.k), row, plan_.down_tail,
+                        dy(token));
   }
 
   float* panel(size_t which, char* own) const {
     return reinterpret_cast<float*>(own + plan_.own.panels[which]);
   }
 
-  // dst (+)= the product of a block with encoded rows.
-  void multiply(const TransposedBlock& block, size_t m, const char* act, size_t n_begin,
-                size_t n_end, bool is_first, float* dst, float* more, size_t stride,
-                char* own) const {
-    float* const to = is_first ? dst : more;
-    transposing_.multiply(block, shared_ + plan_.blocks, m, act, n_begin, n_end, to, stride,
-                          own + plan_.own.scratch);
-    if (is_first) return;
-    for (size_t r = 0; r < m; ++r) {
-      ops_.add(more + r * stride, n_end - n_begin, dst + r * stride);
-    }
+  // Columns [begin, end) of a matrix's product with encoded rows.
+  void multiply(const TransposedMatrix& matrix, const char* memory, size_t m, const char* act,
+                size_t begin, size_t end, float* dst, size_t stride, char* own) const {
+    transposing_.multiply(matrix, memory, m, act, begin, end, dst, stride, own + plan_.own.scratch);
+  }
+
+  // Encodes q behind rows of gradients.
+  void add_q(const RowBlock& task, const BackwardLora::Beside& beside,
+             const TransposedMatrix& matrix, size_t place, size_t tail, char* acts,
+             char* own) const {
+    if (!matrix.bytes) return;
+    const size_t m = task.count, columns = matrix.matrix.n, stride = plan_.panel_stride;
+    float* const q = panel(0, own);
+    // Beside zeros, which are multiplied with zeros.
+    for (size_t r = 0; r < m; ++r) std::fill_n(q + r * stride, columns, 0.0f);
+    transposing_.encode(matrix, m, tail, matrix.matrix.k, q, stride, acts);
+    multiply(matrix, matrix_at(task.active, place), m, acts, 0, columns, q, stride, own);
+    lora_->keep(beside, task, q, stride);
+    transposing_.encode(matrix, m, tail, matrix.matrix.k, q, stride, acts);
   }
 
   // Gradients of the products of gate and up for rows of one expert, and of the routing weights.
@@ -195,34 +259,30 @@ class BackwardRun {
     const Route::Active active = route_.active[task.active];
     const size_t expert = active.expert, first = task.first, m = task.count;
     const size_t stride = plan_.panel_stride;
-    const TransposedBlock* down =
-        &blocks_[(task.active - first_active_) * plan_.blocks_per_expert()];
     char* const low_rank = own + plan_.own.low_rank;
     // By the factor of what an expert returns, and by that of what goes in: one is the routing
     // weight.
     float* const dots = reinterpret_cast<float*>(own + plan_.own.dots);
     float* const input_dots = dots + kMaxRows;
     std::fill_n(dots, 2 * kMaxRows, 0.0f);
-    for (size_t b = 0; b < plan_.of_down.size(); ++b) {
-      const size_t bytes = plan_.of_down[b].act_bytes;
-      char* const to = own + plan_.own.gather[b];
-      for (size_t r = 0; r < m; ++r) {
-        std::memcpy(to + r * bytes, dy(b, route_.tokens[first + r]), bytes);
-      }
+    const TransposedMatrix &down = plan_.down[0], &gate_up = plan_.gate_up;
+    char* const gather = own + plan_.own.gather;
+    for (size_t r = 0; r < m; ++r) {
+      std::memcpy(gather + r * down.act_bytes, dy(route_.tokens[first + r]), down.act_bytes);
     }
-    const float* const dy_rows = wants_dy_rows() ? gather_dy(first, m, own) : nullptr;
-    if (lora_) lora_->start(task, dy_rows, low_rank);
-    size_t at = 0;  // of plan_.of_gate_up
-    for (const Slice& slice : slices_) {
-      for (size_t n = 0; n < slice.width(); n += transposing_.depth(), ++at) {
-        const size_t end = std::min(n + transposing_.depth(), slice.width()), columns = end - n;
+    if (lora_) {
+      lora_->clear_down(task);
+      add_q(task, lora_->down(), plan_.q_down, plan_.expert.q_down, plan_.down_tail, gather, own);
+    }
+    for (size_t s = 0; s < slices_.size(); ++s) {
+      const Slice& slice = slices_[s];
+      for (size_t n = 0; n < slice.width(); n += plan_.panel_columns) {
+        const size_t end = std::min(n + plan_.panel_columns, slice.width()), columns = end - n;
         const size_t column = slice.begin + n;
         float* const gate = config_.gated ? panel(0, own) : nullptr;
         float *const up = panel(1, own), *const dh = panel(2, own), *const h = panel(3, own);
-        for (size_t b = 0; b < plan_.of_down.size(); ++b) {
-          multiply(down[b], m, own + plan_.own.gather[b], n, end, b == 0, dh, h, stride, own);
-        }
-        if (lora_) lora_->add_down(task, column, column + columns, dh, stride, low_rank);
+        multiply(plan_.down[s], matrix_at(task.active, plan_.expert.down[s]), m, gather, n, end, dh,
+                 stride, own);
         for (size_t part = first_part(); part < 2; ++part) {
           load(part, task, column, columns, panel(part, own));
           weigh(task, columns, panel(part, own));
@@ -236,20 +296,27 @@ class BackwardRun {
           load(part, task, column, columns, dh);  // which nobody reads any more
           add_dots(m, columns, panel(part, own), dh, input_dots);
         }
-        const TransposedBlock& block = plan_.of_gate_up[at];
-        const Variant& variant = transposing_.variant();
-        for (size_t part = first_part(); part < 2; ++part) {
-          variant.pack_act(&block.matrix, m, 0, columns, panel(part, own), stride,
-                           dz(part, at, first), block.act_bytes);
-        }
         if (wants_gradients_) keep(first, m, column, columns, own);
-        if (lora_) lora_->reduce(task, column, column + columns, gate, up, h, stride, low_rank);
+        if (lora_) lora_->reduce_down(task, column, column + columns, h, stride, low_rank);
+        for (size_t part = first_part(); part < 2; ++part) {
+          const size_t from = plan_.depth[part][s] + n;
+          const size_t to = std::min(from + Transposing::pad_depth(columns), gate_up.matrix.k);
+          float* const rows = panel(part, own);
+          for (size_t r = 0; r < m; ++r) {
+            std::fill(rows + r * stride + columns, rows + r * stride + (to - from), 0.0f);
+          }
+          transposing_.encode(gate_up, m, from, to, rows, stride, dz(first));
+        }
       }
-      down += plan_.of_down.size();
+    }
+    if (lora_) {
+      add_q(task, lora_->gate_up(), plan_.q_gate_up, plan_.expert.q_gate_up, plan_.gate_up_tail,
+            dz(first), own);
     }
     if (lora_) lora_->finish(task, route_);
     if (const float* const bias = weights_.down_bias(expert)) {
-      products().gemm(m, 1, config_.hidden, dy_rows, config_.hidden, 1, bias, 1, dots, 1);
+      products().gemm(m, 1, config_.hidden, gather_dy(first, m, own), config_.hidden, 1, bias, 1,
+                      dots, 1);
     }
     for (size_t r = 0; r < m; ++r) {
       const size_t token = begin_ + route_.tokens[first + r];
@@ -307,25 +374,14 @@ class BackwardRun {
   // Adds what the experts of a group make of columns of dx.
   void columns_of(const DownTask& task, size_t last, char* own) const {
     const size_t columns = task.end - task.begin, stride = plan_.sum_stride;
-    float* const sums = reinterpret_cast<float*>(own + plan_.own.sums[0]);
-    float* const more = reinterpret_cast<float*>(own + plan_.own.sums[1]);
+    float* const sums = reinterpret_cast<float*>(own + plan_.own.sums);
     for (size_t i = first_active_; i < last; ++i) {
       const Route::Active active = route_.active[i];
-      const TransposedBlock* const blocks =
-          &blocks_[(i - first_active_) * plan_.blocks_per_expert() + plan_.blocks_of_down()];
       for (size_t done = 0; done < active.count; done += kMaxRows) {
         const size_t m = std::min<size_t>(active.count - done, kMaxRows);
         const size_t first = active.first + done;
-        const size_t count = plan_.of_gate_up.size();
-        for (size_t b = 0; b < config_.first_products() * count; ++b) {
-          const size_t part = first_part() + b / count, at = b % count;
-          multiply(blocks[b], m, dz(part, at, first), task.begin, task.end, b == 0, sums, more,
-                   stride, own);
-        }
-        if (lora_) {
-          lora_->add_hidden({i, first, m}, task.begin, task.end, sums, stride,
-                            own + plan_.own.low_rank);
-        }
+        multiply(plan_.gate_up, matrix_at(i, plan_.expert.gate_up), m, dz(first), task.begin,
+                 task.end, sums, stride, own);
         for (size_t r = 0; r < m; ++r) {
           ops_.add_weighted(sums + r * stride, nullptr, route_.input_weight(first + r), columns,
                             dx(route_.tokens[first + r]) + task.begin);
@@ -352,7 +408,6 @@ class BackwardRun {
   Rows kept_;
   char* shared_ = nullptr;                   // see BackwardPlan
   size_t first_active_ = 0, first_row_ = 0;  // of the group
-  std::vector<TransposedBlock> blocks_;      // of the group
   std::vector<Gradients::Task> gradient_tasks_;
 };
 

@@ -14,6 +14,7 @@ namespace {
 
 constexpr size_t kMaxRows = 256;
 constexpr size_t kMostColumns = 512;
+constexpr size_t kPackedRows = 256;  // of a task that packs
 constexpr size_t kGroupBytes = size_t{48} << 20;
 constexpr size_t kChunkTokens = 2048;
 
@@ -41,21 +42,26 @@ class LinearBackward {
   void run(size_t begin, size_t end) {
     begin_ = begin;
     tokens_ = end - begin;
-    std::vector<Group> groups = cut_groups();
+    const std::vector<Group> groups = cut_groups();
     place(groups);
     std::memset(sums(0), 0, tokens_ * weights_.k() * sizeof(float));
-    for (Group& group : groups) run_group(group);
+    for (const Group& group : groups) run_group(group);
     each(tokens_, [&](size_t token, char*) {
       ops().from_f32(sums(token), dx_.type, weights_.k(), dx_.at(begin_ + token));
     });
   }
 
  private:
+  // Rows of a slice, which begin at a column of dy, and where they are in the depth of a group's
+  // matrix.
+  struct Piece {
+    WeightRows rows;
+    size_t column, depth;
+  };
   struct Group {
-    std::vector<TransposedBlock> blocks;
-    std::vector<size_t> columns;  // of dy, that each block begins at
-    std::vector<size_t> acts;     // where its encoded rows are
-    Carver pieces;
+    std::vector<Piece> pieces;
+    size_t depth = 0;
+    TransposedMatrix matrix;
   };
 
   template <typename Task>
@@ -67,40 +73,44 @@ class LinearBackward {
     return reinterpret_cast<float*>(shared_ + sums_at_) + token * weights_.k();
   }
 
-  // Each group has memory from the same place on.
   std::vector<Group> cut_groups() const {
-    std::vector<Group> groups;
-    const size_t rows = tokens_ + transposing_.variant().tile.m_step;
+    const size_t row_bytes = product(weights_.k(), sizeof(uint16_t));
+    const size_t step = round_up(kPackedRows, transposing_.rows());
+    const size_t most = round_up(std::max(kGroupBytes / row_bytes, step), step);
+    std::vector<Group> groups(1);
     for (const DenseSlice* slice : slices_) {
-      for (size_t i = 0; i < transposing_.count(slice->matrix.n); ++i) {
-        TransposedBlock block = transposing_.block(slice->matrix, i);
-        block.packed = slice->packed;
-        block.factor = slice->factor;
-        if (groups.empty() || groups.back().pieces.size() > kGroupBytes) groups.emplace_back();
+      for (size_t begin = 0; begin < slice->matrix.n; begin += step) {
+        const size_t end = std::min(begin + step, slice->matrix.n);
+        if (Transposing::pad_depth(groups.back().depth) >= most) groups.emplace_back();
         Group& group = groups.back();
-        block.at = group.pieces.add(block.bytes);
-        group.acts.push_back(group.pieces.add(rows, block.act_bytes));
-        group.columns.push_back(slice->begin + block.begin);
-        group.blocks.push_back(block);
+        const size_t depth = Transposing::pad_depth(group.depth);
+        group.pieces.push_back({{&slice->matrix, slice->packed, slice->factor, begin, end},
+                                slice->begin + begin,
+                                depth});
+        group.depth = depth + end - begin;
       }
     }
+    for (Group& group : groups) group.matrix = transposing_.matrix(weights_.k(), group.depth);
     return groups;
   }
 
+  // Groups have memory from the same places on.
   void place(const std::vector<Group>& groups) {
-    size_t most = 0, scratch = 0, wide = 0;
+    size_t weights = 0, acts = 0, scratch = 0, wide = 0;
     for (const Group& group : groups) {
-      most = std::max(most, group.pieces.size());
-      scratch = std::max(scratch, transposing_.scratch_bytes(group.blocks, kMaxRows));
+      weights = std::max(weights, group.matrix.bytes);
+      acts = std::max(acts, group.matrix.act_bytes);
+      scratch = std::max(scratch, transposing_.scratch_bytes(group.matrix, kMaxRows));
     }
     for (const DownTask& task : columns_) wide = std::max<size_t>(wide, task.end - task.begin);
     Carver shared, own;
     sums_at_ = shared.add(tokens_, product(weights_.k(), sizeof(float)));
-    group_at_ = shared.add(most);
+    weights_at_ = shared.add(weights);
+    acts_at_ = shared.add(tokens_ + transposing_.variant().tile.m_step, acts);
     shared_ = engine_.scratch.shared(shared);
     own_ = {};
     own_.stride = odd_stride(round_up(wide, transposing_.variant().tile.n_step));
-    own_.row = own.add(transposing_.depth(), sizeof(float));
+    own_.row = own.add(round_up(kPackedRows, transposing_.rows()), sizeof(float));
     own_.panel = own.add(transposing_.pad(kMaxRows), own_.stride * sizeof(float));
     own_.scratch = own.add(scratch);
     own_.pack = own.add(transposing_.own());
@@ -108,36 +118,36 @@ class LinearBackward {
   }
 
   void run_group(const Group& group) {
-    char* const memory = shared_ + group_at_;
-    group.pieces.guard(memory);
-    const Variant& variant = transposing_.variant();
-    const size_t count = group.blocks.size();
-    each(2 * count, [&](size_t i, char* own) {
-      const TransposedBlock& block = group.blocks[i / 2];
-      if (i % 2 == 0) return transposing_.pack(block, memory, own + own_.pack);
-      float* const row = reinterpret_cast<float*>(own + own_.row);
-      const size_t column = group.columns[i / 2], depth = block.matrix.k;
-      for (size_t token = 0; token < tokens_; ++token) {
-        ops().to_f32(dy_.at(begin_ + token, column), dy_.type, depth, row);
-        variant.pack_act(&block.matrix, 1, 0, depth, row, depth,
-                         memory + group.acts[i / 2] + token * block.act_bytes, block.act_bytes);
-      }
+    char *const weights = shared_ + weights_at_, *const acts = shared_ + acts_at_;
+    const size_t act_bytes = group.matrix.act_bytes, pieces = group.pieces.size();
+    each(pieces + tokens_, [&](size_t i, char* own) {
+      if (i >= pieces) return encode(group, i - pieces, acts + (i - pieces) * act_bytes, own);
+      const Piece& piece = group.pieces[i];
+      transposing_.pack(piece.rows, group.matrix, piece.depth, weights, own + own_.pack);
     });
     const size_t row_blocks = groups_of(tokens_, kMaxRows);
     each(row_blocks * columns_.size(), [&](size_t i, char* own) {
       const DownTask& task = columns_[i / row_blocks];
       const size_t first = i % row_blocks * kMaxRows, m = std::min(tokens_ - first, kMaxRows);
       float* const panel = reinterpret_cast<float*>(own + own_.panel);
-      for (size_t b = 0; b < count; ++b) {
-        const TransposedBlock& block = group.blocks[b];
-        const char* const act = memory + group.acts[b] + first * block.act_bytes;
-        transposing_.multiply(block, memory, m, act, task.begin, task.end, panel, own_.stride,
-                              own + own_.scratch);
-        for (size_t r = 0; r < m; ++r) {
-          ops().add(panel + r * own_.stride, task.end - task.begin, sums(first + r) + task.begin);
-        }
+      transposing_.multiply(group.matrix, weights, m, acts + first * act_bytes, task.begin,
+                            task.end, panel, own_.stride, own + own_.scratch);
+      for (size_t r = 0; r < m; ++r) {
+        ops().add(panel + r * own_.stride, task.end - task.begin, sums(first + r) + task.begin);
       }
     });
+  }
+
+  // One row of dy, for a group's matrix.
+  void encode(const Group& group, size_t token, char* act, char* own) const {
+    float* const row = reinterpret_cast<float*>(own + own_.row);
+    for (const Piece& piece : group.pieces) {
+      const size_t count = piece.rows.end - piece.rows.begin;
+      const size_t end = std::min(piece.depth + Transposing::pad_depth(count), group.depth);
+      ops().to_f32(dy_.at(begin_ + token, piece.column), dy_.type, count, row);
+      std::fill(row + count, row + (end - piece.depth), 0.0f);
+      transposing_.encode(group.matrix, 1, piece.depth, end, row, end - piece.depth, act);
+    }
   }
 
   Engine& engine_;
@@ -147,7 +157,7 @@ class LinearBackward {
   std::vector<const DenseSlice*> slices_;
   std::vector<DownTask> columns_;
   size_t begin_ = 0, tokens_ = 0;  // of the chunk
-  size_t sums_at_ = 0, group_at_ = 0;
+  size_t sums_at_ = 0, weights_at_ = 0, acts_at_ = 0;
   char* shared_ = nullptr;
   struct {
     size_t row = 0, panel = 0, scratch = 0, pack = 0, stride = 0;

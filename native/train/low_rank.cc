@@ -5,11 +5,14 @@
 #include "ops/select.h"
 
 namespace ktk {
-namespace {
 
-constexpr LoraRows::Part kGateUp[] = {LoraRows::kGate, LoraRows::kUp};
-
-}  // namespace
+BackwardLora::BackwardLora(const Lora& lora, const Config& config)
+    : adapter_(lora.adapters[0]), config_(config), forward_(lora, config), backward_(lora, config) {
+  if (LoraRows::adapts(adapter_, LoraRows::kDown)) down_.push_back(LoraRows::kDown);
+  for (const auto part : {LoraRows::kGate, LoraRows::kUp}) {
+    if (LoraRows::adapts(adapter_, part)) gate_up_.push_back(part);
+  }
+}
 
 void BackwardLora::place(const Route& route, size_t begin, Carver& shared) {
   forward_.place(route, begin, shared);
@@ -21,60 +24,61 @@ void BackwardLora::use(char* shared) {
   backward_.use(shared);
 }
 
-void BackwardLora::start(const RowBlock& block, const float* dy, char* own) const {
-  const size_t m = block.count, width = backward_.width();
-  for (const auto part : {LoraRows::kGate, LoraRows::kUp, LoraRows::kDown}) {
-    std::fill_n(backward_.row(part, block.first), m * width, 0.0f);
+void BackwardLora::pack_a(const Beside& beside, size_t active, size_t begin,
+                          const Transposing& transposing, const TransposedMatrix& to, size_t at,
+                          char* memory, char* own) const {
+  const size_t rank = adapter_.rank, end = begin + to.matrix.n, stride = transposing.stride();
+  float* const buffer = transposing.buffer(own);
+  for (size_t done = 0; done < width(beside); done += transposing.rows()) {
+    const size_t count = std::min(width(beside) - done, transposing.rows());
+    for (size_t r = 0; r < count; ++r) {
+      backward_.factors(adapter_, beside[(done + r) / rank], active)
+          .read_a((done + r) % rank, 1, begin, end, buffer + r * stride, stride);
+    }
+    Transposing::pack(buffer, stride, count, to, at + done, memory);
   }
-  forward_.clear_down(block);
-  if (!wants_dy()) return;
-  float* const q = backward_.row(LoraRows::kDown, block.first);
-  backward_.factors(adapter_, LoraRows::kDown, block.active)
-      .reduce_back(0, config_.hidden, m, dy, config_.hidden, q, width, forward_.low_rank(own));
-  ops().scale(adapter_.scale, m, width, q, width);
 }
 
-void BackwardLora::add_down(const RowBlock& block, size_t begin, size_t end, float* dh,
-                            size_t stride, char* own) const {
-  if (!wants_dy()) return;
-  backward_.factors(adapter_, LoraRows::kDown, block.active)
-      .expand_back(begin, end, block.count, backward_.row(LoraRows::kDown, block.first),
-                   backward_.width(), dh, stride, forward_.low_rank(own));
+void BackwardLora::pack_b(const Beside& beside, size_t active, const RowsOfB& rows,
+                          const Transposing& transposing, const TransposedMatrix& to, char* memory,
+                          char* own) const {
+  const size_t stride = transposing.stride();
+  float* const buffer = transposing.buffer(own);
+  const auto found = std::find(beside.begin(), beside.end(), rows.part);
+  for (size_t done = 0; done < rows.rows; done += transposing.rows()) {
+    const size_t count = std::min(rows.rows - done, transposing.rows());
+    for (size_t r = 0; r < count; ++r) std::fill_n(buffer + r * stride, to.matrix.n, 0.0f);
+    if (found != beside.end()) {
+      const auto column = static_cast<size_t>(found - beside.begin()) * adapter_.rank;
+      backward_.factors(adapter_, *found, active)
+          .read_b(rows.first + done, count, buffer + column, stride);
+    }
+    Transposing::pack(buffer, stride, count, to, rows.at + done, memory);
+  }
 }
 
-void BackwardLora::reduce(const RowBlock& block, size_t begin, size_t end, const float* gate,
-                          const float* up, const float* h, size_t stride, char* own) const {
-  for (const auto part : kGateUp) {
-    if (!LoraRows::adapts(adapter_, part)) continue;
-    backward_.factors(adapter_, part, block.active)
-        .reduce_back(begin, end, block.count, part == LoraRows::kGate ? gate : up, stride,
-                     backward_.row(part, block.first), backward_.width(), forward_.low_rank(own));
+void BackwardLora::keep(const Beside& beside, const RowBlock& block, float* q,
+                        size_t stride) const {
+  ops().scale(adapter_.scale, block.count, width(beside), q, stride);
+  for (size_t i = 0; i < beside.size(); ++i) {
+    for (size_t r = 0; r < block.count; ++r) {
+      std::copy_n(q + r * stride + i * adapter_.rank, adapter_.rank,
+                  backward_.row(beside[i], block.first + r));
+    }
   }
-  forward_.reduce_down(block, begin, end, h, stride, own);
 }
 
 void BackwardLora::finish(const RowBlock& block, const Route& route) const {
-  const size_t m = block.count, width = backward_.width();
-  for (const auto part : kGateUp) {
-    ops().scale(adapter_.scale, m, width, backward_.row(part, block.first), width);
-  }
-  for (size_t r = block.first; r < block.first + m; ++r) {
-    ops().scale(route.weights[r], 1, width, backward_.row(LoraRows::kDown, r), width);
-    for (const auto part : kGateUp) {
-      ops().scale(route.input_weight(r), 1, width, forward_.row(part, r), width);
+  const size_t rank = adapter_.rank;
+  for (size_t r = block.first; r < block.first + block.count; ++r) {
+    for (const auto part : down_) {
+      ops().scale(route.weights[r], 1, rank, backward_.row(part, r), rank);
+    }
+    for (const auto part : gate_up_) {
+      ops().scale(route.input_weight(r), 1, rank, forward_.row(part, r), rank);
     }
   }
   forward_.finish_down(block);
-}
-
-void BackwardLora::add_hidden(const RowBlock& block, size_t begin, size_t end, float* dx,
-                              size_t stride, char* own) const {
-  for (const auto part : kGateUp) {
-    if (!LoraRows::adapts(adapter_, part)) continue;
-    backward_.factors(adapter_, part, block.active)
-        .expand_back(begin, end, block.count, backward_.row(part, block.first), backward_.width(),
-                     dx, stride, forward_.low_rank(own));
-  }
 }
 
 }  // namespace ktk

@@ -1,22 +1,27 @@
 // What an adapter has to do with a backward pass: rows of low rank, in both directions.
+//
+// With dz, the gradient of a product W x + scale * B (A x), the gradient of x is one product again,
+// with the rows of A behind those of W:
+//
+//   dx = W^T dz + A^T q = [W; A]^T [dz; q]        q = scale * B^T dz
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "moe/lora_rows.h"
+#include "train/transposed.h"
 
 namespace ktk {
 
-// x A^T and dy B of a chunk's rows for the one adapter of all tokens. The functions with a block of
-// rows are called in this order for each: start(), then add_down(), add_gate_up() and reduce()
-// column by column, finish(); add_hidden() when all are done.
 class BackwardLora {
  public:
-  BackwardLora(const Lora& lora, const Config& config)
-      : adapter_(lora.adapters[0]),
-        config_(config),
-        forward_(lora, config),
-        backward_(lora, config) {}
+  // The matrices whose gradients add up to that of one input, as far as the adapter has factors
+  // beside them: down; gate and up.
+  using Beside = std::vector<LoraRows::Part>;
+
+  // `lora` has one adapter, for all tokens.
+  BackwardLora(const Lora& lora, const Config& config);
 
   // Memory for `route`, whose tokens are counted from `begin`.
   void place(const Route& route, size_t begin, Carver& shared);
@@ -24,37 +29,52 @@ class BackwardLora {
   const Carver& own() const { return forward_.own(); }
   // Floats that a row takes.
   size_t width() const { return 6 * forward_.width(); }
-  // Whether start() wants gradients of the output.
-  bool wants_dy() const { return LoraRows::adapts(adapter_, LoraRows::kDown); }
+
+  const Beside& down() const { return down_; }
+  const Beside& gate_up() const { return gate_up_; }
+  // Columns of q.
+  size_t width(const Beside& beside) const { return beside.size() * adapter_.rank; }
+
+  // Packs the factors A of an active expert, columns from `begin` on, as depth `at` of a matrix.
+  void pack_a(const Beside& beside, size_t active, size_t begin, const Transposing& transposing,
+              const TransposedMatrix& to, size_t at, char* memory, char* own) const;
+  // Rows of B, from `first` on, that are depth [at, at + rows) of a matrix; kNone: zeros.
+  struct RowsOfB {
+    static constexpr int kNone = -1;
+    int part;
+    size_t first, at, rows;
+  };
+  // Packs the factors B, those of each matrix in columns of their own.
+  void pack_b(const Beside& beside, size_t active, const RowsOfB& rows,
+              const Transposing& transposing, const TransposedMatrix& to, char* memory,
+              char* own) const;
+
+  // Scales B^T dz, which q is then, and keeps it for the gradients of factors.
+  void keep(const Beside& beside, const RowBlock& block, float* q, size_t stride) const;
 
   // x A^T of gate and up, for one of blocks().
   const std::vector<RowBlock>& blocks() const { return forward_.blocks(); }
   void reduce_hidden(const RowBlock& block, const Rows& hidden, char* own) const {
     forward_.reduce_hidden(block, hidden, own);
   }
-
-  // `dy` [count][H] is not read without wants_dy().
-  void start(const RowBlock& block, const float* dy, char* own) const;
-  // Adds to columns [begin, end) of dh what goes through down's factors.
-  void add_down(const RowBlock& block, size_t begin, size_t end, float* dh, size_t stride,
-                char* own) const;
-  // Adds up dz B of gate and up, and h A^T of down, over columns [begin, end) of these.
-  void reduce(const RowBlock& block, size_t begin, size_t end, const float* gate, const float* up,
-              const float* h, size_t stride, char* own) const;
-  // Scales what was added up.
+  // h A^T of down for a block of rows: clear_down(), then columns [begin, end) of h one behind the
+  // other, then finish(), which scales what was kept.
+  void clear_down(const RowBlock& block) const { forward_.clear_down(block); }
+  void reduce_down(const RowBlock& block, size_t begin, size_t end, const float* h, size_t stride,
+                   char* own) const {
+    forward_.reduce_down(block, begin, end, h, stride, own);
+  }
   void finish(const RowBlock& block, const Route& route) const;
-  // Adds to columns [begin, end) of dx what goes through the factors of gate and up.
-  void add_hidden(const RowBlock& block, size_t begin, size_t end, float* dx, size_t stride,
-                  char* own) const;
 
-  // x A^T of gate and up and h A^T of down; dz B of gate and up and dy B of down; all times the
-  // adapter's scale, the first and the last also times the route's factors of input and output.
+  // x A^T of gate and up and h A^T of down; q of all three; all times the adapter's scale, the
+  // first and the last also times the route's factors of input and output.
   const LoraRows& forward() const { return forward_; }
   const LoraRows& backward() const { return backward_; }
 
  private:
   const Adapter& adapter_;
   const Config& config_;
+  Beside down_, gate_up_;
   LoraRows forward_, backward_;
 };
 

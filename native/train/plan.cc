@@ -4,14 +4,17 @@
 #include <utility>
 
 #include "core/size.h"
-#include "train/gradients.h"
 
 namespace ktk {
 namespace {
 
 constexpr size_t kMostColumns = 512;  // of a task that owns columns of dx
-// A group of experts: its blocks, and the rows between the halves, should stay in the last cache.
-constexpr size_t kGroupBytes = size_t{48} << 20, kGroupBytesPerWorker = size_t{16} << 20;
+// f32 of a panel of kMaxRows rows: four of them stay in L2.
+constexpr size_t kPanelFloats = 32 * 1024;
+// Rows of a weight that a task packs.
+constexpr size_t kPackedRows = 256;
+// A group of experts: its matrices, and the rows between the halves, should stay in the last cache.
+constexpr size_t kGroupBytes = size_t{16} << 20, kGroupBytesPerWorker = size_t{8} << 20;
 // A chunk of tokens decodes all weights once, so it should be large.
 constexpr size_t kChunkTokens = 4096, kLeastTokens = 256;
 constexpr size_t kChunkBytes = size_t{256} << 20;
@@ -20,56 +23,83 @@ constexpr size_t kChunkBytes = size_t{256} << 20;
 
 BackwardPlan::BackwardPlan(const Config& config, const Weights& weights,
                            const Transposing& transposing, const BackwardLora* lora,
-                           bool keeps_rows, bool keeps_dy)
+                           size_t gradient_bytes, bool keeps_dy)
     : config_(config),
-      weights_(weights),
       slices_(weights.slices()),
       transposing_(transposing),
       lora_width_(lora ? lora->width() : 0),
+      gradient_bytes_(gradient_bytes),
       lora_own_(lora ? lora->own() : Carver()),
-      keeps_rows_(keeps_rows),
       keeps_dy_(keeps_dy) {
-  for (size_t i = 0; i < transposing.count(config.hidden); ++i) {
-    of_down.push_back(transposing.block(slices_[0].matrix.down, i));
-  }
+  make_matrices(lora);
+  cut_pieces(lora != nullptr);
+}
+
+void BackwardPlan::make_matrices(const BackwardLora* lora) {
+  const size_t q_down_width = lora ? lora->width(lora->down()) : 0;
+  const size_t q_gate_up_width = lora ? lora->width(lora->gate_up()) : 0;
+  // Without q, a matrix ends where its weights do.
+  const auto end = [](size_t depth, size_t padded, size_t q) { return q ? padded + q : depth; };
+  down_tail = Transposing::pad_depth(config_.hidden);
+  const size_t down_depth = end(config_.hidden, down_tail, q_down_width);
   for (const Slice& slice : slices_) {
-    for (size_t i = 0; i < transposing.count(slice.width()); ++i) {
-      of_gate_up.push_back(transposing.block(slice.matrix.up, i));
+    down.push_back(transposing_.matrix(slice.width(), down_depth));
+    expert.down.push_back(expert.pieces.add(down.back().bytes));
+  }
+  size_t used = 0;
+  for (size_t part = config_.gated ? 0 : 1; part < 2; ++part) {
+    for (const Slice& slice : slices_) {
+      depth[part].push_back(gate_up_tail);
+      used = gate_up_tail + slice.width();
+      gate_up_tail = Transposing::pad_depth(used);
     }
   }
+  gate_up = transposing_.matrix(config_.hidden, end(used, gate_up_tail, q_gate_up_width));
+  expert.gate_up = expert.pieces.add(gate_up.bytes);
+  if (q_down_width) {
+    q_down = transposing_.matrix(q_down_width, down_depth);
+    expert.q_down = expert.pieces.add(q_down.bytes);
+  }
+  if (q_gate_up_width) {
+    q_gate_up = transposing_.matrix(q_gate_up_width, gate_up.matrix.k);
+    expert.q_gate_up = expert.pieces.add(q_gate_up.bytes);
+  }
+  widest_q_ = std::max(q_down_width, q_gate_up_width);
+}
+
+void BackwardPlan::cut_pieces(bool has_lora) {
+  const size_t step = round_up(kPackedRows, transposing_.rows());
+  const auto cut = [&](Piece::Of of, size_t slice, size_t rows) {
+    for (size_t begin = 0; begin < rows; begin += step) {
+      pieces.push_back({of, slice, begin, std::min(begin + step, rows)});
+    }
+  };
+  for (size_t s = 0; s < slices_.size(); ++s) {
+    cut(Piece::kDown, s, config_.hidden);
+    if (config_.gated) cut(Piece::kGate, s, slices_[s].width());
+    cut(Piece::kUp, s, slices_[s].width());
+    if (q_down.bytes) pieces.push_back({Piece::kTailOfDown, s, 0, 0});
+  }
+  if (q_gate_up.bytes) pieces.push_back({Piece::kTailOfGateUp, 0, 0, 0});
+  if (has_lora) pieces.push_back({Piece::kFactorsB, 0, 0, 0});
 }
 
 size_t BackwardPlan::max_tokens(size_t top_k, bool kept) const {
-  size_t bytes = product(config_.hidden, sizeof(float));
-  for (const TransposedBlock& block : of_down) bytes = sum(bytes, block.act_bytes);
+  size_t bytes = sum(product(config_.hidden, sizeof(float)), down[0].act_bytes);
   const size_t again = kept ? 0 : product(4, config_.intermediate);
   bytes = sum(bytes, product(top_k, sum(again, product(lora_width_, sizeof(float)))));
   return std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
 }
 
-void BackwardPlan::add_blocks(size_t expert, Carver& memory,
-                              std::vector<TransposedBlock>& to) const {
-  const Parts<float>& factor = weights_.factor(expert);
-  for (const Slice& s : slices_) {
-    transposing_.add(s.matrix.down, s.down_at(expert), factor.down, memory, to);
-  }
-  for (const Slice& s : slices_) {
-    if (config_.gated) transposing_.add(s.matrix.gate, s.gate_at(expert), factor.gate, memory, to);
-  }
-  for (const Slice& s : slices_) {
-    transposing_.add(s.matrix.up, s.up_at(expert), factor.up, memory, to);
-  }
-}
-
-BackwardPlan::Most BackwardPlan::cut_groups(const Route& route, size_t block_bytes, int workers) {
+BackwardPlan::Most BackwardPlan::cut_groups(const Route& route, int workers) {
   const size_t group_bytes =
       std::max(kGroupBytes, kGroupBytesPerWorker * static_cast<size_t>(workers));
-  size_t row_bytes = keeps_rows_ ? 3 * config_.intermediate * sizeof(float) : 0;
-  for (const TransposedBlock& block : of_gate_up) row_bytes += 2 * block.act_bytes;
+  const size_t row_bytes =
+      sum(gate_up.act_bytes, gradient_bytes_ ? product(3, config_.intermediate, sizeof(float)) : 0);
   groups.clear();
   Most most;
   for (size_t i = 0, bytes = 0, in_group = 0; i < route.active.size(); ++i) {
-    const size_t more = sum(block_bytes, product(route.active[i].count, row_bytes));
+    const size_t more = sum(expert.pieces.size(), product(route.active[i].count, row_bytes));
     if (groups.empty() || sum(bytes, more) > group_bytes) {
       groups.push_back(i);
       bytes = in_group = 0;
@@ -87,52 +117,49 @@ void BackwardPlan::make(const Route& route, size_t begin, size_t end, int worker
                         BackwardLora* lora) {
   tokens = end - begin;
   cut_down(config_.hidden, transposing_.variant().tile.n_step, kMostColumns, workers, columns);
-  Carver expert;
-  std::vector<TransposedBlock> expert_blocks;
-  add_blocks(route.active[0].expert, expert, expert_blocks);
-  const Most most = cut_groups(route, expert.size(), workers);
+  const Most most = cut_groups(route, workers);
 
   // Micro-kernels may read whole steps of rows, from any row on.
   const size_t padding = transposing_.variant().tile.m_step;
   shared = {};
   dx = shared.add(tokens, product(config_.hidden, sizeof(float)));
-  dy.clear();
-  for (const TransposedBlock& block : of_down) dy.push_back(shared.add(tokens, block.act_bytes));
-  for (std::vector<size_t>& part : dz) {
-    part.clear();
-    for (const TransposedBlock& block : of_gate_up) {
-      part.push_back(shared.add(most.rows + padding, block.act_bytes));
-    }
-  }
+  dy = shared.add(tokens, down[0].act_bytes);
+  dz = shared.add(most.rows + padding, gate_up.act_bytes);
   for (size_t& at : rows) {
-    at = shared.add(keeps_rows_ ? most.rows : 0, product(config_.intermediate, sizeof(float)));
+    at = shared.add(gradient_bytes_ ? most.rows : 0, product(config_.intermediate, sizeof(float)));
   }
-  blocks = shared.add(most.experts, expert.size());
+  matrices = shared.add(most.experts, expert.pieces.size());
   if (lora) lora->place(route, begin, shared);
-  place_own(expert_blocks);
+  place_own();
 }
 
-void BackwardPlan::place_own(const std::vector<TransposedBlock>& expert) {
+void BackwardPlan::place_own() {
   const size_t most_rows = transposing_.pad(kMaxRows);
+  const size_t step = common_multiple(transposing_.variant().tile.n_step, KTK_PAIR_DEPTH);
   size_t columns_of_task = 0;
   for (const DownTask& task : columns) {
     columns_of_task = std::max<size_t>(columns_of_task, task.end - task.begin);
   }
-  panel_stride = odd_stride(transposing_.depth());
-  sum_stride = odd_stride(round_up(columns_of_task, transposing_.variant().tile.n_step));
+  panel_columns = round_up(kPanelFloats / kMaxRows, step);
+  panel_stride = odd_stride(std::max(panel_columns, round_up(widest_q_, step)));
+  sum_stride = odd_stride(round_up(columns_of_task, step));
+  size_t scratch = transposing_.scratch_bytes(gate_up, kMaxRows);
+  for (const TransposedMatrix& one : down) {
+    scratch = std::max(scratch, transposing_.scratch_bytes(one, kMaxRows));
+  }
+  for (const TransposedMatrix* const one : {&q_down, &q_gate_up}) {
+    if (one->bytes) scratch = std::max(scratch, transposing_.scratch_bytes(*one, kMaxRows));
+  }
   Carver carver;
   own.low_rank = carver.add(lora_own_);
-  own.row = carver.add(config_.hidden, sizeof(float));
+  own.row = carver.add(Transposing::pad_depth(config_.hidden), sizeof(float));
   own.dots = carver.add(2 * most_rows, sizeof(float));
   for (size_t& at : own.panels) at = carver.add(most_rows, product(panel_stride, sizeof(float)));
-  for (size_t& at : own.sums) at = carver.add(most_rows, product(sum_stride, sizeof(float)));
-  own.gather.clear();
-  for (const TransposedBlock& block : of_down) {
-    own.gather.push_back(carver.add(most_rows, block.act_bytes));
-  }
+  own.sums = carver.add(most_rows, product(sum_stride, sizeof(float)));
+  own.gather = carver.add(most_rows, down[0].act_bytes);
   own.dy = carver.add(keeps_dy_ ? most_rows : 0, product(config_.hidden, sizeof(float)));
-  own.gradients = carver.add(keeps_rows_ ? Gradients::own_bytes() : 0);
-  own.scratch = carver.add(transposing_.scratch_bytes(expert, kMaxRows));
+  own.gradients = carver.add(gradient_bytes_);
+  own.scratch = carver.add(scratch);
   own.pack = carver.add(transposing_.own());
   own.pieces = std::move(carver);
 }

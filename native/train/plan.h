@@ -18,41 +18,62 @@ struct BackwardPlan {
   // Rows of an expert that are multiplied at once: bounds a worker's panels.
   static constexpr size_t kMaxRows = 256;
 
-  // What acts are encoded for: blocks of any slice's down, and of the gates or ups of all slices.
-  std::vector<TransposedBlock> of_down, of_gate_up;
+  // The matrices of an expert. Those of all slices' down have one depth, and rows that are encoded
+  // once: the gradient of the output, and q of down (train/low_rank.h). That of gate and up has
+  // gates of all slices, ups of all slices, and q of both.
+  std::vector<TransposedMatrix> down;
+  TransposedMatrix gate_up;
+  std::vector<size_t> depth[2];            // of each slice's gate and up in gate_up
+  size_t down_tail = 0, gate_up_tail = 0;  // depth of q
+  // What q is multiplied with: factors B, beside zeros where the others have q.
+  TransposedMatrix q_down, q_gate_up;
+  struct {
+    std::vector<size_t> down;
+    size_t gate_up = 0, q_down = 0, q_gate_up = 0;
+    Carver pieces;
+  } expert;  // where they are in an expert's memory
+
+  // A task of packing them.
+  struct Piece {
+    enum Of { kDown, kGate, kUp, kTailOfDown, kTailOfGateUp, kFactorsB } of;
+    size_t slice;
+    size_t begin, end;  // rows of the weight
+  };
+  std::vector<Piece> pieces;
 
   size_t tokens = 0;
   std::vector<DownTask> columns;            // of dx
   std::vector<size_t> groups;               // the first active expert of each, and the end
+  size_t panel_columns = 0;                 // of gate and up that are computed at once
   size_t panel_stride = 0, sum_stride = 0;  // floats between rows of panels
 
   // Offsets in the memory that workers share. Rows are those of a group, counted from its first.
-  size_t dx = 0;              // f32 [tokens][H]
-  size_t blocks = 0;          // of a group's experts
-  std::vector<size_t> dy;     // encoded tokens, per block of rows of down
-  std::vector<size_t> dz[2];  // encoded rows of gate and up, per block of their rows
-  size_t rows[3] = {};        // f32 [rows][I]: gradients of gate and of up, h
+  size_t dx = 0;        // f32 [tokens][H]
+  size_t matrices = 0;  // of a group's experts
+  size_t dy = 0;        // tokens, encoded for down
+  size_t dz = 0;        // rows, encoded for gate_up
+  size_t rows[3] = {};  // f32 [rows][I]: gradients of gate and of up, h
   Carver shared;
 
   // Offsets in a worker's own memory.
   struct {
-    size_t low_rank;             // of BackwardLora
-    size_t row;                  // one f32 token
-    size_t dots;                 // gradients of routing weights, two per row
-    size_t panels[4];            // f32: gate, up, dh, h
-    size_t sums[2];              // f32 panels of dx
-    std::vector<size_t> gather;  // encoded rows of one expert, per block of rows of down
-    size_t dy;                   // the same as f32
-    size_t gradients;            // of Gradients
-    size_t scratch;              // the micro-kernel's
-    size_t pack;                 // of Transposing
+    size_t low_rank;   // of BackwardLora
+    size_t row;        // one f32 token
+    size_t dots;       // gradients of routing weights, two per row
+    size_t panels[4];  // f32: gate, up, dh, h
+    size_t sums;       // f32 panel of dx
+    size_t gather;     // rows of one expert, encoded for down
+    size_t dy;         // the same as f32
+    size_t gradients;  // of Gradients
+    size_t scratch;    // the micro-kernel's
+    size_t pack;       // of Transposing
     Carver pieces;
   } own{};
 
   // `lora` may be NULL. `keeps_rows`: f32 rows are kept for sums over them; `keeps_dy`: gradients
   // of the output are wanted as f32, too.
   BackwardPlan(const Config& config, const Weights& weights, const Transposing& transposing,
-               const BackwardLora* lora, bool keeps_rows, bool keeps_dy);
+               const BackwardLora* lora, size_t gradient_bytes, bool keeps_dy);
 
   // The most tokens of `top_k` experts each that a chunk takes, where the products of gate and up
   // are kept or computed again.
@@ -61,28 +82,23 @@ struct BackwardPlan {
   // Plans for tokens [begin, end) that go as `route` says; `lora` is the constructor's.
   void make(const Route& route, size_t begin, size_t end, int workers, BackwardLora* lora);
 
-  // Appends the blocks of an expert: those of down slice by slice, then gate's, if any, then up's.
-  void add_blocks(size_t expert, Carver& memory, std::vector<TransposedBlock>& blocks) const;
-  size_t blocks_of_down() const { return slices_.size() * of_down.size(); }
-  size_t blocks_per_expert() const {
-    return blocks_of_down() + config_.first_products() * of_gate_up.size();
-  }
-
  private:
   // Rows and experts of the groups that have the most.
   struct Most {
     size_t rows = 0, experts = 0;
   };
-  Most cut_groups(const Route& route, size_t block_bytes, int workers);
-  void place_own(const std::vector<TransposedBlock>& expert);
+  void make_matrices(const BackwardLora* lora);
+  void cut_pieces(bool has_lora);
+  Most cut_groups(const Route& route, int workers);
+  void place_own();
 
   const Config& config_;
-  const Weights& weights_;
   const std::vector<Slice>& slices_;
   const Transposing& transposing_;
-  const size_t lora_width_;
+  const size_t lora_width_, gradient_bytes_;
+  size_t widest_q_ = 0;
   const Carver lora_own_;
-  const bool keeps_rows_, keeps_dy_;
+  const bool keeps_dy_;
 };
 
 }  // namespace ktk

@@ -1,122 +1,130 @@
 #include "train/transposed.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 
+#include "core/memory.h"
 #include "core/prefetch.h"
 #include "core/size.h"
-#include "format/format.h"
 #include "ops/select.h"
 
 namespace ktk {
 namespace {
 
-// Deep enough that adding up the sums of blocks costs little. A block of 2048 columns leaves L2
-// between unpacking and packing, which costs less than the additions of twice as many blocks.
-constexpr size_t kDepth = 512;
-// Rows that are unpacked before they are transposed.
-constexpr size_t kUnpacked = 32;
+constexpr ktk_format kStored = {KTK_BF16, KTK_NONE, KTK_NONE, 0, 0};
 
-constexpr ktk_format plain(ktk_element element) { return {element, KTK_NONE, KTK_NONE, 0, 0}; }
-
-ktk_format format_for(const BackendTable& table) {
-  for (const ktk_element element : {KTK_BF16, KTK_F32}) {
-    for (const ktk_format& format : table.formats) {
-      if (format.element == element) return plain(element);
+// Packs numbers of which no two are equal, in both ways.
+bool packs_pairs(const Variant& variant) {
+  constexpr size_t kColumns = 40, kDepth = 70;
+  const ktk_matrix matrix = {kColumns, kDepth, kStored};
+  std::vector<uint16_t> values(kColumns * kDepth);
+  std::vector<float> turned(values.size());
+  for (size_t n = 0; n < kColumns; ++n) {
+    for (size_t k = 0; k < kDepth; ++k) {
+      const size_t at = n * kDepth + k;
+      values[at] = static_cast<uint16_t>(0x3000 + at);
+      ops().to_f32(&values[at], KTK_BF16, 1, &turned[k * kColumns + n]);
     }
   }
-  throw std::invalid_argument(table.name +
-                              " stores no floats, which gradients are multiplied with");
+  const size_t blocks = groups_of(kColumns, KTK_PAIR_COLUMNS);
+  const size_t block_bytes = groups_of(kDepth, KTK_PAIR_DEPTH) * KTK_PAIR_STEP_BYTES;
+  const size_t bytes = variant.weight_bytes(matrix);
+  if (KTK_PAIR_DEPTH % variant.tile.k_step || bytes != blocks * block_bytes) return false;
+  Memory expected(bytes), found(bytes);
+  ktk_source source{};
+  source.format = kStored;
+  source.data = values.data();
+  source.data_stride = kDepth * sizeof values[0];
+  variant.pack(matrix, source, 0, kColumns, expected.data(), bytes);
+  products().pack_pairs(kDepth, kColumns, turned.data(), kColumns, found.data(), block_bytes);
+  return std::memcmp(expected.data(), found.data(), bytes) == 0;
 }
 
 }  // namespace
 
 FloatBackend::FloatBackend(std::shared_ptr<const BackendTable> table_)
-    : table(std::move(table_)),
-      variant(table->select("")),
-      given(format_for(*table)),
-      stored(table->stored(given, nullptr, 1, 1)) {}
+    : table(std::move(table_)), variant(table->select("")), stored(kStored) {
+  const bool has_bf16 =
+      std::any_of(table->formats.begin(), table->formats.end(),
+                  [](const ktk_format& format) { return format.element == KTK_BF16; });
+  if (!has_bf16 || !packs_pairs(variant)) {
+    throw std::invalid_argument(
+        table->name + " does not store bf16 weights in pairs of depth, which gradients want");
+  }
+}
 
 Transposing::Transposing(const Variant& stored, const FloatBackend& floats, size_t columns)
-    : stored_(stored), floats_(floats) {
-  const ktk_tile& tile = floats.variant.tile;
-  const size_t step =
-      common_multiple(common_multiple(tile.n_step, tile.k_step), stored.tile.n_step);
-  depth_ = round_up(kDepth, step);
-  unpacked_rows_ = round_up(kUnpacked, stored.tile.n_step);
-  own_unpacked_ = own_.add(unpacked_rows_, product(odd_stride(columns), sizeof(float)));
-  own_turned_ = own_.add(columns, product(odd_stride(depth_), sizeof(float)));
+    : stored_(stored),
+      floats_(floats),
+      rows_(pad_depth(stored.tile.n_step)),
+      stride_(odd_stride(columns)),
+      own_unpacked_(own_.add(rows_, product(stride_, sizeof(float)))) {}
+
+TransposedMatrix Transposing::matrix(size_t columns, size_t depth) const {
+  TransposedMatrix one;
+  one.matrix = {columns, depth, floats_.stored};
+  one.act_bytes = variant().act_bytes(one.matrix);
+  one.bytes = variant().weight_bytes(one.matrix);
+  return one;
 }
 
-size_t Transposing::pad(size_t rows) const { return round_up(rows, floats_.variant.tile.m_step); }
-
-TransposedBlock Transposing::block(const ktk_matrix& source, size_t index) const {
-  TransposedBlock block;
-  block.source = &source;
-  block.begin = index * depth_;
-  block.end = std::min(block.begin + depth_, source.n);
-  block.matrix = {source.k, block.end - block.begin, floats_.stored};
-  block.act_bytes = floats_.variant.act_bytes(block.matrix);
-  block.bytes = floats_.variant.weight_bytes(block.matrix);
-  return block;
-}
-
-void Transposing::add(const ktk_matrix& source, const char* packed, float factor, Carver& memory,
-                      std::vector<TransposedBlock>& blocks) const {
-  for (size_t i = 0; i < count(source.n); ++i) {
-    TransposedBlock one = block(source, i);
-    one.packed = packed;
-    one.factor = factor;
-    one.at = memory.add(one.bytes);
-    blocks.push_back(one);
+void Transposing::pack(const WeightRows& rows, const TransposedMatrix& to, size_t at, char* memory,
+                       char* own) const {
+  const size_t columns = rows.source->k;
+  if (&stored_ == &floats_.variant && rows.factor == 1) return turn(rows, to, at, memory);
+  float* const unpacked = buffer(own);
+  for (size_t begin = rows.begin; begin < rows.end; begin += rows_, at += rows_) {
+    const size_t count = std::min(rows.end - begin, rows_);
+    stored_.unpack_weight(rows.source, rows.packed, begin, begin + count, unpacked, stride_);
+    if (rows.factor != 1) ops().scale(rows.factor, count, columns, unpacked, stride_);
+    pack(unpacked, stride_, count, to, at, memory);
   }
 }
 
-void Transposing::pack(const TransposedBlock& block, char* memory, char* own) const {
-  const size_t columns = block.source->k, rows = block.end - block.begin;
-  const size_t stride = odd_stride(columns), turned_stride = odd_stride(depth_);
-  float* const unpacked = reinterpret_cast<float*>(own + own_unpacked_);
-  char* const turned = own + own_turned_;
-  const size_t item = floats_.given.element == KTK_F32 ? sizeof(float) : sizeof(uint16_t);
-  for (size_t done = 0; done < rows; done += unpacked_rows_) {
-    const size_t count = std::min(rows - done, unpacked_rows_), first = block.begin + done;
-    stored_.unpack_weight(block.source, block.packed, first, first + count, unpacked, stride);
-    if (block.factor != 1) ops().scale(block.factor, count, columns, unpacked, stride);
-    products().transpose(count, columns, unpacked, stride, floats_.given.element,
-                         turned + done * item, turned_stride);
+void Transposing::turn(const WeightRows& rows, const TransposedMatrix& to, size_t at,
+                       char* memory) {
+  const size_t steps = groups_of(rows.source->k, KTK_PAIR_DEPTH);
+  const size_t to_steps = groups_of(to.matrix.k, KTK_PAIR_DEPTH);
+  for (size_t begin = rows.begin; begin < rows.end; begin += KTK_PAIR_COLUMNS) {
+    const size_t block = begin / KTK_PAIR_COLUMNS;
+    const size_t step = (at + begin - rows.begin) / KTK_PAIR_DEPTH;
+    products().turn_pairs(rows.packed + block * steps * KTK_PAIR_STEP_BYTES, steps,
+                          memory + step * KTK_PAIR_STEP_BYTES, to_steps * KTK_PAIR_STEP_BYTES);
   }
-  ktk_source source{};
-  source.format = floats_.given;
-  source.data = turned;
-  source.data_stride = turned_stride * item;
-  floats_.variant.pack_weight(&block.matrix, &source, 0, block.matrix.n, memory + block.at);
 }
 
-void Transposing::multiply(const TransposedBlock& block, const char* memory, size_t m,
-                           const char* act, size_t n_begin, size_t n_end, float* dst,
-                           size_t dst_stride, char* scratch) const {
+void Transposing::pack(const float* rows, size_t stride, size_t count, const TransposedMatrix& to,
+                       size_t at, char* memory) {
+  const size_t steps = groups_of(to.matrix.k, KTK_PAIR_DEPTH);
+  products().pack_pairs(count, to.matrix.n, rows, stride,
+                        memory + at / KTK_PAIR_DEPTH * KTK_PAIR_STEP_BYTES,
+                        steps * KTK_PAIR_STEP_BYTES);
+}
+
+void Transposing::multiply(const TransposedMatrix& matrix, const char* memory, size_t m,
+                           const char* act, size_t begin, size_t end, float* dst, size_t dst_stride,
+                           char* scratch) const {
   ktk_matmul mm{};
   mm.struct_size = sizeof mm;
-  mm.matrix = &block.matrix;
-  mm.weight = memory + block.at;
-  mm.n_begin = n_begin;
-  mm.n_end = n_end;
+  mm.matrix = &matrix.matrix;
+  mm.weight = memory;
+  mm.n_begin = begin;
+  mm.n_end = end;
   mm.m = m;
   mm.act = act;
-  mm.act_stride = block.act_bytes;
+  mm.act_stride = matrix.act_bytes;
   mm.dst = dst;
   mm.dst_stride = dst_stride;
   mm.scratch = scratch;
   mm.prefetch = &prefetch();
-  floats_.variant.kernel_for(m).run(&mm);
+  variant().kernel_for(m).run(&mm);
 }
 
-size_t Transposing::scratch_bytes(const std::vector<TransposedBlock>& blocks, size_t m) const {
+size_t Transposing::scratch_bytes(const TransposedMatrix& matrix, size_t m) const {
   size_t bytes = 0;
-  for (const ktk_ukernel& kernel : floats_.variant.kernels) {
-    for (const TransposedBlock& block : blocks) {
-      bytes = std::max(bytes, floats_.variant.scratch_bytes(kernel, block.matrix, m));
-    }
+  for (const ktk_ukernel& kernel : variant().kernels) {
+    bytes = std::max(bytes, variant().scratch_bytes(kernel, matrix.matrix, m));
   }
   return bytes;
 }

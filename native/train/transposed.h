@@ -1,10 +1,22 @@
-// Blocks of packed weights, unpacked and packed again for products with the transposed weight.
+// Packed weights, decoded and packed again for products with the transposed weight.
 //
 //   dx[m][k] = dy[m][n] x weight[n][k]: depth is n, which a packed weight has as its columns.
 //
-// A block is a range of its rows, decoded as f32 while it is in cache, transposed and packed for a
-// backend that stores floats; sums over blocks are added up in f32, always in the same order. So
-// any backend's weights have a gradient, and no second copy of them.
+// A transposed matrix is rows of weights behind each other as its depth, of one weight or of
+// several:
+//
+//            columns of the weights                 activations of one row
+//          +-----------------------+
+//   depth  | rows of the first     |                | gradient of the first product |
+//     |    | zeros, to a step      |                | zeros                         |
+//     v    | rows of the second    |                | gradient of the second        |
+//          | ...                   |                | ...                           |
+//          +-----------------------+
+//
+// Rows are decoded as f32 while they are in cache and packed as pairs (ops/products.h), which is
+// how backends of bf16 weights want them: nothing is transposed. So any backend's weights have a
+// gradient, and no second copy of them. What that backend itself has packed is in pairs already,
+// and these are transposed.
 #pragma once
 
 #include <cstddef>
@@ -13,64 +25,82 @@
 
 #include "moe/carver.h"
 #include "moe/table.h"
+#include "ops/products.h"
 
 namespace ktk {
 
 // The backend whose micro-kernels multiply, as it runs on this CPU.
 struct FloatBackend {
-  // Throws std::invalid_argument for a backend that stores no floats, and what
-  // BackendTable::select throws.
+  // Throws std::invalid_argument for a backend that does not store bf16 as pack_pairs() packs it,
+  // and what BackendTable::select throws.
   explicit FloatBackend(std::shared_ptr<const BackendTable> table);
 
   std::shared_ptr<const BackendTable> table;
   const Variant& variant;
-  ktk_format given;   // what blocks are handed to it as
-  ktk_format stored;  // and what it makes of them
+  ktk_format stored;
 };
 
-struct TransposedBlock {
+struct TransposedMatrix {
+  ktk_matrix matrix{};
+  size_t act_bytes = 0;  // of an encoded row
+  size_t bytes = 0;
+};
+
+// Rows [begin, end) of a packed weight, times a factor.
+struct WeightRows {
   const ktk_matrix* source = nullptr;
   const char* packed = nullptr;
   float factor = 1;
-  size_t begin = 0, end = 0;  // rows of the source
-  ktk_matrix matrix{};        // n: columns of the source, k: end - begin
-  size_t act_bytes = 0;       // of an encoded row
-  size_t at = 0, bytes = 0;   // where it is packed again
+  size_t begin = 0, end = 0;
 };
 
 class Transposing {
  public:
-  // Of matrices that have up to so many columns.
+  // Of weights that have up to so many columns.
   Transposing(const Variant& stored, const FloatBackend& floats, size_t columns);
 
-  // Rows of a block; cuts between panels of columns are multiples of it, too.
-  size_t depth() const { return depth_; }
-  // [begin, end) of the rows of a block and of the columns of a panel: parts of `extent`.
-  size_t count(size_t extent) const { return (extent + depth_ - 1) / depth_; }
+  TransposedMatrix matrix(size_t columns, size_t depth) const;
+  // Where in the depth of a matrix the next weight may begin, and acts may be cut.
+  static size_t pad_depth(size_t rows) { return round_up(rows, KTK_PAIR_DEPTH); }
+  // What micro-kernels may read and write of so many rows.
+  size_t pad(size_t rows) const { return round_up(rows, variant().tile.m_step); }
 
-  // Appends the blocks of a matrix, each with a place in memory.
-  void add(const ktk_matrix& source, const char* packed, float factor, Carver& memory,
-           std::vector<TransposedBlock>& blocks) const;
-  // The same without a place: what acts for such blocks are encoded for.
-  TransposedBlock block(const ktk_matrix& source, size_t index) const;
   // Scratch memory that pack() wants.
   const Carver& own() const { return own_; }
-  void pack(const TransposedBlock& block, char* memory, char* own) const;
+  // Packs rows of a weight as depth [at, at + end - begin) of a matrix in `memory`, and zeros up to
+  // the next pad_depth().
+  void pack(const WeightRows& rows, const TransposedMatrix& to, size_t at, char* memory,
+            char* own) const;
+  // The same of `count` rows of f32, `stride` floats apart.
+  static void pack(const float* rows, size_t stride, size_t count, const TransposedMatrix& to,
+                   size_t at, char* memory);
+  // Rows of f32 in own(), `stride()` floats apart, to be filled for the latter. They are a multiple
+  // of KTK_PAIR_DEPTH.
+  size_t rows() const { return rows_; }
+  size_t stride() const { return stride_; }
+  float* buffer(char* own) const { return reinterpret_cast<float*>(own + own_unpacked_); }
 
-  // dst[m][n_end - n_begin] = act x block. `scratch` is scratch_bytes() long.
-  void multiply(const TransposedBlock& block, const char* memory, size_t m, const char* act,
-                size_t n_begin, size_t n_end, float* dst, size_t dst_stride, char* scratch) const;
-  size_t scratch_bytes(const std::vector<TransposedBlock>& blocks, size_t m) const;
+  // Encodes columns [begin, end) of `count` rows for a matrix; `end` is in whole steps, or all.
+  void encode(const TransposedMatrix& matrix, size_t count, size_t begin, size_t end,
+              const float* rows, size_t stride, char* acts) const {
+    variant().pack_act(&matrix.matrix, count, begin, end, rows, stride, acts, matrix.act_bytes);
+  }
+  // dst[m][end - begin] = act x matrix. `scratch` is scratch_bytes() long.
+  void multiply(const TransposedMatrix& matrix, const char* memory, size_t m, const char* act,
+                size_t begin, size_t end, float* dst, size_t dst_stride, char* scratch) const;
+  size_t scratch_bytes(const TransposedMatrix& matrix, size_t m) const;
 
   const Variant& variant() const { return floats_.variant; }
-  size_t pad(size_t rows) const;
 
  private:
+  // pack() of what is stored in pairs.
+  static void turn(const WeightRows& rows, const TransposedMatrix& to, size_t at, char* memory);
+
   const Variant& stored_;
   const FloatBackend& floats_;
-  size_t depth_, unpacked_rows_;
+  size_t rows_, stride_;
   Carver own_;
-  size_t own_unpacked_, own_turned_;
+  size_t own_unpacked_;
 };
 
 }  // namespace ktk

@@ -275,24 +275,73 @@ TEST(gemm_adds_products_in_one_order) {
   });
 }
 
-TEST(transpose_moves_and_rounds) {
+TEST(transpose_moves) {
   with_each_isa([&] {
     for (const auto& [rows, columns] :
          {std::pair{size_t{16}, size_t{16}}, std::pair{size_t{37}, size_t{53}}}) {
       const std::vector<float> src = random_floats(rows * (columns + 3), 1, 7);
-      std::vector<float> floats(columns * (rows + 1));
-      std::vector<uint16_t> halves(columns * (rows + 1)), rounded(src.size());
-      const auto transpose = ktk::products().transpose;
-      transpose(rows, columns, src.data(), columns + 3, KTK_F32, floats.data(), rows + 1);
-      transpose(rows, columns, src.data(), columns + 3, KTK_BF16, halves.data(), rows + 1);
-      ktk::ops().from_f32(src.data(), KTK_BF16, src.size(), rounded.data());
+      std::vector<float> turned(columns * (rows + 1));
+      ktk::products().transpose(rows, columns, src.data(), columns + 3, turned.data(), rows + 1);
       for (size_t r = 0; r < rows; ++r) {
         for (size_t c = 0; c < columns; ++c) {
-          CHECK_EQ(floats[c * (rows + 1) + r], src[r * (columns + 3) + c]);
-          CHECK_EQ(halves[c * (rows + 1) + r], rounded[r * (columns + 3) + c]);
+          CHECK_EQ(turned[c * (rows + 1) + r], src[r * (columns + 3) + c]);
         }
       }
     }
+  });
+}
+
+TEST(pairs_are_rounded_and_filled_up_with_zeros) {
+  constexpr struct {
+    size_t depth, columns;
+  } kSizes[] = {{64, 64}, {1, 1}, {37, 53}, {70, 40}, {32, 16}};
+  with_each_isa([&] {
+    for (const auto& [depth, columns] : kSizes) {
+      std::vector<float> src = random_floats(depth * (columns + 3), 1, 7);
+      src[0] = NAN;
+      std::vector<uint16_t> rounded(src.size());
+      ktk::ops().from_f32(src.data(), KTK_BF16, src.size(), rounded.data());
+      const size_t steps = (depth + KTK_PAIR_DEPTH - 1) / KTK_PAIR_DEPTH;
+      const size_t blocks = (columns + KTK_PAIR_COLUMNS - 1) / KTK_PAIR_COLUMNS;
+      // Blocks with room between them, where nothing may be written.
+      const size_t block_bytes = (steps + 1) * KTK_PAIR_STEP_BYTES;
+      constexpr uint16_t kBefore = 0x5555;
+      std::vector<uint16_t> packed(blocks * block_bytes / sizeof(uint16_t), kBefore);
+      ktk::products().pack_pairs(depth, columns, src.data(), columns + 3,
+                                 reinterpret_cast<char*>(packed.data()), block_bytes);
+      for (size_t c = 0; c < blocks * KTK_PAIR_COLUMNS; ++c) {
+        for (size_t k = 0; k < (steps + 1) * KTK_PAIR_DEPTH; ++k) {
+          // The layout's picture, in elements.
+          const size_t at = c / 32 * (block_bytes / 2) + k / 32 * 1024 + c % 32 / 16 * 512 +
+                            k % 32 / 2 * 32 + c % 16 * 2 + k % 2;
+          const uint16_t expected = k >= steps * KTK_PAIR_DEPTH ? kBefore
+                                    : k < depth && c < columns  ? rounded[k * (columns + 3) + c]
+                                                                : 0;
+          CHECK_EQ(packed[at], expected);
+        }
+      }
+    }
+  });
+}
+
+TEST(pairs_are_turned) {
+  constexpr size_t kColumns = 64, kDepth = 160;
+  with_each_isa([&] {
+    const std::vector<float> src = random_floats(kDepth * kColumns, 1, 7);
+    std::vector<float> turned(src.size());
+    ktk::products().transpose(kDepth, kColumns, src.data(), kColumns, turned.data(), kDepth);
+    constexpr size_t kSteps = kDepth / KTK_PAIR_DEPTH, kTurnedSteps = kColumns / KTK_PAIR_DEPTH;
+    std::vector<char> pairs(src.size() * 2), expected(pairs), found(pairs);
+    ktk::products().pack_pairs(kDepth, kColumns, src.data(), kColumns, pairs.data(),
+                               kSteps * KTK_PAIR_STEP_BYTES);
+    ktk::products().pack_pairs(kColumns, kDepth, turned.data(), kDepth, expected.data(),
+                               kTurnedSteps * KTK_PAIR_STEP_BYTES);
+    for (size_t block = 0; block < kColumns / KTK_PAIR_COLUMNS; ++block) {
+      ktk::products().turn_pairs(pairs.data() + block * kSteps * KTK_PAIR_STEP_BYTES, kSteps,
+                                 found.data() + block * KTK_PAIR_STEP_BYTES,
+                                 kTurnedSteps * KTK_PAIR_STEP_BYTES);
+    }
+    CHECK(found == expected);
   });
 }
 

@@ -54,8 +54,8 @@ struct Pass {
 
   float* sum(size_t count) { return sums.emplace_back(count, 0.0f).data(); }
 
-  void run(ktk::Layer& layer, bool keep) {
-    const ktk::FloatBackend floats(ktk::BackendTable::copy(&kBackend));
+  void run(ktk::Layer& layer, bool keep, std::shared_ptr<const ktk::BackendTable> table) {
+    const ktk::FloatBackend floats(std::move(table));
     ktk::Request request;
     request.hidden = {hidden.data(), KTK_BF16, kHidden};
     request.choice = {ids.data(), false, kTopK, weights.data(), kTopK, kTokens, kTopK};
@@ -85,12 +85,12 @@ struct Pass {
   }
 };
 
-std::shared_ptr<ktk::Layer> layer_of(int threads, int shards, bool gated, bool on_input) {
+std::shared_ptr<ktk::Layer> layer_of(int threads, int shards, bool gated, bool on_input,
+                                     const std::shared_ptr<ktk::BackendTable>& table) {
   const ktk::Config config = {
       kExperts, kTopK,    kHidden,     kWidth, {KTK_SILU, 1.0f, INFINITY, false, 0, 0},
       gated,    on_input, kZeroExperts};
-  auto layer = std::make_shared<ktk::Layer>(ktk::BackendTable::copy(&kBackend), "", false, config,
-                                            engine(threads), shards,
+  auto layer = std::make_shared<ktk::Layer>(table, "", false, config, engine(threads), shards,
                                             ktk::Parts<std::optional<ktk_format>>{});
   const std::vector<float> bias(kWidth, 0.25f);
   for (unsigned e = 0; e < kExperts; ++e) {
@@ -114,12 +114,16 @@ TEST(backward_stays_inside_its_arrays_and_has_one_result) {
     bool gated, on_input;
   } kKinds[] = {{1, true, false}, {3, true, true}, {1, false, true}, {3, false, false}};
   for (const auto& [shards, gated, on_input] : kKinds) {
+    // Of another table, whose weights are decoded like any, and of the layer's own, whose packed
+    // weights are transposed: the same numbers.
+    const auto table = ktk::BackendTable::copy(&kBackend);
     Pass first(gated);
-    first.run(*layer_of(1, shards, gated, on_input), true);
+    first.run(*layer_of(1, shards, gated, on_input, table), true,
+              ktk::BackendTable::copy(&kBackend));
     for (const float value : first.dx) CHECK(std::isfinite(value));
     for (const bool keep : {true, false}) {
       Pass other(gated);
-      other.run(*layer_of(3, shards, gated, on_input), keep);
+      other.run(*layer_of(3, shards, gated, on_input, table), keep, table);
       CHECK(same(other.out, first.out));
       CHECK(same(other.dx, first.dx));
       CHECK(same(other.dw, first.dw));
@@ -138,7 +142,8 @@ TEST(gradients_of_zero_experts_are_those_of_the_identity) {
       for (size_t slot = 1; slot < kTopK; ++slot) pass.ids[t * kTopK + slot] = -1;
     }
     if (!all) pass.ids[0] = 0;
-    pass.run(*layer_of(3, 2, true, true), false);
+    const auto table = ktk::BackendTable::copy(&kBackend);
+    pass.run(*layer_of(3, 2, true, true, table), false, table);
     for (size_t t = all ? 0 : 1; t < kTokens; ++t) {
       double dot = 0, size = 0;
       for (size_t n = 0; n < kHidden; ++n) {
