@@ -3,9 +3,11 @@
     python tools/bench/train.py BF16 AMXINT8 AMXINT4 FP8 --tokens 4096
     python tools/bench/train.py BF16 --torch --tokens 512 --experts 32
 
-Prints for each backend: the forward pass, the forward pass that keeps products, the backward pass
-from these and without them, as seconds and GFLOP/s of the products of weights, and what an adapter
-of rank 16 adds. With --torch also transformers' experts (grouped_mm, bf16) under autograd.
+Prints for each backend the forward pass, the forward pass that keeps products, the backward pass
+from these and without them, and both with an adapter of rank 16: seconds, GFLOP/s of the products
+of weights, and the share of what bf16 products reach on this machine, measured in the same turns.
+With --torch also transformers' experts (grouped_mm, bf16) under autograd. All that is timed takes
+turns, and the shortest counts.
 """
 
 from __future__ import annotations
@@ -18,25 +20,40 @@ from typing import Any
 import torch
 
 import ktk
+from ktk import _probe
+from ktk.bench.limits import LimitProbe, variant_units
+from ktk.names import PREFERRED
 
-ROUNDS = 3
+# Experts of the same values, which are packed apart: drawing and quantizing all takes minutes.
+DISTINCT = 4
+PEAK = "peak of bf16 products"
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """Return the shortest of some runs."""
-    best = float("inf")
-    for _ in range(ROUNDS):
-        begin = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - begin)
-    return best
+class Turns:
+    """The shortest times of some functions that are called in turn."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, Callable[[], Any]] = {}
+        self.best: dict[str, float] = {}
+
+    def add(self, name: str, run: Callable[[], Any]) -> None:
+        self.runs[name] = run
+
+    def take(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for name, run in self.runs.items():
+                begin = time.perf_counter()
+                run()
+                took = time.perf_counter() - begin
+                self.best[name] = min(took, self.best.get(name, took))
 
 
 def draw(options: argparse.Namespace) -> dict[str, torch.Tensor]:
-    """Return weights, tokens and their routing."""
+    """Return the weights of some experts, tokens and their routing."""
     torch.manual_seed(0)
-    e, h, i = options.experts, options.hidden, options.intermediate
-    weights, ids = torch.softmax(torch.randn(options.tokens, e), -1).topk(options.top_k)
+    e, h, i = min(DISTINCT, options.experts), options.hidden, options.intermediate
+    choices = torch.randn(options.tokens, options.experts)
+    weights, ids = torch.softmax(choices, -1).topk(options.top_k)
     return {
         "gate": (torch.randn(e, i, h) / h**0.5).bfloat16(),
         "up": (torch.randn(e, i, h) / h**0.5).bfloat16(),
@@ -59,8 +76,8 @@ def adapter(options: argparse.Namespace, rank: int = 16) -> ktk.Lora:
     return ktk.Lora(**factors, scale=2.0)
 
 
-def time_ktk(name: str, given: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
-    """Print what a backend takes."""
+def pack(name: str, given: dict[str, torch.Tensor], options: argparse.Namespace) -> ktk.MoE:
+    """Return a layer of a backend."""
     backend = ktk.load_backend(name)
     moe = backend.moe(
         num_experts=options.experts,
@@ -68,45 +85,38 @@ def time_ktk(name: str, given: dict[str, torch.Tensor], options: argparse.Namesp
         hidden_size=options.hidden,
         intermediate_size=options.intermediate,
     )
-    if any(one.element == "bf16" for one in backend.accepts):
-        moe.load(given["gate"], given["up"], given["down"])
-    else:
+    experts: list[Any] = list(zip(given["gate"], given["up"], given["down"], strict=True))
+    if not any(one.element == "bf16" for one in backend.accepts):
         from ktk.quantize import quantize
 
         stored = backend.formats[0]
-        for expert in range(options.experts):
-            parts = (quantize(given[part][expert], stored) for part in ("gate", "up", "down"))
-            moe.load_expert(expert, *parts)
+        experts = [tuple(quantize(one, stored) for one in parts) for parts in experts]
+    for expert in range(options.experts):
+        moe.load_expert(expert, *experts[expert % len(experts)])
+    return moe
+
+
+def add_ktk(
+    turns: Turns, moe: ktk.MoE, name: str, given: dict[str, torch.Tensor], lora: ktk.Lora
+) -> None:
+    """Have a layer's passes timed."""
     call = (given["x"], given["ids"], given["weights"])
-    rows = int(given["ids"].numel())
-    flops = 2 * 3 * rows * options.hidden * options.intermediate
-
-    def speed(time: float) -> str:
-        return f"{time:6.2f} s {flops / time / 1e9:5.0f} GFLOP/s"
-
-    forward = seconds(lambda: moe(*call))
-    keeping = seconds(lambda: moe.forward_train(*call))
+    grad = given["grad"]
     saved = moe.forward_train(*call)[1]
-    backward = seconds(lambda: moe.backward(given["grad"], *call, saved=saved))
-    again = seconds(lambda: moe.backward(given["grad"], *call))
-    lora = adapter(options)
-    with_lora = seconds(lambda: moe.forward_train(*call, lora=lora))
-    saved = moe.forward_train(*call, lora=lora)[1]
-    back = seconds(lambda: moe.backward(given["grad"], *call, saved=saved, lora=lora))
-    print(f"{name} ({moe.variant}, {moe.pool.size} threads)")
-    print(f"  forward           {speed(forward)}")
-    print(f"  forward, keeping  {speed(keeping)}")
-    print(f"  backward          {speed(backward)}, {forward / backward:.2f} of the forward's speed")
-    print(f"  backward, again   {again:6.2f} s")
-    print(
-        f"  adapter, rank 16  forward {with_lora:.2f} s ({with_lora / keeping - 1:+.0%}), "
-        f"backward {back:.2f} s ({back / backward - 1:+.0%})",
-        flush=True,
+    beside = moe.forward_train(*call, lora=lora)[1]
+    turns.add(f"{name}: forward", lambda: moe(*call))
+    turns.add(f"{name}: forward, keeping", lambda: moe.forward_train(*call))
+    turns.add(f"{name}: backward", lambda: moe.backward(grad, *call, saved=saved))
+    turns.add(f"{name}: backward, again", lambda: moe.backward(grad, *call))
+    turns.add(f"{name}: rank 16, forward", lambda: moe.forward_train(*call, lora=lora))
+    turns.add(
+        f"{name}: rank 16, backward",
+        lambda: moe.backward(grad, *call, saved=beside, lora=lora),
     )
 
 
-def time_torch(given: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
-    """Print what transformers' experts take."""
+def add_torch(turns: Turns, given: dict[str, torch.Tensor], options: argparse.Namespace) -> None:
+    """Have the passes of transformers' experts timed."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -117,16 +127,46 @@ def time_torch(given: dict[str, torch.Tensor], options: argparse.Namespace) -> N
         num_experts_per_tok=options.top_k,
     )
     config._experts_implementation = "grouped_mm"
-    module = Qwen3MoeExperts(config).bfloat16().requires_grad_(False)
-    module.gate_up_proj.data = torch.cat([given["gate"], given["up"]], 1)
-    module.down_proj.data = given["down"]
+    with torch.device("meta"):
+        module = Qwen3MoeExperts(config).bfloat16().requires_grad_(False)
+    of = torch.arange(options.experts) % len(given["gate"])
+    gate_up = torch.cat([given["gate"], given["up"]], 1)
+    module.gate_up_proj = torch.nn.Parameter(gate_up[of], requires_grad=False)
+    module.down_proj = torch.nn.Parameter(given["down"][of], requires_grad=False)
     x = given["x"].clone().requires_grad_()
-    begin = time.perf_counter()
-    y = module(x, given["ids"], given["weights"].bfloat16())
-    middle = time.perf_counter()
-    y.backward(given["grad"])
-    end = time.perf_counter()
-    print(f"torch: forward {middle - begin:.2f} s, backward {end - middle:.2f} s", flush=True)
+    weights = given["weights"].bfloat16()
+    made: list[torch.Tensor] = []
+    turns.add("torch: forward", lambda: made.append(module(x, given["ids"], weights)))
+    turns.add("torch: backward", lambda: made.pop().backward(given["grad"]))
+
+
+def report(turns: Turns, threads: int, options: argparse.Namespace, peak: float) -> None:
+    best = turns.best
+    rows = options.tokens * options.top_k
+    flops = 2 * 3 * rows * options.hidden * options.intermediate
+    print(f"{threads} threads, {peak / 1e9:.0f} GFLOP/s of bf16 products measured")
+    for name, took in best.items():
+        if name != PEAK:
+            rate = flops / took
+            print(f"{name:30} {took:7.3f} s {rate / 1e9:6.0f} GFLOP/s {rate / peak:5.0%}")
+    for name in options.backends:
+        forward, keeping, backward = (
+            best[f"{name}: {of}"] for of in ("forward", "forward, keeping", "backward")
+        )
+        more = [
+            best[f"{name}: rank 16, forward"] / keeping - 1,
+            best[f"{name}: rank 16, backward"] / backward - 1,
+        ]
+        print(
+            f"{name}: backward at {forward / backward:.2f} of the forward's rate; rank 16 adds "
+            f"{more[0]:.0%} forward, {more[1]:.0%} backward"
+        )
+        for other in ("torch", options.backends[0]):
+            if other != name and f"{other}: backward" in best:
+                ratios = [
+                    best[f"{other}: {of}"] / best[f"{name}: {of}"] for of in ("forward", "backward")
+                ]
+                print(f"{name}: {ratios[0]:.2f} and {ratios[1]:.2f} times the rate of {other}")
 
 
 def main() -> None:
@@ -137,13 +177,26 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--torch", action="store_true")
     options = parser.parse_args()
     given = draw(options)
-    for name in options.backends:
-        time_ktk(name, given, options)
+    lora = adapter(options)
+    turns = Turns()
+    layers = {name: pack(name, given, options) for name in options.backends}
+    for name, moe in layers.items():
+        add_ktk(turns, moe, name, given, lora)
     if options.torch:
-        time_torch(given, options)
+        add_torch(turns, given, options)
+    threads = next(iter(layers.values())).pool.size
+    probe = LimitProbe(threads)
+    peaks: list[float] = []
+    variants = ktk.load_backend(PREFERRED["bf16"][0]).variants
+    units = {unit for variant in variants for unit in variant_units(variant)} & set(_probe.units())
+    unit = max(sorted(units), key=lambda unit: probe.peak(unit, 0.05))
+    turns.add(PEAK, lambda: peaks.append(probe.peak(unit, 0.1)))
+    turns.take(options.rounds)
+    report(turns, threads, options, max(peaks))
 
 
 if __name__ == "__main__":
