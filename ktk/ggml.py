@@ -1,4 +1,7 @@
-"""What ggml's blocks mean: their values, and where they keep the floats that all have in common."""
+"""What blocks mean: their values, and where they keep the floats that all have in common.
+
+ggml's own types are decoded by the gguf package, those of ik_llama.cpp by `ktk.ik_types`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
+from ktk import ik_types
+
 # Rows that are decoded at a time: gguf holds their values twice.
 _ROWS = 64
-F16, E8M0, E4M3, NIBBLES = "f16", "e8m0", "e4m3", "nibbles"
+F16, F32, E8M0, E4M3, NIBBLES = "f16", "f32", "e8m0", "e4m3", "nibbles"
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,25 @@ FLOATS = {
     "tq2_0": Floats(64, 2),
     "mxfp4": Floats(0, 1, E8M0),
     "nvfp4": Floats(0, 4, E4M3),
+    **{
+        one.name: Floats(0, 2) if one.d == "<f2" else Floats(0, 4, F32)
+        for one in ik_types.TYPES.values()
+    },
 }
+
+
+def block(element: str) -> tuple[int, int]:
+    """Return the elements and the bytes of a block.
+
+    Parameters
+    ----------
+    element
+        Name of a type: q4_k, say.
+    """
+    if element in ik_types.TYPES:
+        return ik_types.COLUMNS, ik_types.TYPES[element].nbytes
+    columns, nbytes = GGML_QUANT_SIZES[_type(element)]
+    return int(columns), int(nbytes)
 
 
 def decoded(rows: np.ndarray, element: str) -> np.ndarray:
@@ -66,18 +89,24 @@ def decoded(rows: np.ndarray, element: str) -> np.ndarray:
     ValueError
         gguf cannot decode the type; the message ends a sentence about a tensor.
     """
+    columns, nbytes = block(element)
+    values = np.empty((len(rows), rows.shape[1] // nbytes * columns), np.float32)
+    with np.errstate(all="ignore"):
+        for row in range(0, len(values), _ROWS):
+            values[row : row + _ROWS] = _decoded(rows[row : row + _ROWS], element)
+    return values
+
+
+def _decoded(rows: np.ndarray, element: str) -> np.ndarray:
+    if element in ik_types.TYPES:
+        return ik_types.TYPES[element].values(rows)
     kind = _type(element)
-    block, nbytes = GGML_QUANT_SIZES[kind]
-    values = np.empty((len(rows), rows.shape[1] // nbytes * block), np.float32)
     try:
-        with np.errstate(all="ignore"):
-            for row in range(0, len(values), _ROWS):
-                values[row : row + _ROWS] = dequantize(rows[row : row + _ROWS], kind)
+        return dequantize(rows, kind)
     except NotImplementedError:
         raise ValueError(
             f"has the type {kind.name}, which gguf {version('gguf')} cannot decode"
         ) from None
-    return values
 
 
 def not_finite(data: np.ndarray, element: str) -> int:
@@ -94,10 +123,12 @@ def not_finite(data: np.ndarray, element: str) -> int:
     if place is None or place.kind in (E8M0, E4M3):
         # ggml reads every byte of these as a number.
         return 0
-    _, nbytes = GGML_QUANT_SIZES[_type(element)]
+    _, nbytes = block(element)
     found = data.reshape(-1, nbytes)[:, place.at : place.at + place.size]
     if place.kind == F16:
         bad = (found.copy().view(np.uint16) & 0x7C00) == 0x7C00
+    elif place.kind == F32:
+        bad = (found.copy().view(np.uint32) & 0x7F800000) == 0x7F800000
     else:
         # Three bits of the exponent are in the last word, two in the one before.
         bad = (found[:, 7:8] >> 4 & 7 == 7) & (found[:, 5:6] >> 6 == 3)

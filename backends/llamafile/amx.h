@@ -39,8 +39,9 @@ inline void multiply_group(const uint8_t* operands, const char* act, size_t act_
   store_sums<kBothHalves>(sums, kNr);
 }
 
-template <int kBits, Scaling kScaling>
+template <Kind kKind>
 class GemmAmx : public KernelBase {
+  static constexpr Scaling kScaling = kKind.scaling;
   using E = Epilogue<kScaling>;
   static constexpr size_t kGroups = E::kGroups, kSpan = E::kSpan;
 
@@ -75,10 +76,9 @@ class GemmAmx : public KernelBase {
   void prepare_run(const Run& run) {
     add_pending();  // its scales are about to be overwritten
     for_each_super_block(run, [&](const uint8_t* super_block, size_t count, size_t done) {
-      load_scales(type(), layout_.header_of(count), super_block, count,
-                  scales_ + done * num_scales(kScaling));
-      write_operands<kBits, 0>(table_, codes(super_block, count), count,
-                               operands_ + done * kOperandBytes);
+      const Header& at = layout_.header_of(count);
+      load_scales(type(), at, super_block, count, scales_ + done * num_scales(kScaling));
+      write_operands<kKind, 0>(table_, super_block, at, count, operands_ + done * kOperandBytes);
     });
     tile_memory_barrier();
   }
@@ -184,19 +184,19 @@ class GemmAmx : public KernelBase {
   Pending pending_ = {};
 };
 
-template <int kBits, Scaling kScaling>
+template <Kind kKind>
 void gemm_amx(const ktk_matmul* mm) {
-  const TileRows rows(mm->m, kSubBlock / num_groups(kScaling));
-  gemm<GemmAmx<kBits, kScaling>>(mm);
+  const TileRows rows(mm->m, kSubBlock / num_groups(kKind.scaling));
+  gemm<GemmAmx<kKind>>(mm);
 }
 
 inline void multiply_amx(const ktk_matmul* mm) {
-  static constexpr auto kGemm = type_table(
-      []<size_t kType> { return &gemm_amx<kTypes[kType].bits, scaling_of(kTypes[kType])>; });
+  static constexpr auto kGemm =
+      type_table([]<size_t kType> { return &gemm_amx<kind_of(kTypes[kType])>; });
   kGemm[block_type(mm->matrix->format.element)](mm);
 }
 
-constexpr auto amx_scratch_size = GemmAmx<8, Scaling::k32>::scratch_size;
+constexpr auto amx_scratch_size = GemmAmx<kind_of(block_type(kQ8_0))>::scratch_size;
 
 }  // namespace
 }  // namespace ktk::llamafile

@@ -6,6 +6,10 @@
 //   kMaxHalfRows    the same where a sub-block has two groups: twice the accumulators
 //   kMaxRowsInRegisters, kMaxHalfRowsInRegisters   of a tile that also holds dst in registers
 //   broadcast_row<at>(act, stride, row)   four bytes of a row of act, row < 3
+//   add_from(x, bytes)     x plus as many bytes of memory
+//   keep_where(bits, x)    dwords of x where there is a bit, 0 elsewhere
+//   shuffle_by_bit<bit>(lower, upper, index, bytes)   upper[index] where a byte of memory has that
+//                          bit, lower[index] elsewhere
 #pragma once
 
 #include "llamafile/act.h"
@@ -20,6 +24,17 @@ namespace ktk::llamafile {
 namespace {
 
 constexpr int kVectors = 2;  // registers of weights of a tile
+
+// A byte, as often as a register has bytes: an operand in memory, where registers are few.
+template <int kByte>
+struct Bytes {
+  alignas(64) uint8_t byte[64];
+  constexpr Bytes() : byte{} {
+    for (uint8_t& b : byte) b = kByte;
+  }
+};
+template <int kByte>
+constexpr Bytes<kByte> kBytes;
 
 #if defined(__AVX512VNNI__)
 
@@ -72,20 +87,41 @@ struct Dot : Zmm {
   static Int mask_bytes(Int x) {
     return bit_and(x, set1_byte(kMask));
   }
+  [[gnu::always_inline]] static Int add_from(Int x, const uint8_t* bytes) {
+    asm("vpaddb %1, %0, %0" : "+v"(x) : "m"(*reinterpret_cast<const Int*>(bytes)));
+    return x;
+  }
+  // Of sums that begin with -kOffset * (sum of the act codes): plus kShift * (that sum) where there
+  // is a bit.
+  template <int kShift>
+  [[gnu::always_inline]] static Int add_shift(Int begin, const uint8_t* bits) {
+    static_assert(kOffset == 128 && kShift < 8);
+    Int codes[3];  // 1, 2 and 4 times their negative sum
+    codes[0] = divide_int<7>(begin);
+    codes[1] = divide_int<6>(begin);
+    codes[2] = divide_int<5>(begin);
+    const __mmask16 is_shifted = *reinterpret_cast<const __mmask16*>(bits);
+    Int sum = begin;
+#pragma GCC unroll 3
+    for (int bit = 0; bit < 3; ++bit) {
+      if (kShift >> bit & 1) sum = _mm512_mask_sub_epi32(sum, is_shifted, sum, codes[bit]);
+    }
+    return sum;
+  }
+  static Int keep_where(const uint8_t* bits, Int x) {
+    return _mm512_maskz_mov_epi32(*reinterpret_cast<const __mmask16*>(bits), x);
+  }
+  template <int kBit>
+  [[gnu::always_inline]] static Int shuffle_by_bit(Int lower, Int upper, Int index,
+                                                   const uint8_t* bits) {
+    // Not the intrinsic: gcc 12 would keep a register for each bit.
+    __mmask64 is_upper;
+    asm("vptestmb %2, %1, %0" : "=k"(is_upper) : "v"(load_bytes(bits)), "m"(kBytes<1 << kBit>));
+    return _mm512_mask_shuffle_epi8(shuffle(lower, index), is_upper, upper, index);
+  }
 };
 
 #else
-
-// A byte, 32 times: an operand in memory, because sixteen registers are few.
-template <int kByte>
-struct Bytes {
-  alignas(32) uint8_t byte[32];
-  constexpr Bytes() : byte{} {
-    for (uint8_t& b : byte) b = kByte;
-  }
-};
-template <int kByte>
-constexpr Bytes<kByte> kBytes;
 
 struct Dot : Ymm {
 #if defined(__SANITIZE_ADDRESS__)
@@ -103,6 +139,20 @@ struct Dot : Ymm {
   static Int mask_bytes(Int x) {
     asm("vpand %1, %0, %0" : "+x"(x) : "m"(kBytes<kMask>));
     return x;
+  }
+  [[gnu::always_inline]] static Int add_from(Int x, const uint8_t* bytes) {
+    // With an asm as above, gcc 12 also stores what it adds to.
+    return add_bytes(x, load_bytes(bytes));
+  }
+  static Int keep_where(const uint8_t* bits, Int x) {
+    const Int of_lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    return bit_and(_mm256_cmpeq_epi32(bit_and(set1_int(*bits), of_lane), of_lane), x);
+  }
+  template <int kBit>
+  [[gnu::always_inline]] static Int shuffle_by_bit(Int lower, Int upper, Int index,
+                                                   const uint8_t* bits) {
+    const Int is_upper = shift_left(load_bytes(bits), 7 - kBit);  // in the highest bit of a byte
+    return _mm256_blendv_epi8(shuffle(lower, index), shuffle(upper, index), is_upper);
   }
 
 #if defined(__AVXVNNI__)

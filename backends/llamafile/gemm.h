@@ -9,8 +9,11 @@
 namespace ktk::llamafile {
 namespace {
 
-template <int kBits, Scaling kScaling>
+template <Kind kKind>
 class Gemm : public KernelBase {
+  static constexpr int kBits = kKind.bits;
+  static constexpr Scaling kScaling = kKind.scaling;
+
  public:
   static constexpr size_t kMr = num_groups(kScaling) == 2 ? Dot::kMaxHalfRows : Dot::kMaxRows;
   static constexpr size_t kLineProducts = line_products(kBits);
@@ -23,7 +26,12 @@ class Gemm : public KernelBase {
   void begin_block(const char*, float* dst) const { clear_rows(dst, dst_stride_, rows_); }
   void prepare_run(const Run& run) {
     const size_t count = sub_blocks(run.begin, run.end);
-    load_scales(type(), layout_.header_of(count), super_block(run, run.begin), count, scales_);
+    const Header& at = layout_.header_of(count);
+    const uint8_t* const super_block = this->super_block(run, run.begin);
+    load_scales(type(), at, super_block, count, scales_);
+    if constexpr (kKind.has_shifts) {
+      write_shifts<kKind>(Shifts(table_, super_block, at), count, shifts_);
+    }
   }
 
   void tile(const Tile& t) {
@@ -40,6 +48,7 @@ class Gemm : public KernelBase {
           .codes = codes + 4 * n,
           .gap = 0,
           .scales = scales_ + n,
+          .shifts = shifts_ + 4 * n,
           .d = nullptr,
           .sub_blocks = count,
           .lines_to_fetch = 0,
@@ -57,17 +66,18 @@ class Gemm : public KernelBase {
 
  private:
   static constexpr auto kTiles =
-      row_table<kMr>([]<size_t kRows> { return &gemm_tile<kBits, kScaling, kRows>; });
+      row_table<kMr>([]<size_t kRows> { return &gemm_tile<kKind, kRows>; });
 
   const CodeTable table_;
   const size_t dst_stride_, rows_;
   alignas(kLine) float scales_[kSubBlocks * num_scales(kScaling)];
+  alignas(kLine) uint8_t shifts_[kKind.has_shifts ? kSubBlocks * shift_bytes(kScaling) : 1];
   alignas(kLine) float sums_[defers_d(kScaling) ? kMr * kNr : 1];
 };
 
 inline void multiply(const ktk_matmul* mm) {
-  static constexpr auto kGemm = type_table(
-      []<size_t kType> { return &gemm<Gemm<kTypes[kType].bits, scaling_of(kTypes[kType])>>; });
+  static constexpr auto kGemm =
+      type_table([]<size_t kType> { return &gemm<Gemm<kind_of(kTypes[kType])>>; });
   kGemm[block_type(mm->matrix->format.element)](mm);
 }
 

@@ -17,8 +17,10 @@
 namespace ktk::llamafile {
 namespace {
 
-template <int kBits, Scaling kScaling>
+template <Kind kKind>
 class GemmDecoded : public KernelBase {
+  static constexpr int kBits = kKind.bits;
+  static constexpr Scaling kScaling = kKind.scaling;
   static constexpr bool kDecodes = kBits != 8;
   static_assert(kDecodes || !has_min(kScaling));
   // Whether a tile keeps a t for every sum.
@@ -47,10 +49,11 @@ class GemmDecoded : public KernelBase {
   void prepare_run(const Run& run) const {
     const size_t count = sub_blocks(run.begin, run.end);
     const uint8_t* const super_block = this->super_block(run, run.begin);
-    load_scales(type(), layout_.header_of(count), super_block, count, scales_);
+    const Header& at = layout_.header_of(count);
+    load_scales(type(), at, super_block, count, scales_);
     if constexpr (kDecodes) {
-      write_operands<kBits, kDecodedOffset<kScaling>, has_min(kScaling)>(
-          table_, codes(super_block, count), count, operands_);
+      write_operands<kKind, kDecodedOffset<kScaling>, has_min(kScaling)>(table_, super_block, at,
+                                                                         count, operands_);
     }
   }
 

@@ -77,14 +77,14 @@ void decoded_i16_tile(const DecodedOperands& from, const int32_t* subs, float* c
   fetches = fetch;
 }
 
-template <int kBits>
+template <Kind kKind>
 class GemmDecodedI16 : public KernelBase {
   static constexpr Scaling kScaling = Scaling::k16Act64;
   static constexpr size_t kSubs = kSubBlocks * num_groups(kScaling) * kNr;
 
  public:
   static constexpr size_t kMr = Dot::kMaxHalfRowsDecoded;
-  static constexpr size_t kLineProducts = line_products(kBits);
+  static constexpr size_t kLineProducts = line_products(kKind.bits);
   static constexpr size_t kRunSlabs = 1;
   static constexpr bool kFetchesNextRun = true;
 
@@ -110,7 +110,7 @@ class GemmDecodedI16 : public KernelBase {
   // Super-blocks are whole: types with d per 256 values have no others.
   void prepare_run(const Run& run) {
     const uint8_t* const super_block = this->super_block(run, run.begin);
-    limits_ = write_i16_operands<kBits>(table_, codes(super_block, kSubBlocks), operands_);
+    limits_ = write_i16_operands<kKind>(table_, super_block, layout_.whole, operands_);
     const uint8_t* const sub = super_block + layout_.whole.sub;
     for (size_t i = 0; i < kSubs; i += Dot::kLanes) {
       const Dot::Int words = _mm512_cvtepi8_epi32(load_bytes(sub + i));

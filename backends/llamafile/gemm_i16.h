@@ -137,11 +137,13 @@ void gemm_i16_tile(const I16Operands& from, float* dst, size_t dst_stride, bool 
   fetches = fetch;
 }
 
-template <int kBits>
+template <Kind kKind>
 class GemmI16 : public KernelBase {
+  static constexpr Kind kDecoded = {8, Scaling::k16Act64, false, false};
+
  public:
   static constexpr size_t kMr = Dot::kMaxHalfRowsInRegisters;
-  static constexpr size_t kLineProducts = line_products(kBits);
+  static constexpr size_t kLineProducts = line_products(kKind.bits);
   static constexpr size_t kRunSlabs = kI16Slabs;
   static constexpr bool kFetchesNextRun = true;
 
@@ -164,7 +166,7 @@ class GemmI16 : public KernelBase {
   void prepare_run(const Run& run) {
     for_each_super_block(run, [&](const uint8_t* super_block, size_t count, size_t done) {
       const size_t i = done / kSubBlocks;
-      limits_[i] = write_i16_operands<kBits>(table_, codes(super_block, count),
+      limits_[i] = write_i16_operands<kKind>(table_, super_block, layout_.header_of(count),
                                              operands_ + done * kOperandBytes);
       write_i16_scales(type(), layout_.whole, super_block, scales_ + i * kI16Scales);
     });
@@ -205,8 +207,8 @@ class GemmI16 : public KernelBase {
  private:
   // A super-block whose sums are too large, in a tile that keeps both sums of a sub-block apart.
   void multiply_apart(const Tile& t, size_t slab) const {
-    static constexpr auto kApart = row_table<kMr>(
-        []<size_t kRows> { return &gemm_tile_in_registers<8, Scaling::k16Act64, kRows>; });
+    static constexpr auto kApart =
+        row_table<kMr>([]<size_t kRows> { return &gemm_tile_in_registers<kDecoded, kRows>; });
     alignas(kLine) float scales[kSubBlocks * num_scales(Scaling::k16Act64)], d[kNr];
     const uint8_t* const super_block = this->super_block(t, slab);
     load_scales(type(), layout_.whole, super_block, kSubBlocks, scales);
@@ -218,6 +220,7 @@ class GemmI16 : public KernelBase {
             .codes = operands_ + (slab - t.begin) * kSubBlocks * kOperandBytes,
             .gap = 0,
             .scales = scales,
+            .shifts = nullptr,
             .d = d,
             .sub_blocks = kSubBlocks,
             .lines_to_fetch = 0,
@@ -229,7 +232,7 @@ class GemmI16 : public KernelBase {
   }
 
   static_assert(kTileNr == llamafile::kNr);
-  static_assert(TileCodes<8, Scaling::k16Act64>::kOffset == kOffset);
+  static_assert(TileCodes<kDecoded>::kOffset == kOffset);
   static constexpr auto kTiles = row_table<kMr>([]<size_t kRows> { return &gemm_i16_tile<kRows>; });
 
   const CodeTable table_;

@@ -4,6 +4,7 @@
 // d are expanded to int8 in scratch first.
 //
 //   scratch   | scales of up to eight super-blocks | deferred d | operands |
+//             | the same                           | shifts of groups      |      where d is not
 #pragma once
 
 #include "llamafile/gemm_tile.h"
@@ -12,10 +13,13 @@
 namespace ktk::llamafile {
 namespace {
 
-template <int kWeightBits, Scaling kScaling>
+template <Kind kKind>
 class GemmInRegisters : public KernelBase {
+  static constexpr Scaling kScaling = kKind.scaling;
   static constexpr bool kExpands = defers_d(kScaling);
-  static constexpr int kBits = kExpands ? 8 : kWeightBits;  // of what tiles read
+  // What tiles read.
+  static constexpr Kind kRead = kExpands ? Kind{8, kScaling, false, false} : kKind;
+  static constexpr int kBits = kRead.bits;
   // Registers for each row: a span of two sub-blocks takes as many as two groups. But decoding five
   // bits is so much that it has to serve six rows, even if gcc then keeps the first t in memory.
   static constexpr bool kIsLarge =
@@ -23,7 +27,7 @@ class GemmInRegisters : public KernelBase {
 
  public:
   static constexpr size_t kMr = kIsLarge ? Dot::kMaxHalfRowsInRegisters : Dot::kMaxRowsInRegisters;
-  static constexpr size_t kLineProducts = line_products(kWeightBits);
+  static constexpr size_t kLineProducts = line_products(kKind.bits);
   // Every tile takes time to begin and to end, so runs are long: tiles read codes from L2 as fast
   // as from L1.
   static constexpr size_t kRunSlabs = 8;
@@ -34,11 +38,11 @@ class GemmInRegisters : public KernelBase {
         table_(type()),
         scales_(static_cast<float*>(mm->scratch)),
         d_(scales_ + kScaleFloats),
-        operands_(reinterpret_cast<uint8_t*>(d_ + kRunSlabs * kNr)) {}
+        operands_(reinterpret_cast<uint8_t*>(d_ + (kExpands ? kRunSlabs * kNr : 0))) {}
 
   static size_t scratch_size(const ktk_matrix*, size_t) {
     constexpr size_t kOperands = kRunSlabs * (kNr * sizeof(float) + kSubBlocks * kOperandBytes);
-    return kScaleFloats * sizeof(float) + (kExpands ? kOperands : 0);
+    return kScaleFloats * sizeof(float) + (kExpands ? kOperands : kRead.has_shifts ? kShifts : 0);
   }
 
   static size_t passes(size_t) { return kNr / kTileNr; }
@@ -46,10 +50,14 @@ class GemmInRegisters : public KernelBase {
     for_each_super_block(run, [&](const uint8_t* super_block, size_t count, size_t done) {
       load_scales(type(), layout_.header_of(count), super_block, count,
                   scales_ + done * num_scales(kScaling));
+      const Header& at = layout_.header_of(count);
       if constexpr (kExpands) {
         load_deferred_ds(type(), super_block, d_ + done / kSubBlocks * kNr);
-        write_operands<kWeightBits, kOffset>(table_, codes(super_block, count), count,
-                                             operands_ + done * kOperandBytes);
+        write_operands<kKind, kOffset>(table_, super_block, at, count,
+                                       operands_ + done * kOperandBytes);
+      } else if constexpr (kRead.has_shifts) {
+        write_shifts<kKind>(Shifts(table_, super_block, at), count,
+                            operands_ + done * shift_bytes(kScaling));
       }
     });
   }
@@ -77,6 +85,7 @@ class GemmInRegisters : public KernelBase {
               .codes = from + 4 * n,
               .gap = kExpands ? 0 : layout_.whole.end,
               .scales = scales_ + first * num_scales(kScaling) + n,
+              .shifts = operands_ + first * shift_bytes(kScaling) + 4 * n,
               .d = d_ + first / kSubBlocks * kNr + n,
               .sub_blocks = count,
               .lines_to_fetch = lines,
@@ -88,13 +97,14 @@ class GemmInRegisters : public KernelBase {
     }
   }
 
+  static constexpr size_t kShifts = kRunSlabs * kSubBlocks * shift_bytes(kScaling);
   static constexpr size_t kScaleFloats = kRunSlabs * kSubBlocks * num_scales(kScaling);
   static constexpr auto kTiles =
-      row_table<kMr>([]<size_t kRows> { return &gemm_tile_in_registers<kBits, kScaling, kRows>; });
+      row_table<kMr>([]<size_t kRows> { return &gemm_tile_in_registers<kRead, kRows>; });
 
   const CodeTable table_;
   float *const scales_, *const d_;
-  uint8_t* const operands_;
+  uint8_t* const operands_;  // or shifts
 };
 
 }  // namespace

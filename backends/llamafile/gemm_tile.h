@@ -22,10 +22,11 @@ namespace {
 // What a tile multiplies: sub-blocks that follow each other in k.
 struct TileOperands {
   const CodeTable* table;
-  const uint8_t* codes;  // first n of the tile, first sub-block
-  size_t gap;            // bytes between the codes of two super-blocks
-  const float* scales;   // first n of the tile, first sub-block (weight_scales.h)
-  const float* d;        // deferred ones: first n of the tile, first super-block
+  const uint8_t* codes;   // first n of the tile, first sub-block
+  size_t gap;             // bytes between the codes of two super-blocks
+  const float* scales;    // first n of the tile, first sub-block (weight_scales.h)
+  const uint8_t* shifts;  // first n of the tile, first sub-block, of kinds that have them
+  const float* d;         // deferred ones: first n of the tile, first super-block
   size_t sub_blocks;
   size_t lines_to_fetch;   // in every sub-block, by tiles with C in registers
   const char* act;         // first row, first sub-block
@@ -36,17 +37,20 @@ struct TileOperands {
 // Operands of a tile: table[code] + kWeightOffset, or the code itself, which saves an instruction
 // for each step. That can be where all types of a kind are linear with the same offset, none where
 // there are minima.
-template <int kBits, Scaling kScaling>
+template <Kind kKind>
 struct TileCodes {
-  static constexpr bool kMins = has_min(kScaling);
-  static constexpr bool kCentered = Dot::kWeightOffset != 0 && (kBits == 5 || kBits == 6);
+  static constexpr int kBits = kKind.bits;
+  static constexpr bool kMins = has_min(kKind.scaling);
+  static constexpr bool kCentered =
+      Dot::kWeightOffset != 0 && (kBits == 5 || kBits == 6) && !kKind.has_table;
   static constexpr bool kAsTheyAre = kMins || kCentered;
   // Sums are too large by kOffset * (sum of the act codes).
   static constexpr int kOffset = kMins ? 0 : kAsTheyAre ? 1 << (kBits - 1) : Dot::kWeightOffset;
-  using Type = Codes<kBits, Dot::kWeightOffset, kAsTheyAre>;
+  using Type = Codes<kBits, kKind.has_table, Dot::kWeightOffset, kAsTheyAre>;
 
   static constexpr bool fits(const BlockType& type) {
-    const bool is_of_kind = type.bits == kBits && type.has_dmin == kMins;
+    const bool is_of_kind =
+        type.bits == kBits && type.has_dmin == kMins && kind_of(type).has_table == kKind.has_table;
     return !is_of_kind || !kAsTheyAre || (type.linear && type.offset == kOffset);
   }
   static constexpr bool fits_all() {
@@ -112,12 +116,14 @@ struct CInRegisters {
   }
 };
 
-template <int kBits, Scaling kScaling, int kRows>
+template <Kind kKind, int kRows>
 class TileLoop {
+  static constexpr int kBits = kKind.bits;
+  static constexpr Scaling kScaling = kKind.scaling;
   using Int = Dot::Int;
   using Float = Dot::Float;
   using E = Epilogue<kScaling>;
-  using Operands = TileCodes<kBits, kScaling>;
+  using Operands = TileCodes<kKind>;
   static_assert(Operands::fits_all());
   static constexpr int kGroups = E::kGroups;
 
@@ -126,6 +132,7 @@ class TileLoop {
       : operands_(*t.table),
         codes_(t.codes),
         scales_(t.scales),
+        shifts_(t.shifts),
         act_(t.act, t.act_stride),
         act_groups_(t.act_groups),
         fetch_(fetch),
@@ -151,6 +158,7 @@ class TileLoop {
       add_groups(sums, c, first, i == 0, is_last);
       act_groups_ += sizeof(ActGroup);
       scales_ += num_scales(kScaling);
+      if constexpr (kKind.has_shifts) shifts_ += shift_bytes(kScaling);
     }
   }
 
@@ -180,12 +188,20 @@ class TileLoop {
       constexpr size_t kToFetch = kLines * (kStep + 1) / kSteps - kLines * kStep / kSteps;
 #pragma GCC unroll 2
       for (size_t i = 0; i < (kFetches ? kToFetch : 0); ++i) fetch_.next_unseen();
-      // The plane of fifth bits is loaded for each step: kept, it would push sums out of registers.
-      if constexpr (kBits == 5 && sizeof(Int) == 32) codes_ = hidden(codes_);
+      // The plane of highest bits is loaded for each step: kept, it would push sums out of
+      // registers.
+      constexpr bool kFewLeft = sizeof(Int) == 32 || kKind.has_table;
+      if constexpr ((kBits == 5 && kFewLeft) || (kBits == 3 && kFewLeft && kKind.has_shifts)) {
+        codes_ = hidden(codes_);
+      }
       Int operand[kVectors];
 #pragma GCC unroll 2
       for (int v = 0; v < kVectors; ++v) {
         operand[v] = operands_.template operand<kStep>(codes_ + v * sizeof(Int));
+        if constexpr (kKind.has_shifts) {
+          constexpr size_t kGroup = kStep * kGroups / kSteps;
+          operand[v] = Dot::add_from(operand[v], shifts_ + kGroup * kPlaneBytes + v * sizeof(Int));
+        }
         if constexpr (kBits == 8 && kGroups == 2)
           pin(operand[v]);  // loaded once, not for every row
       }
@@ -255,6 +271,7 @@ class TileLoop {
   const typename Operands::Type operands_;
   const uint8_t* codes_;
   const float* scales_;
+  const uint8_t* shifts_;
   RowPointers<kRows> act_;
   const char* act_groups_;
   Fetch fetch_;
@@ -264,20 +281,21 @@ class TileLoop {
 using GemmTile = void(const TileOperands&, float* dst, size_t dst_stride, bool is_first, Fetch&);
 
 // dst += act x weight, for sub-blocks of one super-block. Deferred d are left out.
-template <int kBits, Scaling kScaling, int kRows>
+template <Kind kKind, int kRows>
 void gemm_tile(const TileOperands& operands, float* dst, size_t dst_stride, bool, Fetch& fetch) {
-  TileLoop<kBits, kScaling, kRows> loop(operands, fetch);
+  TileLoop<kKind, kRows> loop(operands, fetch);
   CInMemory<kRows> c = {dst, dst_stride};
   const size_t sub_blocks = operands.sub_blocks;
-  for (size_t i = 0; i < sub_blocks; i += act_span(kScaling)) loop.add_span(c, 0);
+  for (size_t i = 0; i < sub_blocks; i += act_span(kKind.scaling)) loop.add_span(c, 0);
   fetch = loop.fetch();
 }
 
 // dst += act x weight, or dst = act x weight for the first sub-blocks of k, with C in registers.
-template <int kBits, Scaling kScaling, int kRows>
+template <Kind kKind, int kRows>
 void gemm_tile_in_registers(const TileOperands& operands, float* dst, size_t dst_stride,
                             bool is_first, Fetch& fetch) {
-  TileLoop<kBits, kScaling, kRows> loop(operands, fetch);
+  constexpr Scaling kScaling = kKind.scaling;
+  TileLoop<kKind, kRows> loop(operands, fetch);
   const size_t sub_blocks = operands.sub_blocks;
   CInRegisters<kRows> c;
   if constexpr (defers_d(kScaling)) {

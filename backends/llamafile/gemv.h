@@ -5,7 +5,8 @@
 // compiled for every type, converts scales and minima where a sub-block needs them, and multiplies
 // codes as they are where the table is linear: sums are too large by offset * (sum of the act
 // codes) only. Four bits of a linear type need no shift either: the high nibbles are multiplied
-// where they are, and their sums are 16 times too large.
+// where they are, and their sums are 16 times too large. Shifts of groups are no part of operands
+// here, but of the numbers that sums begin with.
 //
 // A super-block is fetched line by line in the order of memory, header first, although sub-blocks
 // read the header bit by bit: on Zen 4, going back and forth between it and the codes costs half of
@@ -33,7 +34,7 @@ class Gemv : public KernelBase {
   static constexpr bool kNibbles = kOf.linear && kBits == 4;  // multiplied where they are
   static constexpr int kCodeOffset = kOf.linear ? kOf.offset : kOffset;
   static constexpr size_t kBytes = super_block_bytes(kOf, kSubBlocks);
-  using Operands = Codes<kBits, kOffset, kOf.linear>;
+  using Operands = Codes<kBits, kind_of(kOf).has_table, kOffset, kOf.linear>;
 
   using Sums = Int[kGroups][kRows][kVectors];
   using C = Float[kRows][kVectors];
@@ -186,6 +187,11 @@ class Gemv : public KernelBase {
 #pragma GCC unroll 2
           for (int v = 0; v < kVectors; ++v) {
             sums[g][r][v] = E::template begin<kCodeOffset>(p.act_group(r), g);
+            if constexpr (kOf.shift != 0) {
+              const size_t group = (first + i) * kGroups + g;
+              const uint8_t* bits = p.super_block + p.at.shift + group * kShiftBytes + v * 2;
+              sums[g][r][v] = Dot::add_shift<kOf.shift>(sums[g][r][v], bits);
+            }
             high[g][r][v] = Dot::set1_int(0);
           }
         }

@@ -17,7 +17,10 @@ namespace {
 // large for the bound.
 constexpr bool fits_i16(const BlockType& type) {
   int largest = type.linear ? type.offset : 0;
-  for (const int value : type.table) largest = largest < value ? value : largest;
+  for (const int value : type.table) {
+    const int size = value < 0 ? -value : value + type.shift;
+    largest = largest < size ? size : largest;
+  }
   return defers_d(scaling_of(type)) && largest <= 32;
 }
 
@@ -81,19 +84,31 @@ inline bool sums_fit_i16(const Norms& act, const Norms& limits) {
 }
 
 // Writes operands of a super-block. Returns what norms of activations may be.
-template <int kBits>
-Norms write_i16_operands(const CodeTable& table, const uint8_t* sub_block, uint8_t* to) {
+template <Kind kKind>
+Norms write_i16_operands(const CodeTable& table, const uint8_t* super_block, const Header& at,
+                         uint8_t* to) {
   static_assert(Dot::kWeightOffset == kOffset);
-  const Codes<kBits> codes(table);
+  const Codes<kKind.bits, kKind.has_table> codes(table);
+  const Shifts shifts(table, super_block, at);
+  const uint8_t* sub_block = super_block + at.end;
   int32_t squares[kSubBlocks];
+  size_t group = 0;
   for (int32_t& of_sub_block : squares) {
     Dot::Int largest = Dot::set1_int(1);
 #pragma GCC unroll 2
-    for (size_t at = 0; at < kPlaneBytes; at += sizeof(Dot::Int)) {
+    for (size_t byte = 0; byte < kPlaneBytes; byte += sizeof(Dot::Int)) {
       Dot::Int of_half[2] = {Dot::set1_int(0), Dot::set1_int(0)};
+      Dot::Int shift[2];
+      if constexpr (kKind.has_shifts) {
+        shift[0] = shifts.of(group, byte / 4);
+        shift[1] = shifts.of(group + 1, byte / 4);
+      }
       unroll<kSteps>([&]<size_t kStep>() __attribute__((always_inline)) {
-        const Dot::Int operand = codes.template operand<kStep>(sub_block + at);
-        Dot::store_bytes(to + at + kStep * kPlaneBytes, operand);
+        Dot::Int operand = codes.template operand<kStep>(sub_block + byte);
+        if constexpr (kKind.has_shifts) {
+          operand = Dot::add_bytes(operand, shift[2 * kStep / kSteps]);
+        }
+        Dot::store_bytes(to + byte + kStep * kPlaneBytes, operand);
         const Dot::Int size = _mm512_abs_epi8(_mm512_xor_si512(operand, Dot::set1_byte(kOffset)));
         Dot::Int& sum = of_half[2 * kStep / kSteps];
         sum = Dot::dot(sum, size, size);
@@ -101,7 +116,8 @@ Norms write_i16_operands(const CodeTable& table, const uint8_t* sub_block, uint8
       largest = _mm512_max_epi32(largest, _mm512_max_epi32(of_half[0], of_half[1]));
     }
     of_sub_block = _mm512_reduce_max_epi32(largest);
-    sub_block += kBits * kPlaneBytes;
+    sub_block += kKind.bits * kPlaneBytes;
+    group += 2;
     to += kOperandBytes;
   }
   return largest_norms_that_fit_i16(squares);

@@ -22,10 +22,11 @@ struct ManyRows {
 template <size_t kType>
 constexpr ManyRows many_rows() {
   constexpr BlockType kOf = kTypes[kType];
+  constexpr Kind kKind = kind_of(kOf);
   if constexpr (fits_i16(kOf)) {
-    return {gemm<GemmI16<kOf.bits>>, GemmI16<kOf.bits>::scratch_size};
+    return {gemm<GemmI16<kKind>>, GemmI16<kKind>::scratch_size};
   } else {
-    using Kernel = GemmInRegisters<kOf.bits, scaling_of(kOf)>;
+    using Kernel = GemmInRegisters<kKind>;
     return {gemm<Kernel>, Kernel::scratch_size};
   }
 }

@@ -18,10 +18,11 @@ struct DecodedProduct {
 template <size_t kType>
 constexpr DecodedProduct decoded_product() {
   constexpr BlockType kOf = kTypes[kType];
+  constexpr Kind kKind = kind_of(kOf);
   if constexpr (fits_i16(kOf)) {
-    return {gemm<GemmDecodedI16<kOf.bits>>, GemmDecodedI16<kOf.bits>::scratch_size};
+    return {gemm<GemmDecodedI16<kKind>>, GemmDecodedI16<kKind>::scratch_size};
   } else {
-    using Kernel = GemmDecoded<kOf.bits, scaling_of(kOf)>;
+    using Kernel = GemmDecoded<kKind>;
     return {gemm<Kernel>, Kernel::scratch_size};
   }
 }

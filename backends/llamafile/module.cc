@@ -23,7 +23,9 @@ constexpr ktk_format kFormats[] = {
     format(kQ2_K),         format(kQ3_K),          format(kTQ1_0),   format(kTQ2_0),
     format(kIQ1_S),        format(kIQ1_M),         format(kIQ2_XXS), format(kIQ2_XS),
     format(kIQ2_S),        format(kIQ3_XXS),       format(kIQ3_S),   float_format(KTK_F32),
-    float_format(KTK_F16), float_format(KTK_BF16),
+    float_format(KTK_F16), float_format(KTK_BF16), format(kIQ2_K),   format(kIQ3_K),
+    format(kIQ4_K),        format(kIQ5_K),         format(kIQ2_KS),  format(kIQ3_KS),
+    format(kIQ4_KS),       format(kIQ5_KS),        format(kIQ4_KSS), format(kIQ2_KL),
 };
 constexpr uint32_t kNumFormats = sizeof kFormats / sizeof *kFormats;
 

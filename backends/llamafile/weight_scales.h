@@ -40,6 +40,8 @@ inline Dot::Float load_d(const BlockType& type, const uint8_t* d) {
       return load_half_e8m0(d);
     case DKind::kUe4m3:
       return load_half_ue4m3(d);
+    case DKind::kF32:
+      return Dot::load(reinterpret_cast<const float*>(d));
   }
   __builtin_unreachable();
 }

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ktk.ggml import block
 from ktk.testing import bounds, ggml
 from ktk.testing.bounds import Array
 
@@ -107,7 +108,7 @@ def is_known(fmt: Format) -> bool:
 
 def fill_bytes(fmt: Format, extent: int) -> int:
     """Round an extent up to what fills whole bytes, or blocks."""
-    columns = ggml.block(fmt.element)[0] if ggml.is_block(fmt.element) else 0
+    columns = block(fmt.element)[0] if ggml.is_block(fmt.element) else 0
     columns = columns or max(8 // ELEMENTS[fmt.element].bits, 1)
     return -(-extent // columns) * columns
 

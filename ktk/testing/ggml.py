@@ -1,8 +1,7 @@
-"""ggml's block types: random blocks of chosen sizes, and what they mean.
+"""Block types of ggml and ik_llama.cpp: random blocks of chosen sizes, and what they mean.
 
-What a block means is said by ``gguf.quants.dequantize``, and where it keeps the floats that its
-other bytes are multiplied with by `ktk.ggml`: random blocks do not hold random
-floats.
+`ktk.ggml` says what a block means, and where it keeps the floats that its other bytes are
+multiplied with: random blocks do not hold random floats.
 """
 
 from __future__ import annotations
@@ -11,34 +10,28 @@ import functools
 
 import numpy as np
 import numpy.typing as npt
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize, quantize
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 
-from ktk.ggml import E4M3, E8M0, F16, FLOATS, NIBBLES
+from ktk.ggml import E4M3, E8M0, F16, F32, FLOATS, NIBBLES, block, decoded
 from ktk.testing.bounds import Array
 
 Bytes = npt.NDArray[np.uint8]
 
 #: The smallest and the largest float of each kind that blocks are made with.
 _RANGE = {F16: (2.0**-24, 65504.0), NIBBLES: (2.0**-24, 65504.0), E8M0: (2.0**-126, 2.0**110)}
-_RANGE[E4M3] = (2.0**-9, 448.0)
+_RANGE |= {E4M3: (2.0**-9, 448.0), F32: (2.0**-126, 2.0**110)}
+_BYTES = {E4M3: 1, E8M0: 1, F16: 2, F32: 4}
 
 
 def is_block(element: str) -> bool:
-    """Whether an element is one of ggml's block types."""
+    """Whether an element is a type of blocks."""
     return element in FLOATS
-
-
-def block(element: str) -> tuple[int, int]:
-    """Elements and bytes of a block."""
-    columns, nbytes = GGML_QUANT_SIZES[_kind(element)]
-    return int(columns), int(nbytes)
 
 
 def decode(element: str, rows: Bytes) -> Array:
     """What rows of blocks mean; each value is a float32."""
-    with np.errstate(all="ignore"):
-        return np.asarray(dequantize(rows, _kind(element)), np.float64)
+    return decoded(rows, element).astype(np.float64)
 
 
 def reach(element: str, rows: Bytes) -> Array:
@@ -64,8 +57,8 @@ def encode(element: str, values: npt.NDArray[np.float32]) -> Bytes | None:
     """
     moderate = np.where(np.abs(values) < 2.0**-10, np.float32(0), np.clip(values, -1e4, 1e4))
     try:
-        rows: Bytes = quantize(moderate, _kind(element))
-    except NotImplementedError:
+        rows: Bytes = quantize(moderate, GGMLQuantizationType[element.upper()])
+    except (KeyError, NotImplementedError):
         return None
     return rows
 
@@ -79,9 +72,7 @@ def random_blocks(
     blocks = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
     kind = FLOATS[element].kind
     low, high = _RANGE[kind]
-    lanes = FLOATS[element].size // (1 if kind in (E8M0, E4M3) else 2)
-    if kind == NIBBLES:
-        lanes = 1
+    lanes = 1 if kind == NIBBLES else FLOATS[element].size // _BYTES[kind]
     wanted = size / _reach(element) * rng.uniform(0.5, 2, (count, lanes))
     wanted = np.where(wanted > 0, np.clip(wanted, low, high), 0)
     _set(element, blocks, wanted * rng.choice([-1.0, 1.0], wanted.shape))
@@ -94,8 +85,8 @@ def has_offset(element: str) -> bool:
 
 
 def has_nan(element: str) -> bool:
-    """Whether a block can hold a NaN: f16 has one, the scales of MXFP4 and NVFP4 have none."""
-    return FLOATS[element].kind in (F16, NIBBLES)
+    """Whether a block can hold a NaN: the scales of MXFP4 and NVFP4 have none."""
+    return FLOATS[element].kind in (F16, F32, NIBBLES)
 
 
 def with_nan(element: str, rows: Bytes, row: int, column: int) -> Bytes:
@@ -105,10 +96,6 @@ def with_nan(element: str, rows: Bytes, row: int, column: int) -> Bytes:
     blocks = changed.reshape(len(rows), -1, nbytes)[row, column // columns]
     _set(element, blocks[np.newaxis], np.full((1, 1), np.nan))
     return changed
-
-
-def _kind(element: str) -> GGMLQuantizationType:
-    return GGMLQuantizationType[element.upper()]
 
 
 @functools.cache
@@ -124,10 +111,10 @@ def _set(element: str, blocks: Bytes, values: Array) -> None:
     """Write floats [blocks, floats of a block], which may be broadcast, into blocks."""
     where = FLOATS[element]
     place = blocks[:, where.at : where.at + where.size]
-    if where.kind == F16:
-        place[:] = (
-            np.broadcast_to(values, (len(blocks), where.size // 2)).astype("<f2").view(np.uint8)
-        )
+    if where.kind in (F16, F32):
+        size = _BYTES[where.kind]
+        lanes = np.broadcast_to(values, (len(blocks), where.size // size))
+        place[:] = lanes.astype(f"<f{size}").view(np.uint8)
     elif where.kind == NIBBLES:
         bits = values[:, :1].astype("<f2").view("<u2")
         words = np.ascontiguousarray(place).view("<u2") & 0x0FFF

@@ -9,11 +9,10 @@ import amx_tools
 import numpy as np
 import pytest
 import torch
-from gguf import quants
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 import ktk
-from ktk import _core
+from ktk import _core, ik_types
+from ktk.ggml import block, decoded
 from ktk.testing import formats
 
 pytestmark = pytest.mark.skipif(
@@ -164,18 +163,18 @@ def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int
 
 def random_blocks(name: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     """Rows of blocks of any bits that make finite numbers."""
-    kind = GGMLQuantizationType[name.upper()]
-    block, size = GGML_QUANT_SIZES[kind]
+    columns, size = block(name)
     blocks = rng.integers(0, 256, (500, size), dtype=np.uint8)
-    with np.errstate(all="ignore"):
-        blocks = blocks[np.isfinite(quants.dequantize(blocks, kind)).all(axis=1)]
-    return blocks[rng.integers(0, len(blocks), (shape[0], shape[1] // block))].reshape(shape[0], -1)
+    blocks = blocks[np.isfinite(decoded(blocks, name)).all(axis=1)]
+    picked = rng.integers(0, len(blocks), (shape[0], shape[1] // columns))
+    return blocks[picked].reshape(shape[0], -1)
 
 
 BLOCK_TYPES = (
     *("q4_k", "q5_k", "q6_k", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl", "iq4_xs"),
     *("mxfp4", "nvfp4", "q2_k", "q3_k", "tq1_0", "tq2_0", "iq1_s", "iq1_m"),
     *("iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"),
+    *ik_types.TYPES,
 )
 
 

@@ -12,6 +12,9 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
+from ktk import ik_types
+from ktk.ik_types import IkType
+
 E, TOP, H, I = 4, 2, 256, 512  # noqa: E741 - the names the layouts use
 PARTS = ("gate", "up", "down")
 #: Types that gguf can both encode and decode.
@@ -30,13 +33,24 @@ class Tensor:
     """What is written: values of plain types, uint8 rows of blocks otherwise."""
 
     data: np.ndarray
-    type: Type
+    type: Type | IkType
 
     @functools.cached_property
     def values(self) -> np.ndarray:
-        """What it means, by gguf's decoder, in float64."""
+        """What it means, by gguf's decoder or ktk's of ik_llama.cpp's types, in float64."""
+        if isinstance(self.type, IkType):
+            rows = self.type.blocks_of(self.data.reshape(-1, self.data.shape[-1]))
+            return self.type.values(rows).reshape(self.shape).astype(np.float64)
         with np.errstate(all="ignore"):  # random blocks have scales beyond all numbers
             return gguf.quants.dequantize(self.data, self.type).astype(np.float64)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its extents, if it has one of ik_llama.cpp's types."""
+        assert isinstance(self.type, IkType)
+        prefix = self.type.row_prefix
+        blocks = (self.data.shape[-1] - prefix) // (self.type.nbytes - prefix)
+        return (*self.data.shape[:-1], blocks * ik_types.COLUMNS)
 
     def __getitem__(self, index: Any) -> Tensor:
         return Tensor(np.ascontiguousarray(self.data[index]), self.type)
@@ -45,6 +59,8 @@ class Tensor:
 def tensor(shape: tuple[int, ...], kind: str, seed: int) -> Tensor:
     """Make random weights of a trained model's size; of types without encoder, random blocks."""
     rng = np.random.default_rng(seed)
+    if ik_type := ik_types.TYPES.get(kind.lower()):
+        return Tensor(ik_rows(ik_type, shape, rng), ik_type)
     kind = Type[kind]
     values = (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
     try:
@@ -52,6 +68,16 @@ def tensor(shape: tuple[int, ...], kind: str, seed: int) -> Tensor:
     except NotImplementedError:
         blocks = gguf.quants.quant_shape_to_byte_shape(shape, kind)
         return Tensor(rng.integers(0, 256, blocks, dtype=np.uint8), kind)
+
+
+def ik_rows(kind: IkType, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+    """Make random rows of a type of ik_llama.cpp as files have them, with values below one."""
+    rows = rng.integers(0, 256, (*shape[:-1], kind.row_nbytes(shape[-1])), dtype=np.uint8)
+    step = rows.shape[-1] if kind.of_row else kind.nbytes
+    each = rows.reshape(-1, step)
+    d = rng.uniform(2.0**-15, 2.0**-14, (len(each), 1)).astype(kind.d)
+    each[:, : d.itemsize] = d.view(np.uint8)
+    return rows
 
 
 def experts(
@@ -117,7 +143,12 @@ def write(
         add(f"{arch}.{name}", value)
     writer.add_tensor("token_embd.weight", np.zeros((3, H), np.float32))
     for name, one in tensors.items():
-        writer.add_tensor(name, one.data, raw_dtype=one.type)
+        if isinstance(one.type, IkType):
+            # The writer looks the sizes of uint8 blocks up in a table that lacks these.
+            number: Any = one.type.number
+            writer.add_tensor(name, one.data.view(np.int8), raw_shape=one.shape, raw_dtype=number)
+        else:
+            writer.add_tensor(name, one.data, raw_dtype=one.type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

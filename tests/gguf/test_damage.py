@@ -158,7 +158,7 @@ def test_a_type_that_gguf_does_not_know_is_named(path: Path) -> None:
     # Behind the name: the number of dimensions, three dimensions, the type.
     at = path.read_bytes().index(DOWN.encode()) + len(DOWN) + 4 + 3 * 8
     patch(path, at, struct.pack("<I", 99))
-    fails(path, DOWN, "model.gguf", "ggml type 99", "does not know")
+    fails(path, DOWN, "model.gguf", "ggml type 99", "does not know, and ktk neither")
 
 
 def test_a_type_that_gguf_cannot_decode_is_named(tmp_path: Path, parts: dict[str, Tensor]) -> None:

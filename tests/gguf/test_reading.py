@@ -15,7 +15,7 @@ import pytest
 import torch
 from gguf_files import ENCODED, FIELDS, PLAIN, E, H, I, Tensor
 
-from ktk import Format
+from ktk import Format, ik_types
 from ktk.checkpoint import describe
 from ktk.checkpoint.gguf import GgufCheckpoint
 from ktk.checkpoint.gguf.header import open_file
@@ -42,7 +42,7 @@ def assert_reads(path: Path, expected: dict[str, Tensor], layer: int = 0) -> Non
                 np.testing.assert_array_equal(values, stack.values[e], f"{part} of expert {e}")
 
 
-@pytest.mark.parametrize("kind", [*PLAIN, *ENCODED, *DECODED])
+@pytest.mark.parametrize("kind", [*PLAIN, *ENCODED, *DECODED, *ik_types.TYPES])
 def test_every_type_has_the_values_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
     parts = files.experts(kind)
     assert_reads(files.write(tmp_path / "m.gguf", files.stacked(parts)), parts)

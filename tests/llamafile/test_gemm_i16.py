@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType as Type
 
 import ktk
 from ktk import Format, _core
+from ktk.ggml import block
 
 BACKEND = ktk.load_backend("LLAMAFILE")
 VARIANTS = [variant.name for variant in BACKEND.variants if variant.runnable]
@@ -98,12 +99,12 @@ def test_activations_near_the_ends_of_the_range(size: float) -> None:
     check(codes, sub, x)
 
 
-@pytest.mark.parametrize("name", ["Q3_K", "IQ1_M", "IQ2_XS", "IQ2_S"])
+@pytest.mark.parametrize("name", ["Q3_K", "IQ1_M", "IQ2_XS", "IQ2_S", "IQ2_K"])
 def test_other_types_that_sum_runs(name: str) -> None:
     """More runs than are held at once, and values too large for words (IQ2_XS, IQ2_S)."""
     rng = np.random.default_rng(6)
     k = 9 * 256
-    _, size = gguf.GGML_QUANT_SIZES[Type[name]]
+    _, size = block(name.lower())
     made = rng.integers(0, 256, (N, k // 256, size), dtype=np.uint8)
     d = np.array([2.0**-8], np.float16).view(np.uint8)
     if name == "IQ1_M":  # four bits of d at the top of each of the last four words

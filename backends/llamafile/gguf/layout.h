@@ -1,19 +1,20 @@
-// "ggml-n32k256+bf16-n32k32": where a weight of any of ggml's block types is in a packed matrix.
+// "ggml-n32k256+bf16-n32k32": where a weight of any block type is in a packed matrix.
 // The same for all instruction sets. It holds what the blocks hold, in about as many bytes: nothing
 // is rounded. Floats are elsewhere: BF16 in bf16/layout.h, F16 and F32 in floats/layout.h.
 //
 //   packed       [n / 32 blocks][k / 256 super-blocks]                one sequential stream
 //
-//   super-block  | d | dmin | sub | min | zeros | sub-block 0 | sub-block 1 | ... sub-block 7 |
+//   super-block  | d | dmin | sub | min | shift | zeros | sub-block 0 | sub-block 1 | ... 7 |
 //
 //                32 n, 256 deep; the last super-block of a block holds the sub-blocks that are
-//                left. d, dmin, sub and min, the header, are those of the normal form (normal.h),
-//                as far as the type has them: for every group one number for each n,
+//                left. d, dmin, sub, min and shift, the header, are those of the normal form
+//                (normal.h), as far as the type has them: for every group one number for each n,
 //
-//                  d      32 f16, or bytes    of d_group 0, d_group 1 ...
-//                  dmin   32 f16              of d_group 0, d_group 1 ...
-//                  sub    32 int8             of group 0, group 1 ...
-//                  min    32 uint8            of group 0, group 1 ...
+//                  d      32 f16, f32 or bytes   of d_group 0, d_group 1 ...
+//                  dmin   32 f16                 of d_group 0, d_group 1 ...
+//                  sub    32 int8                of group 0, group 1 ...
+//                  min    32 uint8               of group 0, group 1 ...
+//                  shift  32 bits                of group 0, group 1 ...   bit n: it is shifted
 //
 //                and zeros up to a cache line.
 //
@@ -32,10 +33,10 @@
 //   8-bit   of one step
 //
 //   bits  planes of a sub-block, in the order of memory      types
-//   2     2-bit | 2-bit                                      Q2_K, TQ1_0, TQ2_0
-//   3     1-bit | 2-bit | 2-bit                              Q3_K, IQ1_*, IQ2_*
+//   2     2-bit | 2-bit                                      Q2_K, TQ1_0, TQ2_0, IQ2_K, IQ2_KS
+//   3     1-bit | 2-bit | 2-bit                              Q3_K, IQ1_*, IQ2_*, IQ3_K, IQ3_KS
 //   4     4-bit 4-bit | 4-bit 4-bit                          Q4_*, IQ3_*, IQ4_*, MXFP4, NVFP4
-//   5     1-bit | 4-bit 4-bit | 4-bit 4-bit                  Q5_*
+//   5     1-bit | 4-bit 4-bit | 4-bit 4-bit                  Q5_*, IQ5_*
 //   6     2-bit 4-bit 4-bit | 2-bit 4-bit 4-bit              Q6_K
 //   8     8-bit 8-bit 8-bit 8-bit | 8-bit 8-bit 8-bit 8-bit  Q8_0
 //
@@ -66,10 +67,14 @@ constexpr size_t sub_block_bytes(const BlockType& type) { return type.bits * kPl
 
 // Where the numbers of a super-block are, in bytes from its beginning.
 struct Header {
-  size_t d, dmin, sub, min, end;  // of the last one: where sub-blocks begin
+  size_t d, dmin, sub, min, shift, end;  // of the last one: where sub-blocks begin
 };
 
-constexpr size_t d_bytes(const BlockType& type) { return type.d_kind == DKind::kF16 ? 2 : 1; }
+constexpr size_t kShiftBytes = kNr / 8;  // of a group
+
+constexpr size_t d_bytes(const BlockType& type) {
+  return type.d_kind == DKind::kF32 ? 4 : type.d_kind == DKind::kF16 ? 2 : 1;
+}
 
 // Groups of sub and min, or of d, in so many sub-blocks. Called for every product: no divisions.
 constexpr size_t num_groups(size_t sub_blocks, size_t group) {
@@ -85,7 +90,8 @@ constexpr Header header(const BlockType& type, size_t sub_blocks) {
   at.dmin = at.d + d;
   at.sub = at.dmin + (type.has_dmin ? d : 0);
   at.min = at.sub + (type.has_sub ? groups : 0);
-  at.end = round_up(at.min + (type.has_min ? groups : 0), kLine);
+  at.shift = at.min + (type.has_min ? groups : 0);
+  at.end = round_up(at.shift + (type.shift ? groups / kNr * kShiftBytes : 0), kLine);
   return at;
 }
 

@@ -1,20 +1,24 @@
-// The normal form of ggml's block types: what 256 values of one weight row (one n, 256 of k) are,
-// whatever order of bits a type keeps them in. Decoders (blocks/) write the normal form; packing
-// and unpacking know nothing else.
+// The normal form of block types, ggml's and ik_llama.cpp's: what 256 values of one weight row (one
+// n, 256 of k) are, whatever order of bits a type keeps them in. Decoders (blocks/) write the
+// normal form; packing and unpacking know nothing else.
 //
-//   value(k) = d * constant * sub * table[code] + dmin * min
+//   value(k) = d * constant * sub * (table[code] + shift) + dmin * min
 //
 //   code   one per value, less than 2^bits
-//   table  code - offset, or sixteen entries
+//   table  code - offset, or up to 32 entries
+//   shift  0 or, in groups that are shifted, a small integer of the type
 //   sub    an integer per `group` values: ggml's sub-scale; 1 where the type has none
 //   min    an integer per `group` values, of types with minima; 1 where only dmin changes
-//   d      per `d_group` values, in the bits of the file: f16, E8M0 or UE4M3
+//   d      per `d_group` values, in the bits of the file: f16, f32, E8M0 or UE4M3
 //   dmin   f16 per `d_group` values, with the sign that makes it a term to add
 //
 // constant is a power of two, and d has no more than 11 significant bits, sub and table together
 // no more than 13: the first product is exact in f32 in any order. So is dmin * min. What is left
 // is one rounding, of the sum, and none in types without mins. That makes values() equal, bit by
 // bit, to every decoder that rounds after each operation, and to those that use FMA.
+//
+// Where d is f32 (types of ik_llama.cpp), d * sub is rounded, and then its product with the integer
+// in brackets: ik_llama.cpp's order.
 #pragma once
 
 #include <stddef.h>
@@ -29,7 +33,8 @@ namespace {
 constexpr size_t kSuperBlock = 256;  // values of ggml's largest blocks
 constexpr size_t kSmallestGroup = 16;
 
-enum class DKind : uint8_t { kF16, kE8M0, kUe4m3 };
+enum class DKind : uint8_t { kF16, kE8M0, kUe4m3, kF32 };
+constexpr size_t kMostEntries = 32;  // of a table
 
 struct BlockType {
   ktk_element element;
@@ -37,6 +42,7 @@ struct BlockType {
   uint16_t block_bytes;
   uint8_t bits;
   uint8_t offset;  // of a linear table
+  uint8_t shift;   // of shifted groups; 0: there are none
   bool linear;
   bool has_sub;  // otherwise all are 1
   bool has_min;  // otherwise all are 1, if there is a dmin at all
@@ -45,7 +51,7 @@ struct BlockType {
   uint16_t d_group;  // 16, 32 or 256: values with one d and one dmin
   DKind d_kind;
   float constant;
-  int8_t table[16];  // zeros behind the last entry
+  int8_t table[kMostEntries];  // zeros behind the last entry
 };
 
 // Up to 256 values of a weight row. Decoders write no more than the whole blocks that they are
@@ -54,7 +60,8 @@ struct SuperBlock {
   alignas(64) uint8_t code[kSuperBlock];
   int8_t sub[kSuperBlock / kSmallestGroup];
   uint8_t min[kSuperBlock / kSmallestGroup];
-  uint16_t d[kSuperBlock / kSmallestGroup];  // bits, zero-extended
+  uint16_t shifted;                          // bit g is set if group g is
+  uint32_t d[kSuperBlock / kSmallestGroup];  // bits, zero-extended
   uint16_t dmin[kSuperBlock / 32];
 };
 
@@ -73,14 +80,16 @@ inline float f32_from_half_ue4m3(uint8_t x) {
 }
 
 // d times the constant of the type.
-inline float d_value(const BlockType& type, uint16_t d) {
+inline float d_value(const BlockType& type, uint32_t d) {
   switch (type.d_kind) {
     case DKind::kF16:
-      return f32_from_f16(d) * type.constant;
+      return f32_from_f16(static_cast<uint16_t>(d)) * type.constant;
     case DKind::kE8M0:
       return f32_from_half_e8m0(static_cast<uint8_t>(d));
     case DKind::kUe4m3:
       return f32_from_half_ue4m3(static_cast<uint8_t>(d));
+    case DKind::kF32:
+      return __builtin_bit_cast(float, d);
   }
   __builtin_unreachable();
 }
@@ -98,15 +107,18 @@ inline void group_values(const BlockType& type, const float* table, float scale,
 
 // The first `depth` values, a multiple of the block.
 inline void values(const BlockType& type, const SuperBlock& from, size_t depth, float* out) {
-  float table[16];
-  for (size_t i = 0; i < 16; ++i) table[i] = static_cast<float>(type.table[i]);
+  float tables[2][kMostEntries];  // as it is, and shifted
+  for (size_t i = 0; i < kMostEntries; ++i) {
+    tables[0][i] = static_cast<float>(type.table[i]);
+    tables[1][i] = static_cast<float>(type.table[i] + type.shift);
+  }
   for (size_t i = 0; i < depth; i += kSmallestGroup) {
     const size_t d = i / type.d_group, g = i / type.group;
     const float scale = d_value(type, from.d[d]) * static_cast<float>(from.sub[g]);
     float min = -0.0f;  // which changes no sum, not even one of zeros
     if (type.has_dmin) min = f32_from_f16(from.dmin[d]) * static_cast<float>(from.min[g]);
     const auto write = type.linear ? group_values<true> : group_values<false>;
-    write(type, table, scale, min, from.code + i, out + i);
+    write(type, tables[from.shifted >> g & 1], scale, min, from.code + i, out + i);
   }
 }
 

@@ -1,4 +1,4 @@
-// What each of ggml's block types is in the normal form.
+// What each block type is in the normal form: ggml's, and those that ik_llama.cpp adds to them.
 #pragma once
 
 #include "llamafile/gguf/normal.h"
@@ -31,6 +31,17 @@ enum : ktk_element {
   kTQ2_0 = KTK_GGML + 35,
   kMXFP4 = KTK_GGML + 39,
   kNVFP4 = KTK_GGML + 40,
+  // Of ik_llama.cpp.
+  kIQ2_K = KTK_GGML + 137,
+  kIQ3_K = KTK_GGML + 138,
+  kIQ4_K = KTK_GGML + 139,
+  kIQ5_K = KTK_GGML + 140,
+  kIQ4_KS = KTK_GGML + 144,
+  kIQ2_KS = KTK_GGML + 145,
+  kIQ4_KSS = KTK_GGML + 146,
+  kIQ5_KS = KTK_GGML + 152,
+  kIQ3_KS = KTK_GGML + 156,
+  kIQ2_KL = KTK_GGML + 157,
 };
 
 // d * (code - offset), one d per 32 values.
@@ -40,6 +51,7 @@ constexpr BlockType plain_type(ktk_element element, uint16_t bytes, uint8_t bits
           .block_bytes = bytes,
           .bits = bits,
           .offset = offset,
+          .shift = 0,
           .linear = true,
           .has_sub = false,
           .has_min = false,
@@ -84,11 +96,11 @@ constexpr BlockType ternary_type(ktk_element element, uint16_t bytes) {
 }
 
 struct Entries {
-  int8_t value[16];
+  int8_t value[kMostEntries];
 };
 constexpr BlockType with_table(BlockType type, const Entries& entries) {
   type.linear = false;
-  for (size_t i = 0; i < 16; ++i) type.table[i] = entries.value[i];
+  for (size_t i = 0; i < kMostEntries; ++i) type.table[i] = entries.value[i];
   return type;
 }
 constexpr BlockType with_d(BlockType type, DKind kind, uint16_t block, uint8_t d_group) {
@@ -105,6 +117,18 @@ constexpr BlockType codebook_type(ktk_element element, uint16_t bytes, uint8_t b
   return type;
 }
 
+// d * sub * (table[code] + shift in shifted groups): an f16 d per 256 values.
+constexpr BlockType shifted_type(ktk_element element, uint16_t bytes, uint8_t bits, uint8_t group,
+                                 const Entries& entries, uint8_t shift) {
+  BlockType type = with_table(k_type(element, bytes, bits, 0, group), entries);
+  type.shift = shift;
+  return type;
+}
+constexpr BlockType with_f32_d(BlockType type) {
+  type.d_kind = DKind::kF32;
+  return type;
+}
+
 constexpr Entries kNonlinear = {
     {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}};
 // E2M1, twice.
@@ -117,6 +141,13 @@ constexpr Entries kIq3xxs = {
 constexpr Entries kIq3s = {{1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15}};
 // -1, 0, 1 with 1/8 added (codes 0 to 2) or taken away (4 to 6), in eighths.
 constexpr Entries kIq1 = {{-7, 1, 9, 0, -9, -1, 7}};
+
+// Of ik_llama.cpp.
+constexpr Entries kIk2 = {{-31, -13, 1, 17}};
+constexpr Entries kIk3 = {{-63, -40, -23, -10, 1, 13, 28, 47}};
+constexpr Entries kIk5 = {{-126, -114, -103, -92, -83, -74, -65, -57, -50, -43, -36,
+                           -30,  -24,  -18,  -12, -6,  -1,  5,   11,  17,  23,  29,
+                           36,   43,   51,   59,  68,  77,  87,  97,  109, 121}};
 
 constexpr BlockType kTypes[] = {
     plain_type(kQ4_0, 18, 4, 8),
@@ -142,11 +173,21 @@ constexpr BlockType kTypes[] = {
     codebook_type(kIQ2_S, 82, 3, 16, 0.125f, kIq2),
     codebook_type(kIQ3_XXS, 98, 4, 32, 0.25f, kIq3xxs),
     codebook_type(kIQ3_S, 110, 4, 32, 1, kIq3s),
+    shifted_type(kIQ2_K, 76, 2, 16, kIk2, 5),
+    shifted_type(kIQ3_K, 110, 3, 16, kIk3, 4),
+    shifted_type(kIQ4_K, 144, 4, 16, kNonlinear, 4),
+    shifted_type(kIQ5_K, 176, 5, 16, kIk5, 2),
+    shifted_type(kIQ2_KS, 72, 2, 32, kIk2, 5),
+    shifted_type(kIQ3_KS, 104, 3, 32, kIk3, 4),
+    with_f32_d(shifted_type(kIQ4_KS, 140, 4, 32, kNonlinear, 4)),
+    with_f32_d(shifted_type(kIQ4_KSS, 132, 4, 32, kNonlinear, 4)),
+    with_f32_d(shifted_type(kIQ5_KS, 172, 5, 32, kIk5, 2)),
+    codebook_type(kIQ2_KL, 88, 3, 32, 1, kIk3),
 };
 
 // Where the types are in the table, by the number that ggml gives them.
 struct TypeIndex {
-  uint8_t at[64];
+  uint8_t at[192];
 
   constexpr TypeIndex() : at{} {
     uint8_t i = 0;

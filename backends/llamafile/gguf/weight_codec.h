@@ -77,6 +77,10 @@ inline void pack_header(const BlockType& type, const SuperBlock* rows, size_t su
     for (size_t g = 0; g < groups; ++g) {
       if (type.has_sub) to[at.sub + g * kNr + n] = static_cast<uint8_t>(rows[n].sub[g]);
       if (type.has_min) to[at.min + g * kNr + n] = rows[n].min[g];
+      if (type.shift) {
+        uint8_t& byte = to[at.shift + g * kShiftBytes + n / 8];
+        byte = static_cast<uint8_t>(byte | (rows[n].shifted >> g & 1) << n % 8);
+      }
     }
   }
 }
@@ -91,7 +95,12 @@ inline void unpack_header(const BlockType& type, const uint8_t* from, size_t sub
     memcpy(&to->d[i], from + at.d + (i * kNr + n) * d_bytes(type), d_bytes(type));
     if (type.has_dmin) memcpy(&to->dmin[i], from + at.dmin + (i * kNr + n) * 2, 2);
   }
+  to->shifted = 0;
   for (size_t g = 0; g < groups; ++g) {
+    if (type.shift) {
+      const unsigned bit = from[at.shift + g * kShiftBytes + n / 8] >> n % 8 & 1;
+      to->shifted = static_cast<uint16_t>(to->shifted | bit << g);
+    }
     to->sub[g] = type.has_sub ? static_cast<int8_t>(from[at.sub + g * kNr + n]) : 1;
     to->min[g] = type.has_min ? from[at.min + g * kNr + n] : 1;
   }

@@ -10,7 +10,14 @@ import numpy as np
 import torch
 
 from ktk._core import Format
-from ktk.checkpoint.gguf.blocks import FLOATS, format_of, row_nbytes, type_name
+from ktk.checkpoint.gguf.blocks import (
+    FLOATS,
+    as_blocks,
+    format_of,
+    row_nbytes,
+    row_scale,
+    type_name,
+)
 from ktk.checkpoint.gguf.header import TensorInfo
 from ktk.checkpoint.gguf.layout import LayerPlaces
 from ktk.checkpoint.gguf.shards import TensorSet
@@ -75,11 +82,11 @@ class GgufLayer(LayerReader):
     def pieces(self, number: int) -> Iterator[Piece]:
         """Read one expert byte by byte: its part of each tensor."""
         for part, place in self._places.weights.items():
-            yield self._piece(place.tensor(number), place.begin(number), place.count)
+            yield from self._pieces(place.tensor(number), place.begin(number), place.count)
             if part in self._places.biases:
-                yield self._piece(self._places.biases[part].name, number, 1)
+                yield from self._pieces(self._places.biases[part].name, number, 1)
         for name in self._places.scales.values():
-            whole = self._piece(name, 0, 1)
+            [whole] = self._pieces(name, 0, 1)
             yield replace(whole, data=whole.data[4 * number : 4 * number + 4])
 
     def check_expert(self, number: int) -> None:
@@ -99,8 +106,10 @@ class GgufLayer(LayerReader):
     def _matrix(self, part: str, number: int) -> Matrix:
         place = self._places.weights[part]
         name = place.tensor(number)
-        fmt = format_of(self._tensors.info(name))
-        data = torch.from_numpy(self._tensors.rows(name, place.begin(number), place.count))
+        info = self._tensors.info(name)
+        fmt = format_of(info)
+        rows = self._tensors.rows(name, place.begin(number), place.count)
+        data = torch.from_numpy(as_blocks(info, rows))
         scale = self._scales[part][number : number + 1] if part in self._scales else None
         bias = self._bias(part, number)
         if fmt.element in FLOATS:
@@ -118,7 +127,7 @@ class GgufLayer(LayerReader):
             return None
         info = self._tensors.info(place.name)
         fmt = format_of(info)
-        rows = torch.from_numpy(self._tensors.rows(place.name, number, 1))
+        rows = torch.from_numpy(as_blocks(info, self._tensors.rows(place.name, number, 1)))
         if fmt.element in FLOATS:
             row = rows.view(FLOATS[fmt.element])
         else:
@@ -133,10 +142,16 @@ class GgufLayer(LayerReader):
             for part, name in self._places.scales.items()
         }
 
-    def _piece(self, name: str, begin: int, count: int) -> Piece:
+    def _pieces(self, name: str, begin: int, count: int) -> Iterator[Piece]:
+        """Yield rows of a tensor; scales of whole rows are apart from their blocks."""
         info = self._tensors.info(name)
         rows = self._tensors.rows(name, begin, count)
-        return Piece(name, info.file, type_name(info).lower(), flat(rows))
+        element, nbytes = row_scale(info)
+        if nbytes:
+            yield Piece(name, info.file, element, flat(rows[:, :nbytes]))
+            yield Piece(name, info.file, "", flat(rows[:, nbytes:]))
+        else:
+            yield Piece(name, info.file, type_name(info).lower(), flat(rows))
 
     def _info(self, part: str, expert: int) -> TensorInfo:
         return self._tensors.info(self._places.weights[part].tensor(expert))

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "llamafile/gguf/blocks/codebooks.h"
+#include "llamafile/gguf/blocks/ik.h"
 #include "llamafile/gguf/blocks/k_quants.h"
 #include "llamafile/gguf/blocks/legacy.h"
 
@@ -56,6 +57,26 @@ inline Decode* decoder(ktk_element element) {
       return decode_iq3_xxs;
     case kIQ3_S:
       return decode_iq3_s;
+    case kIQ2_K:
+      return decode_iq2_k;
+    case kIQ3_K:
+      return decode_iq3_k;
+    case kIQ4_K:
+      return decode_iq4_k;
+    case kIQ5_K:
+      return decode_iq5_k;
+    case kIQ2_KS:
+      return decode_iq2_ks;
+    case kIQ3_KS:
+      return decode_iq3_ks;
+    case kIQ4_KS:
+      return decode_iq4_ks;
+    case kIQ5_KS:
+      return decode_iq5_ks;
+    case kIQ4_KSS:
+      return decode_iq4_kss;
+    case kIQ2_KL:
+      return decode_iq2_kl;
   }
   __builtin_unreachable();
 }
