@@ -454,6 +454,18 @@ def rms_norm(x: object | None, weight: object | None, out: object | None, epsilo
     to the dtype of x, which out has too, before that.
     """
 
+def rotate(q: object | None, k: object | None, cosine: object | None, sine: object | None, q_out: object | None, k_out: object | None) -> None:
+    """
+    Writes rows of q and k turned by one position: x cosine + (-second half, first half) sine, with
+    each product rounded to the dtype of x. Columns behind those of cosine stay as they are.
+    """
+
+def route(x: object | None, weight: object | None, bias: object | None, logits: object | None, scores: object | None, ids: Annotated[NDArray[numpy.int64], dict(shape=(None, None), order='C', device='cpu')], chosen_only: bool) -> None:
+    """
+    Writes logits x weight^T + bias, of the dtype of `logits`, and of each row's largest, as many
+    as ids has columns, the numbers and a softmax over all logits or the chosen ones.
+    """
+
 class FloatBackend:
     """What gradients are multiplied with: a backend that stores floats."""
 

@@ -8,6 +8,8 @@ from ktk.hosts.linear import compute_together
 from ktk.transformers.attention import share_keys
 from ktk.transformers.dense import KtkLinear, packed_linears
 from ktk.transformers.norms import speed_up_norms
+from ktk.transformers.rotary import speed_up_rotary
+from ktk.transformers.routers import speed_up_routers
 
 #: Names of dense layers side by side that models call with the same input, one after the other.
 TOGETHER = (
@@ -29,6 +31,8 @@ def speed_up(model: Any) -> None:
     if not packed_linears(model):
         return
     speed_up_norms(model)
+    speed_up_routers(model)
+    speed_up_rotary(model)
     for module in model.modules():
         for names in TOGETHER:
             found = [getattr(module, name, None) for name in names]

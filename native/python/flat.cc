@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "core/size.h"
 
@@ -66,7 +67,9 @@ std::vector<int64_t> leading(const Array& array, size_t dims, size_t last) {
 }  // namespace
 
 InputRows::InputRows(const char* name, nb::handle argument, size_t columns)
-    : array(input_from(name, argument)) {
+    : InputRows(name, input_from(name, argument), columns) {}
+
+InputRows::InputRows(const char* name, AnyArray given, size_t columns) : array(std::move(given)) {
   check_device(name, array);
   if (array.ndim() == 0 || array.shape(array.ndim() - 1) != columns) {
     throw nb::value_error((std::string(name) + " must have shape [..., " + std::to_string(columns) +

@@ -14,6 +14,8 @@ namespace ktk {
 struct InputRows {
   // Throws TypeError or ValueError with what was expected and what came.
   InputRows(const char* name, nb::handle argument, size_t columns);
+  // Of an array that was looked at before: a capsule of DLPack can be taken once.
+  InputRows(const char* name, AnyArray given, size_t columns);
   InputRows(const InputRows&) = delete;
   InputRows& operator=(const InputRows&) = delete;
 
