@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from ktk._core import Format
 
@@ -58,6 +59,41 @@ def format_named(text: str | Format) -> Format:
             f"{text!r} is not the name of a format ({error}); names are such as bf16, i8-f32-row, "
             "u4-bf16-g32, u4-f16-zero-u8-g128, e4m3-f32-128x128, e4m3-ue8m0-g32 and q4_k"
         ) from None
+
+
+def formats_named(name: str, formats: Any) -> Any:
+    """Return a format, or a list of them, of what may be names; Nones stay.
+
+    Raises
+    ------
+    TypeError
+        With the argument's name, for what is neither.
+    ValueError
+        No format has this name.
+    """
+    if isinstance(formats, (list, tuple)):
+        return [formats_named(name, one) for one in formats]
+    if formats is None or isinstance(formats, (str, Format)):
+        return None if formats is None else format_named(formats)
+    raise TypeError(f"{name} must be a Format, its name or a list of such, got {formats!r}")
+
+
+def formats_of_parts(name: str, formats: Any) -> Any:
+    """Return a format for gate, up and down, or a tuple with one for each, of what may be names.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `formats_named`, or for a list of another length.
+    """
+    found = formats_named(name, formats)
+    if not isinstance(found, list):
+        return found
+    if len(found) != 3:
+        raise ValueError(
+            f"{name} must be one format, or three, for gate, up and down, got {len(found)}"
+        )
+    return tuple(found)
 
 
 def _of_words(element: str, words: list[str]) -> Format:

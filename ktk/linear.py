@@ -11,7 +11,7 @@ from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.errors import BackendUnsupported
 from ktk.expert import Matrix
-from ktk.formats import format_named
+from ktk.formats import formats_named
 from ktk.given import matrix_of, read_matrix
 from ktk.layer import check_shards, integer
 from ktk.pool import default_pool
@@ -104,7 +104,7 @@ class Linear:
         self.in_features = _size("in_features", in_features)
         self.out_features = _size("out_features", out_features)
         self.bias = bool(bias)
-        self._stored = _named("weight_format", weight_format)
+        self._stored = formats_named("weight_format", weight_format)
         try:
             self._core = _core.Linear(
                 backend.core,
@@ -183,7 +183,7 @@ class Linear:
                 ("factor", factor),
             )
         ]
-        formats = _for_parts("given", _named("given", given), len(parts))
+        formats = _for_parts("given", formats_named("given", given), len(parts))
         stored = _for_parts("weight_format", self._stored, len(parts))
         matrices = [
             _read(name, self.backend, *one)
@@ -420,15 +420,6 @@ def _size(name: str, value: Any) -> int:
     if size < 1:
         raise ValueError(f"{name} must be at least 1, got {size}")
     return size
-
-
-def _named(name: str, formats: _Formats) -> Any:
-    """Return formats, which may be given by their names, one for all or a list of them."""
-    if isinstance(formats, (list, tuple)):
-        return [_named(name, one) for one in formats]
-    if formats is None or isinstance(formats, (str, _core.Format)):
-        return None if formats is None else format_named(formats)
-    raise TypeError(f"{name} must be a Format, its name or a list of such, got {formats!r}")
 
 
 def _for_parts(name: str, formats: Any, parts: int) -> list[Any]:

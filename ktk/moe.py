@@ -11,6 +11,7 @@ from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import MoEConfig
 from ktk.errors import BackendUnsupported
 from ktk.expert import Expert
+from ktk.formats import formats_of_parts
 from ktk.given import GivenFormats, check_gate, expert_of, experts_of_slots, read_matrix
 from ktk.layer import check_shards, inputs, tell_shards
 from ktk.lora import Adapters, given_adapters
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-#: A format for gate, up and down, or one for each of them.
-Formats = _core.Format | tuple[_core.Format | None, _core.Format | None, _core.Format | None]
+_Named = _core.Format | str | None
+#: A format for gate, up and down, or one for each of them; or their names.
+Formats = _core.Format | str | tuple[_Named, _Named, _Named]
 #: An array with a leading dimension of experts, or one array for each expert.
 Stack = Array | Sequence[Array | None]
 
@@ -48,7 +50,7 @@ class MoE(TrainableLayer):
         Parts of the intermediate size that weights are divided into, of about the same width; by
         default one per NUMA node that has workers, or as many as 32 columns, or whole blocks of
         ggml's types, allow. Results depend on it in the last bits.
-    weight_format : Format or tuple of three, optional
+    weight_format : Format, its name, or tuple of three, optional
         What to store weights as, where the backend offers a choice: all of them, or gate, up and
         down.
 
@@ -81,6 +83,7 @@ class MoE(TrainableLayer):
         if variant is not None and not isinstance(variant, str):
             raise TypeError(f"variant must be the name of a variant or None, got {variant!r}")
         check_shards(shards)
+        stored = formats_of_parts("weight_format", weight_format)
         self.backend = backend
         self.config = config
         try:
@@ -91,7 +94,7 @@ class MoE(TrainableLayer):
                 variant=variant or "",
                 force=bool(force),
                 shards=shards or 0,
-                stored=weight_format,
+                stored=stored,
             )
         except RuntimeError as error:
             raise BackendUnsupported(str(error)) from error

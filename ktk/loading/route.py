@@ -17,7 +17,7 @@ from ktk.checkpoint.spans import spans
 from ktk.config import PARTS
 from ktk.errors import CheckpointError, CheckpointFormatError
 from ktk.expert import Expert, Matrix
-from ktk.formats import FLOATS, is_blocks
+from ktk.formats import FLOATS, formats_of_parts, is_blocks
 from ktk.loading.finer import finer_formats, regrouped
 from ktk.moe import Formats
 from ktk.names import find_alias
@@ -267,7 +267,8 @@ def chooser(backend: Backend, wanted: Formats | None = None, named: Format | Non
 
     `named` is what `ktk.quantize` makes for a backend that takes codes only.
     """
-    formats = wanted if isinstance(wanted, tuple) else (wanted,) * len(PARTS)
+    found = formats_of_parts("weight_format", wanted)
+    formats = found if isinstance(found, tuple) else (found,) * len(PARTS)
     each = dict(zip(PARTS, formats, strict=True))
 
     def choose(part: str, given: MatrixInfo, decoded: bool) -> Format:
