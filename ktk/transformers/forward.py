@@ -27,7 +27,8 @@ def experts_forward(
     ----------
     hidden_states : tensor [tokens, hidden_size]
     top_k_index : tensor of integers [tokens, k]
-        Numbers from num_experts on name experts of other processes, which contribute nothing.
+        Numbers from num_experts on name zero experts, if the module has such, or experts of other
+        processes, which contribute nothing.
     top_k_weights : tensor [tokens, k]
     """
     packed = packed_of(self)

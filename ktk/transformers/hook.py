@@ -21,6 +21,7 @@ from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.files import only_experts_in_codes
 from ktk.transformers.modules import say_once
 from ktk.transformers.quantizer import with_experts
+from ktk.transformers.unmarked import mark
 
 HOOKED = "get_hf_quantizer"
 PARAMETERS = (
@@ -49,6 +50,7 @@ def _with_experts(stock: Callable[..., Any]) -> Callable[..., Any]:
     def get_hf_quantizer(
         config: Any, quantization_config: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any, Any]:
+        mark()  # the class of the model is imported, and its modules are not made yet
         mine = quantization_config if isinstance(quantization_config, KtkConfig) else None
         if mine is None and not _asked_for(config):
             answer: tuple[Any, Any, Any] = stock(config, quantization_config, *args, **kwargs)

@@ -59,7 +59,10 @@ class Layout:
         return self.weights + tuple(f"{name}_bias" for name in self.weights) * self.has_bias
 
     def sizes(self, module: Any) -> dict[str, Any]:
-        """Return the sizes in `ktk.MoEConfig` but for k, and whether there is a gate."""
+        """Return the sizes in `ktk.MoEConfig` but for k, and whether there are gates.
+
+        And how many zero experts, which have no tensors.
+        """
         experts, *shape = module.down_proj.shape
         hidden, intermediate = reversed(shape) if self.transposed else shape
         return {
@@ -67,6 +70,7 @@ class Layout:
             "hidden_size": hidden,
             "intermediate_size": intermediate,
             "gated": self.gated,
+            "zero_expert_num": getattr(module, "zero_expert_num", 0),
         }
 
     def expert(self, module: Any, number: int) -> dict[str, torch.Tensor]:
@@ -106,13 +110,17 @@ class Layout:
         return torch.cat([gate, up], dim=-1)
 
     def empty(self, config: MoEConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Return a module's weights by name, with room for all experts."""
+        """Return a module's weights by name, with room for all experts.
+
+        LongCat-Flash's has rows for zero experts beside those of gate and up, which nobody reads.
+        """
         experts, hidden, inner = config.num_experts, config.hidden_size, config.intermediate_size
         first, down = self.weights
         shapes = {first: ((1 + self.gated) * inner, hidden), down: (hidden, inner)}
         shapes = {name: shape[::-1] if self.transposed else shape for name, shape in shapes.items()}
+        counts = {first: config.num_ids, down: experts}
         return {
-            name: torch.empty(experts, *shape, dtype=dtype, device="cpu")
+            name: torch.zeros(counts[name], *shape, dtype=dtype, device="cpu")
             for name, shape in shapes.items()
         }
 

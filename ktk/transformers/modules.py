@@ -15,6 +15,7 @@ from ktk.config import MoEConfig
 from ktk.transformers.activation import activation_of
 from ktk.transformers.layout import Layout, is_experts
 from ktk.transformers.packed import leave_alone, packed_of
+from ktk.transformers.unmarked import mark
 
 _log = logging.getLogger("ktk.transformers")
 _LAYER = re.compile(r"(?P<stack>.*?)(?:^|\.)layers\.(?P<number>\d+)\.")
@@ -50,6 +51,7 @@ def experts_of(model: torch.nn.Module) -> list[Experts]:
 
     Modules that it cannot compute are left to transformers, which a warning says once.
     """
+    mark()
     found, other = [], []
     for name, module in model.named_modules():
         if not is_experts(module) or packed_of(module) is not None:

@@ -23,8 +23,10 @@ from ktk.testing.reference import Expert, bounded_layer
 from ktk.transformers.layout import is_experts
 from ktk.transformers.modules import describe
 from ktk.transformers.packing import pack_module
+from ktk.transformers.unmarked import mark
 
 E, K, HIDDEN, INNER, TOKENS = 4, 2, 64, 32, 9
+ZERO = 3  # in families that have zero experts
 # By all names that configurations have for them.
 SIZES: dict[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), E),
@@ -32,6 +34,8 @@ SIZES: dict[str, int] = {
     "moe_num_experts": E,
     "hidden_size": HIDDEN,
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "ffn_hidden_size"), INNER),
+    "expert_ffn_hidden_size": INNER,
+    "zero_expert_num": ZERO,
 }
 # Not computed by ktk: these stay transformers' own.
 REASONS = {
@@ -39,7 +43,6 @@ REASONS = {
     "InklingSharedExperts": "are computed for every token",
     "JetMoeParallelExperts": "is half an expert: the module around it has the activation",
     "Llama4TextExperts": "computes every expert for every token, routing weights applied before",
-    "LongcatFlashExperts": "has experts that pass tokens through, and takes no implementation",
     "MuseSparkExperts": "has a norm after each expert",
     "NllbMoeExperts": "is a dictionary of modules without a gate",
     "Step3p7Experts": "takes no other implementation",
@@ -64,6 +67,7 @@ def classes() -> Iterator[type]:
                 and kind.__name__.endswith("Experts")
             ):
                 yield kind
+    mark()
 
 
 def configurations(kind: type) -> Iterator[Any]:
@@ -123,7 +127,7 @@ def test_experts_are_those_of_transformers(name: str) -> None:
         pytest.skip(f"{name} {REASONS[name]}")
     assert found is not None, f"ktk computes no {name}: serve it, or say why not"
     x = torch.randn(TOKENS, HIDDEN)
-    weights, ids = torch.rand(TOKENS, E).topk(K)
+    weights, ids = torch.rand(TOKENS, found.config.num_ids).topk(K)
     experts = [Expert.of(found.layout.expert(module, number)) for number in range(E)]
     with torch.no_grad():
         exact = made(ALL[name]).double()(x.double(), ids, weights.double()).numpy()

@@ -76,6 +76,8 @@ class Family:
                     # Experts outweigh the rest, so that their errors are not lost in it.
                     one.normal_(std=(1.0 if ".experts." in name else 0.5) / one.shape[-1] ** 0.5)
                 one.copy_(one.bfloat16())
+                if name.endswith("experts.gate_up_proj"):
+                    one[EXPERTS:] = 0  # LongCat-Flash's rows of zero experts, which nobody reads
         return model
 
     def save(self, folder: Path) -> Path:
@@ -94,6 +96,17 @@ FAMILIES = {
     "deepseek-v4": Family("DeepseekV4ForCausalLM"),
     "glm-4-moe": Family("Glm4MoeForCausalLM"),
     "gpt-oss": Family("GptOssForCausalLM", {**PLAIN_ROPE, "intermediate_size": INTER}),
+    "longcat-flash": Family(
+        "LongcatFlashForCausalLM",
+        {
+            "num_layers": 2,
+            "num_key_value_heads": 4,
+            "head_dim": 16,
+            "ffn_hidden_size": 2 * INTER,
+            "expert_ffn_hidden_size": INTER,
+            "zero_expert_num": 4,
+        },
+    ),
     "minimax-m2": Family("MiniMaxM2ForCausalLM", {"intermediate_size": INTER}),
     "mixtral": Family("MixtralForCausalLM", {"intermediate_size": INTER}),
     "nemotron-h": Family("NemotronHForCausalLM", {"layers_block_type": ["full_attention", "moe"]}),

@@ -75,8 +75,12 @@ class Checker:
 
     def _check_count(self, layer: LayerNames) -> None:
         """Refuse more experts than config.json says; too few were noticed by `_check`."""
+        idle = set(layer.idle_names())
         for part, stored in layer.family.parts.items():
-            surplus = layer.name(part, layer.config.num_experts)
+            known = layer.config.num_experts
+            if layer.name(part, known) in idle:
+                known = layer.config.num_ids
+            surplus = layer.name(part, known)
             if not stored.fused and surplus in self.index:
                 raise CheckpointError(
                     f"{self.index.folder} has the tensor {surplus}, but config.json says that "
@@ -86,7 +90,7 @@ class Checker:
     def _check_surplus(self, layer: LayerNames) -> None:
         """Refuse tensors of experts that are not read."""
         names = self._locations().names(layer.location)
-        found = surplus(names, layer.prefix, set(layer.names()))
+        found = surplus(names, layer.prefix, {*layer.names(), *layer.idle_names()})
         if found:
             raise CheckpointError(
                 f"{self.index.where(found[0])} is none that ktk reads with experts that are named "

@@ -76,6 +76,17 @@ class LayerNames:
             for role in self.scheme.tensors:
                 yield self.name(part, expert, role)
 
+    def idle_names(self) -> Iterator[str]:
+        """Yield the names of tensors that transformers writes for zero experts, and nobody reads.
+
+        Its module of LongCat-Flash has rows of gate and up for all ids; there is no down of these.
+        """
+        for part, stored in self.family.parts.items():
+            if part == "down" or is_bias(part) or stored.fused:
+                continue
+            for expert in range(self.config.num_experts, self.config.num_ids):
+                yield self.name(part, expert)
+
     def shapes(self, part: str, role: str = "data") -> list[tuple[int, ...]]:
         """Return what the shape of a tensor may be."""
         stored = self.family.parts[part]
