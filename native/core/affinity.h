@@ -15,8 +15,14 @@ class CpuMask {
   static constexpr int kMax = 8192;  // the largest NR_CPUS of a distribution kernel
 
   CpuMask() { CPU_ZERO_S(sizeof bits_, bits_.data()); }
-  explicit CpuMask(int cpu) : CpuMask() {
-    CPU_SET_S(static_cast<size_t>(cpu), sizeof bits_, bits_.data());
+  explicit CpuMask(int cpu) : CpuMask() { add(cpu); }
+  explicit CpuMask(const std::vector<int>& cpus) : CpuMask() {
+    for (int cpu : cpus) add(cpu);
+  }
+
+  void add(int cpu) { CPU_SET_S(static_cast<size_t>(cpu), sizeof bits_, bits_.data()); }
+  bool has(int cpu) const {
+    return CPU_ISSET_S(static_cast<size_t>(cpu), sizeof bits_, bits_.data());
   }
 
   // Of the calling thread. False when the system refuses.
@@ -29,7 +35,7 @@ class CpuMask {
   std::vector<int> cpus() const {
     std::vector<int> list;
     for (int cpu = 0; cpu < kMax; ++cpu) {
-      if (CPU_ISSET_S(static_cast<size_t>(cpu), sizeof bits_, bits_.data())) list.push_back(cpu);
+      if (has(cpu)) list.push_back(cpu);
     }
     return list;
   }

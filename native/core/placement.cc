@@ -100,22 +100,20 @@ bool may_spin(const std::vector<Place>& places, const Topology& topology) {
   return places.size() <= std::min(distinct.size(), quota);
 }
 
-std::vector<bool> taken_cpus(const std::vector<Place>& places, const Topology& topology) {
-  std::vector<bool> taken;
+std::vector<int> caller_cpus(const std::vector<Place>& places, const Topology& topology) {
   const int home = places[0].cpu, home_core = core_with(topology, home);
-  for (size_t w = 1; w < places.size(); ++w) {
-    const int core = core_with(topology, places[w].cpu);
-    for (const Node& node : topology.nodes) {
-      for (int cpu : node.cpus) {
-        if (core != core_with(topology, cpu) || cpu == home) continue;
-        // On its own core worker 0 only leaves the very CPU of another worker.
-        if (core == home_core && cpu != places[w].cpu) continue;
-        if (taken.size() <= static_cast<size_t>(cpu)) taken.resize(static_cast<size_t>(cpu) + 1);
-        taken[static_cast<size_t>(cpu)] = true;
-      }
-    }
+  const auto taken = [&](int cpu) {
+    const int core = core_with(topology, cpu);
+    return std::any_of(places.begin() + 1, places.end(), [&](const Place& place) {
+      // On its own core worker 0 only leaves the very CPU of another worker.
+      return core == home_core ? cpu == place.cpu : core == core_with(topology, place.cpu);
+    });
+  };
+  std::vector<int> free;
+  for (int cpu : topology.nodes[static_cast<size_t>(places[0].node)].cpus) {
+    if (cpu == home || !taken(cpu)) free.push_back(cpu);
   }
-  return taken;
+  return free;
 }
 
 }  // namespace ktk

@@ -21,8 +21,9 @@ std::vector<Place> place_workers(const WorkerPool::Options& options, const Topol
 // the one it waits for from running. Nor with more than a quota pays for: spinning uses it up.
 bool may_spin(const std::vector<Place>& places, const Topology& topology);
 
-// Indexed by CPU: those whose core an owned thread (all but worker 0) uses. A second hardware
-// thread of a busy core is as bad a place for the caller as the first.
-std::vector<bool> taken_cpus(const std::vector<Place>& places, const Topology& topology);
+// CPUs on which worker 0, the caller, may compute, ascending: those of its node whose core no owned
+// thread uses, its own place among them. From another node it would read weights that are far away,
+// and a second hardware thread of a busy core is as bad a place as the first.
+std::vector<int> caller_cpus(const std::vector<Place>& places, const Topology& topology);
 
 }  // namespace ktk

@@ -57,10 +57,10 @@ class BlockSignals {
   sigset_t saved_;
 };
 
-// Moves the calling thread to a CPU for as long as it lives.
+// Moves the calling thread to some CPUs for as long as it lives.
 class Visit {
  public:
-  explicit Visit(int cpu) : moved_(home_.read() && CpuMask(cpu).apply()) {}
+  explicit Visit(const CpuMask& cpus) : moved_(home_.read() && cpus.apply()) {}
   ~Visit() {
     if (moved_) home_.apply();
   }
@@ -72,6 +72,14 @@ class Visit {
   bool moved_;
 };
 
+CpuMask known_cpus(const Topology& topology) {
+  CpuMask known;
+  for (const Node& node : topology.nodes) {
+    for (int cpu : node.cpus) known.add(cpu);
+  }
+  return known;
+}
+
 }  // namespace
 
 struct WorkerPool::Impl {
@@ -79,7 +87,8 @@ struct WorkerPool::Impl {
       : places(place_workers(options, topology)),
         pinned(options.pin),
         spin(may_spin(places, topology)),
-        taken(pinned ? taken_cpus(places, topology) : std::vector<bool>()),
+        callers_cpus(caller_cpus(places, topology)),
+        known(pinned ? known_cpus(topology) : CpuMask()),
         arrived(static_cast<int>(places.size())),
         ended(static_cast<int>(places.size())) {
     try {
@@ -142,9 +151,8 @@ struct WorkerPool::Impl {
   }
 
   bool must_move() const {
-    if (taken.empty()) return false;
     const int cpu = sched_getcpu();
-    return cpu >= 0 && static_cast<size_t>(cpu) < taken.size() && taken[static_cast<size_t>(cpu)];
+    return cpu >= 0 && known.has(cpu) && !callers_cpus.has(cpu);
   }
 
   void run_here(const std::function<void(int)>& work_body) {
@@ -163,7 +171,9 @@ struct WorkerPool::Impl {
   std::vector<Place> places;
   const bool pinned;
   const bool spin;
-  const std::vector<bool> taken;  // CPUs that a caller has to leave
+  // Where callers compute; from elsewhere they are moved there, unless the topology, or the pool,
+  // leaves open where they are.
+  const CpuMask callers_cpus, known;
   const Process process;
   std::mutex callers;
   std::vector<std::thread> threads;
@@ -209,7 +219,7 @@ void WorkerPool::run(const std::function<void(int)>& body) {
   {
     const std::lock_guard<std::mutex> turn(impl_->callers);
     if (impl_->must_move()) {
-      const Visit visit(impl_->places[0].cpu);
+      const Visit visit(impl_->callers_cpus);
       impl_->run_here(body);
     } else {
       impl_->run_here(body);

@@ -14,7 +14,8 @@ namespace ktk {
 //
 // A pool of n workers owns n - 1 threads; worker 0 is whoever calls run(). Every owned thread is
 // pinned to one CPU of the topology the pool was made with. A caller that happens to sit on the CPU
-// of an owned thread is moved to a free one for the region (its affinity mask is left as it was).
+// of an owned thread, or on another node than worker 0, is moved to a free CPU of worker 0's node
+// for the region (its affinity mask is left as it was).
 // Idle threads spin for a short while (tens of microseconds to a few hundred), then sleep on a
 // futex: an idle process uses no CPU.
 //

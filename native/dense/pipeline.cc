@@ -61,7 +61,7 @@ class DenseRun {
     // Those of the worker's own node first, then the others'.
     const size_t shards = next_task_.size();
     const size_t workers = static_cast<size_t>(engine_.pool.size());
-    const size_t home = static_cast<size_t>(worker) * shards / workers;
+    const size_t home = home_shard(engine_.pool, worker, shards);
     const size_t at_once = std::max<size_t>(workers / shards, 1);
     for (size_t i = 0; i < shards; ++i) {
       const size_t s = (home + i) % shards;

@@ -40,10 +40,10 @@ DenseWeights::DenseWeights(const Variant& variant, std::span<const DensePart> pa
   std::vector<size_t> first_row(parts.size());
   for (size_t p = 1; p < parts.size(); ++p) first_row[p] = first_row[p - 1] + parts[p - 1].n;
   std::vector<PackJob> jobs;
-  for (DenseShard& shard : shards_) {
-    for (DenseSlice& slice : shard.slices) {
+  for (size_t s = 0; s < shards_.size(); ++s) {
+    for (DenseSlice& slice : shards_[s].slices) {
       const size_t row = slice.begin - first_row[slice.part];
-      jobs.push_back({&slice.matrix, view(parts[slice.part].source, row, 0)});
+      jobs.push_back({&slice.matrix, view(parts[slice.part].source, row, 0), nodes[s]});
       by_column_.push_back(&slice);
     }
   }

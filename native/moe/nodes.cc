@@ -34,6 +34,28 @@ std::vector<int> shard_nodes(const WorkerPool& pool, size_t shards) {
   return nodes;
 }
 
+size_t home_shard(const WorkerPool& pool, int worker, size_t shards) {
+  if (shards == 1) return 0;
+  // Workers are grouped by node: those of the worker's are [first, last), the at-th of all nodes.
+  const int node = pool.node_of(worker);
+  size_t nodes = 0, at = 0;
+  int first = 0, last = 0;
+  for (int w = 0; w < pool.size(); ++w) {
+    if (w == 0 || pool.node_of(w) != pool.node_of(w - 1)) {
+      if (pool.node_of(w) == node) at = nodes, first = w;
+      ++nodes;
+    }
+    if (pool.node_of(w) == node) last = w + 1;
+  }
+  const size_t worker_at = static_cast<size_t>(worker);
+  if (shards < nodes) return worker_at * shards / static_cast<size_t>(pool.size());
+  // As shard_nodes() places them: shard s on node s * nodes / shards.
+  const size_t begin = (at * shards + nodes - 1) / nodes;
+  const size_t end = ((at + 1) * shards + nodes - 1) / nodes;
+  const size_t rank = worker_at - static_cast<size_t>(first);
+  return begin + rank * (end - begin) / static_cast<size_t>(last - first);
+}
+
 int node_id(int position) {
   const std::vector<Node>& nodes = topology().nodes;
   const bool here = position >= 0 && static_cast<size_t>(position) < nodes.size();

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <vector>
 
 #include "core/size.h"
 #include "format/elements.h"
+#include "moe/nodes.h"
 
 namespace ktk {
 
@@ -33,20 +35,39 @@ struct Range {
   size_t job, begin, end;
 };
 
-// Calls body(range) for ranges of all matrices, by all workers.
+// Ranges that workers of one node share, those of all nodes if it is -1.
+struct Share {
+  int node;
+  std::vector<Range> ranges = {};
+  std::atomic<size_t> next{0};
+};
+
+// Calls body(range) for ranges of all matrices, by all workers or those of a matrix' node.
 template <class Body>
 void for_ranges(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs,
                 const Body& body) {
   const size_t n_step = variant.tile.n_step, pieces = static_cast<size_t>(pool.size()) * 4;
-  std::vector<Range> ranges;
+  std::deque<Share> shares;  // which cannot be moved
+  const auto share_of = [&](int node) -> Share& {
+    for (Share& share : shares) {
+      if (share.node == node) return share;
+    }
+    return shares.emplace_back(node);
+  };
   for (size_t job = 0; job < jobs.size(); ++job) {
+    std::vector<Range>& ranges = share_of(jobs[job].node).ranges;
     const size_t all = jobs[job].matrix->n;
     const size_t rows = std::max(round_up(all / pieces + 1, n_step), n_step);
     for (size_t n = 0; n < all; n += rows) ranges.push_back({job, n, std::min(n + rows, all)});
   }
-  std::atomic<size_t> next{0};
-  pool.run([&](int) {
-    for (size_t i = next.fetch_add(1); i < ranges.size(); i = next.fetch_add(1)) body(ranges[i]);
+  pool.run([&](int worker) {
+    const int node = node_id(pool.node_of(worker));
+    for (Share& share : shares) {
+      if (share.node != -1 && share.node != node) continue;
+      for (size_t i = share.next++; i < share.ranges.size(); i = share.next++) {
+        body(share.ranges[i]);
+      }
+    }
   });
 }
 

@@ -17,12 +17,15 @@ ktk_source view(const ktk_source& source, size_t row, size_t col);
 struct PackJob {
   const ktk_matrix* matrix;
   ktk_source source;
+  int node = -1;  // that `packed` is on, -1: any
   char* packed = nullptr;
   size_t bytes = 0;  // of `packed`
 };
 
 // Fills in `bytes` with what each takes.
 void find_sizes(const Variant& variant, WorkerPool& pool, std::span<PackJob> jobs);
+// What is on a node is packed by that node's workers, of which there must be some: where mbind is
+// refused, as in containers, pages lie where they are first touched.
 void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs);
 
 }  // namespace ktk

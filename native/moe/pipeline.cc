@@ -99,8 +99,7 @@ class ChunkRun {
     }
     if (lora_ || !plan_.private_x) engine_.pool.barrier();
     const size_t shards = shards_.size();
-    const size_t home =
-        static_cast<size_t>(worker) * shards / static_cast<size_t>(engine_.pool.size());
+    const size_t home = home_shard(engine_.pool, worker, shards);
     for (size_t i = 0; i < slices_.size(); ++i) {
       const size_t s = (shards_[home].first + i) % slices_.size();
       while (const GateUpTask* task = take(plan_.gate_up[s], next_gate_up_[s]))

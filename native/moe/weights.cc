@@ -156,9 +156,9 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
   }
   std::vector<PackJob> jobs;
   for (const Slice& slice : slices_) {
-    jobs.push_back({&slice.matrix.gate, view(source.gate, slice.begin, 0)});
-    jobs.push_back({&slice.matrix.up, view(source.up, slice.begin, 0)});
-    jobs.push_back({&slice.matrix.down, view(source.down, 0, slice.begin)});
+    jobs.push_back({&slice.matrix.gate, view(source.gate, slice.begin, 0), slice.node});
+    jobs.push_back({&slice.matrix.up, view(source.up, slice.begin, 0), slice.node});
+    jobs.push_back({&slice.matrix.down, view(source.down, 0, slice.begin), slice.node});
   }
   find_sizes(variant_, pool, jobs);
   for (size_t s = 0; s < slices_.size(); ++s) {
@@ -166,9 +166,9 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     PackJob &gate = jobs[3 * s], &up = jobs[3 * s + 1], &down = jobs[3 * s + 2];
     slice.make_room(expert, {gate.bytes, up.bytes, down.bytes});
     const Parts<size_t>& bytes = slice.place_of(expert).bytes;
-    gate = {gate.matrix, gate.source, slice.gate_at(expert), bytes.gate};
-    up = {up.matrix, up.source, slice.up_at(expert), bytes.up};
-    down = {down.matrix, down.source, slice.down_at(expert), bytes.down};
+    gate.packed = slice.gate_at(expert), gate.bytes = bytes.gate;
+    up.packed = slice.up_at(expert), up.bytes = bytes.up;
+    down.packed = slice.down_at(expert), down.bytes = bytes.down;
   }
   pack(variant_, pool, jobs);
   set_bias(gate_bias_, source.gate_bias, expert, config_.intermediate);
