@@ -1,18 +1,22 @@
 """Times a divided layer of two processes of one thread against one process of two threads.
 
-    python tools/bench/distributed.py [--tokens 1 8 128 1024] [--json FILE]
+    python tools/bench/distributed.py [--tokens 1 8] [--json FILE] [--gbit 10 [--delay 50us]]
 
 All are processes of one machine; they take turns in rounds, so that what else happens on the
-machine happens to both. The layer is one of Qwen3-30B-A3B.
+machine happens to both. The layer is one of Qwen3-30B-A3B. With `--gbit` each of the two has a
+network of its own, and what is between them sends no faster (as root); `--delay` wants the kernel's
+`netem`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
 import statistics
+import subprocess
 import tempfile
 import time
 from typing import Any
@@ -73,8 +77,38 @@ def calls(tokens: int, number: int, even: bool, ranks: int = 2) -> list[Any]:
     return made
 
 
-def serve(rank: int, size: int, store: str, pipe: Any) -> None:
+def new_network() -> None:
+    """Give this process a network of its own, with nothing in it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(0x40000000) != 0:  # CLONE_NEWNET
+        raise OSError(ctypes.get_errno(), "unshare: --gbit wants root")
+
+
+def set_up_link(rank: int, gbit: float, delay: str | None) -> None:
+    """Let this rank's end of the link have an address, and send so fast at most."""
+    name = f"ktk{rank}"
+    # A bucket has to hold what comes in a tick; what waits longer than the latency is dropped.
+    bucket = f"tbf rate {gbit}gbit burst 1mb latency 50ms"
+    shapes = [f"root handle 1: {bucket}"]
+    if delay:
+        shapes = [f"root handle 1: netem delay {delay}", f"parent 1: handle 2: {bucket}"]
+    for command in (
+        "ip link set lo up",
+        f"ip addr add 10.97.0.{rank + 1}/24 dev {name}",
+        f"ip link set {name} up",
+        *(f"tc qdisc add dev {name} {shape}" for shape in shapes),
+    ):
+        subprocess.run(command.split(), check=True)
+    os.environ |= {"GLOO_SOCKET_IFNAME": name, "KTK_ADDRESS": f"10.97.0.{rank + 1}"}
+
+
+def serve(rank: int, size: int, store: str, pipe: Any, link: tuple[float, str | None]) -> None:
     """Time calls as asked through the pipe; rank -1 is the one process."""
+    if rank >= 0 and link[0]:
+        new_network()
+        pipe.send("in a network")
+        pipe.recv()
+        set_up_link(rank, *link)
     import torch
     import torch.distributed as dist
 
@@ -117,15 +151,25 @@ def serve(rank: int, size: int, store: str, pipe: Any) -> None:
 class Bench:
     """The processes, and what they are asked."""
 
-    def __init__(self, size: int = 2) -> None:
+    def __init__(self, link: tuple[float, str | None] = (0, None), size: int = 2) -> None:
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.pipes = {}
+        processes = {}
         for rank in range(-1, size):
             self.pipes[rank], theirs = context.Pipe()
-            context.Process(
-                target=serve, args=(rank, size, f"{self.folder.name}/store", theirs), daemon=True
-            ).start()
+            given = (rank, size, f"{self.folder.name}/store", theirs, link)
+            processes[rank] = context.Process(target=serve, args=given, daemon=True)
+            processes[rank].start()
+        if link[0]:
+            ranks = [self.pipes[0], self.pipes[1]]
+            for pipe in ranks:
+                pipe.recv()
+            ends = [f"ktk{rank} netns {processes[rank].pid}" for rank in (0, 1)]
+            command = f"ip link add {ends[0]} type veth peer name {ends[1]}"
+            subprocess.run(command.split(), check=True)
+            for pipe in ranks:
+                pipe.send("linked")
         for pipe in self.pipes.values():
             pipe.recv()
 
@@ -166,8 +210,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 8, 128, 1024])
     parser.add_argument("--json", help="also write the results here")
+    parser.add_argument("--gbit", type=float, default=0, help="how fast the link between them is")
+    parser.add_argument("--delay", help="of the link, one way, such as 50us")
     options = parser.parse_args()
-    bench = Bench()
+    if options.delay and not options.gbit:
+        parser.error("--delay is one of a link, which --gbit makes")
+    bench = Bench((options.gbit, options.delay))
     rows = []
     print("tokens routing    one ms   shared  ratio    split  ratio  bytes/token shared, split")
     for tokens in options.tokens:
