@@ -14,20 +14,32 @@ from ktk.config import ACTIVATIONS, SIZES, MoEConfig, activation_called
 from ktk.errors import CheckpointError
 
 # Where models of several modalities keep the language model's entries, outermost first.
-_NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
+_NESTED = ("thinker_config", "text_config", "llm_config", "language_config", "ffn_config")
 
 # The first name that is present counts. `intermediate_size` is the dense layers' size in models
 # that also have the other one.
 _NAMES = {
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts": (
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+        "moe_num_primary_experts",
+    ),
     "num_experts_per_tok": (
         *("num_experts_per_tok", "num_experts_per_token"),
-        *("moe_topk", "moe_top_k", "moe_k", "top_k_experts"),
+        *("moe_topk", "moe_top_k", "moe_k", "top_k_experts", "moe_num_active_primary_experts"),
     ),
     # Of the experts: models with a latent width project what goes into them and comes out.
-    "hidden_size": ("moe_latent_size", "hidden_size"),
-    "intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
+    "hidden_size": ("moe_latent_size", "d_model", "hidden_size"),
+    "intermediate_size": (
+        *("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"),
+        *("intermediate_size", "ffn_hidden_size", "d_ff", "encoder_ffn_dim"),
+    ),
 }
+# Of models whose config.json does not say it.
+_TOP_K = {"nllb-moe": 2, "switch_transformers": 1}
+_ACTIVATION = {"smallthinker": "relu"}
+
+# The activation of which nobody says what it is.
+UNKNOWN = "unknown"
 
 # What no choice of an activation makes right.
 REFUSED = {
@@ -39,7 +51,7 @@ REFUSED = {
 
 # Whose experts have no gate, and whose get tokens that are multiplied by their routing weights;
 # config.json does not say so.
-_UNGATED = ("nemotron_h",)
+_UNGATED = ("nemotron_h", "nllb-moe", "switch_transformers")
 WEIGHT_ON_INPUT = ("llama4", "llama4_text")
 
 # Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.
@@ -112,6 +124,11 @@ class ExpertConfig(MoEConfig):
                 raise ValueError(
                     f"config has {name} {asked}, the checkpoint {mine}: the checkpoint decides"
                 )
+        if config.activation == UNKNOWN:
+            raise CheckpointError(
+                f"ktk does not know which activation function model type {self.model_type!r} has: "
+                "say it, by activation= (--activation)"
+            )
         if config.activation not in ACTIVATIONS:
             raise CheckpointError(
                 f"model type {self.model_type!r} uses the activation {config.activation!r}, and "
@@ -140,7 +157,10 @@ def read_config(folder: Path, module: str | None = None) -> ExpertConfig:
     entries = read_json(path)
     for name in _nested(module):
         inner = entries.get(name)
-        entries = {**entries, **inner} if isinstance(inner, dict) else entries
+        if isinstance(inner, dict):
+            # That of DBRX's experts is empty.
+            kind = inner.get("model_type") or entries.get("model_type")
+            entries = {**entries, **inner} | ({} if kind is None else {"model_type": kind})
     try:
         return _config(entries)
     except EntryError as error:
@@ -159,6 +179,7 @@ def _config(entries: dict[str, Any]) -> ExpertConfig:
     model_type = text("model_type", entries.get("model_type", "unknown"))
     if reason := refusal(model_type):
         raise EntryError(reason)
+    entries = {"num_experts_per_tok": _TOP_K.get(model_type)} | entries
     sizes: dict[str, Any] = {field: _size(entries, field) for field in _NAMES}
     layers = entries.get("num_hidden_layers")
     return ExpertConfig(
@@ -208,8 +229,13 @@ def _zero_experts(entries: dict[str, Any]) -> int:
 
 def _activation(entries: dict[str, Any]) -> dict[str, Any]:
     # Nemotron-H has an activation for experts and one for Mamba layers.
-    names = ("mlp_hidden_act", "hidden_act", "hidden_activation")
-    name = text("hidden_act", next(filter(None, map(entries.get, names)), "silu"))
+    names = (
+        *("mlp_hidden_act", "hidden_act", "hidden_activation"),
+        *("activation_function", "dense_act_fn", "ffn_act_fn"),
+    )
+    usual = _ACTIVATION.get(entries.get("model_type", ""), "silu")
+    said = next(filter(None, map(entries.get, names)), usual)
+    name = text("hidden_act", said.get("name") if isinstance(said, dict) else said)
     for key in _LIMITS_OF_LAYERS:
         limits = tuple(number(key, one or 0) for one in items(key, entries.get(key) or []))
         if any(limits) and activation_called(name) == "silu":

@@ -225,7 +225,7 @@ def test_a_folder_of_several_models_is_refused(tmp_path: Path, parts: dict[str, 
     ("arch", "fields", "named"),
     [
         ("kimi-k3", {}, "'situ' needs gate_softcap"),
-        ("newmoe", {}, "'newmoe' uses the activation 'unknown'"),
+        ("newmoe", {}, "which activation function model type 'newmoe' has: say it, by activation="),
     ],
 )
 def test_an_activation_that_ktk_lacks_is_named(

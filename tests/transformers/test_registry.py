@@ -37,7 +37,9 @@ SIZES: dict[str, int] = {
     "expert_ffn_hidden_size": INNER,
     "zero_expert_num": ZERO,
 }
-# Not computed by ktk: these stay transformers' own.
+# Not computed by ktk in models of transformers, where these stay what they are. Those of Dbrx,
+# JetMoe, NllbMoe, Step3p7 and SwitchTransformers are loaded by `ktk.Model.from_checkpoint`
+# (`test_loaded_families`), and Llama4's, too.
 REASONS = {
     "DbrxExperts": "keeps all experts in one matrix and does not take other implementations",
     "InklingSharedExperts": "are computed for every token",

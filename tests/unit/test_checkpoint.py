@@ -32,7 +32,7 @@ CONFIG: dict[str, Any] = {
     "moe_intermediate_size": I,
     "hidden_act": "silu",
 }
-SIZES = {"E": E, "H": H, "I": I, "2I": 2 * I, "I2": 2 * I}
+SIZES = {"E": E, "EI": E * I, "H": H, "I": I, "2I": 2 * I, "I2": 2 * I}
 Tensors = dict[str, torch.Tensor]
 # With a model type that has it: those with a gate, and those without.
 ALL_FAMILIES = {
@@ -127,6 +127,8 @@ def test_every_row_of_the_table_reads_what_it_declares(
             tensor = torch.empty([SIZES[axis] for axis in axes], dtype=torch.bfloat16)
             for index in (torch.ones_like(tensor) > 0).nonzero().tolist():
                 at = dict(zip(axes, index, strict=True))
+                if "EI" in at:
+                    at["E"], at["I"] = divmod(at["EI"], I)
                 source = part
                 if "2I" in at:
                     source = part.replace("gate_up", "gate" if at["2I"] < I else "up")

@@ -133,34 +133,46 @@ MODELS = {
 }
 # At one size, with the backend that their format implies.
 FAMILIES = {
+    "a.x-k1": Model("AXK1ForCausalLM", "per-expert", (1, 2)),
+    "a.x-k2": Model("AXK2ForCausalLM", "per-expert", (1, 2)),
     "afmoe": Model("AfmoeForCausalLM", "per-expert", (1, 2)),
     "aria": Model("AriaTextForCausalLM", "aria"),
     "bailing": Model("BailingHybridForCausalLM", "per-expert", (1, 2)),
+    "cohere2-moe": Model("Cohere2MoeForCausalLM", "per-expert"),
     "deepseek-v2": Model("DeepseekV2ForCausalLM", "per-expert", (1, 2)),
     "deepseek-v3": Model("DeepseekV3ForCausalLM", "per-expert", (1, 2)),
     "deepseek-v3.2": Model("DeepseekV32ForCausalLM", "per-expert", (1, 2)),
     "deepseek-v4": Model("DeepseekV4ForCausalLM", "mixtral"),
     "dots1": Model("Dots1ForCausalLM", "per-expert", (1, 2)),
+    "dots3-note": Model("Dots3NoteForCausalLM", "per-expert", (1, 2)),
     "ernie-4.5": Model("Ernie4_5_MoeForCausalLM", "per-expert", (1, 2)),
     "exaone-moe": Model("ExaoneMoeForCausalLM", "per-expert", (1, 2)),
+    "flex-olmo": Model("FlexOlmoForCausalLM", "per-expert"),
     "gemma4": Model("Gemma4ForCausalLM", "fused", extra={"enable_moe_block": True}),
     "glm-4.5": Model("Glm4MoeForCausalLM", "per-expert", (1, 2)),
     "glm-4.7-flash": Model("Glm4MoeLiteForCausalLM", "per-expert", (1, 2)),
     "glm-4.5v": Model("Glm4vMoeForConditionalGeneration", "per-expert", (1, 2)),
     "glm-5": Model("GlmMoeDsaForCausalLM", "per-expert", (1, 2)),
     "granite": Model("GraniteMoeForCausalLM", "granite"),
+    "granite-hybrid": Model("GraniteMoeHybridForCausalLM", "granite", extra={"mamba_n_heads": 4}),
+    "granite-shared": Model("GraniteMoeSharedForCausalLM", "granite"),
+    "granite-swa": Model("GraniteMoeSWAForCausalLM", "fused"),
     "hunyuan": Model("HunYuanMoEV1ForCausalLM", "per-expert"),
     "hy-v3": Model("HYV3ForCausalLM", "per-expert", (1, 2)),
     "hy-v4": Model("HYV4ForCausalLM", "fused", (1, 2)),
+    "inkling": Model("InklingForCausalLM", "fused"),
     "jamba": Model("JambaForCausalLM", "per-expert", (1,)),
     "kimi-k2.5": Model(
         "Kimi_K25ForConditionalGeneration", "per-expert", (1, 2), text="DeepseekV3Config"
     ),
     "kimi-linear": Model("KimiLinearForCausalLM", "mixtral", (1, 2)),
+    "kolibri1": Model("Kolibri1ForCausalLM", "per-expert"),
+    "laguna": Model("LagunaForCausalLM", "per-expert", (1, 2)),
     "lfm2": Model("Lfm2MoeForCausalLM", "mixtral", (1, 2), extra={"layer_types": ["conv"] * 3}),
     "longcat-flash": Model(
         "LongcatFlashForCausalLM", "per-expert", extra={"num_layers": 3, "head_dim": 4}
     ),
+    "mellum": Model("MellumForCausalLM", "per-expert"),
     "mimo-v2": Model("MiMoV2FlashForCausalLM", "per-expert", (1, 2)),
     "minimax": Model("MiniMaxForCausalLM", "mixtral"),
     "minimax-m2": Model("MiniMaxM2ForCausalLM", "mixtral"),
@@ -169,10 +181,16 @@ FAMILIES = {
     "mistral4": Model("Mistral4ForCausalLM", "fused", (1, 2)),
     "nemotron-h": Model("NemotronHForCausalLM", "per-expert", (1, 2), extra=NEMOTRON),
     "olmoe": Model("OlmoeForCausalLM", "per-expert"),
+    "openai-privacy-filter": Model(
+        "OpenAIPrivacyFilterForTokenClassification", "fused-transposed", extra=ROPE
+    ),
     "phimoe": Model("PhimoeForCausalLM", "mixtral"),
     "qwen2-moe": Model("Qwen2MoeForCausalLM", "per-expert"),
     "qwen3-next": Model("Qwen3NextForCausalLM", "per-expert"),
     "qwen3-vl-moe": Model("Qwen3VLMoeForConditionalGeneration", "fused"),
+    "qwen4-exp": Model("Qwen4ExpForCausalLM", "per-expert"),
+    "solar-open": Model("SolarOpenForCausalLM", "per-expert"),
+    "unlimited-ocr": Model("UnlimitedOcrForConditionalGeneration", "per-expert", (1, 2)),
     "qwen3.5-moe": Model("Qwen3_5MoeForCausalLM", "per-expert"),
     "qwen3.5-moe-vl": Model("Qwen3_5MoeForConditionalGeneration", "per-expert"),
 }

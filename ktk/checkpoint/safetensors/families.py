@@ -121,14 +121,15 @@ FAMILIES = (
     ),
     _shared(
         "fused",
-        "Qwen3.5-MoE, Mistral-4, Hy4, Gemma-4, and what transformers 5 keeps in memory",
+        "Qwen3.5-MoE, Mistral-4, Hy4, Gemma-4, Granite SWA, and what transformers 5 keeps in "
+        "memory",
         gate_up=("experts.gate_up_proj", "E 2I H"),
         down=("experts.down_proj", "E H I"),
     ),
     # No sizes fit this row and the one above: that would take H = 2I and H = I.
     _shared(
         "fused-transposed",
-        "Qwen3-VL-MoE, Llama-4",
+        "Qwen3-VL-MoE, Llama-4, OpenAI's privacy filter",
         gate_up=("experts.gate_up_proj", "E H 2I"),
         down=("experts.down_proj", "E I H"),
     ),
@@ -140,8 +141,28 @@ FAMILIES = (
         down=("experts.down_proj", "E H I"),
     ),
     _shared(
+        "step",
+        "Step-3.5, Step-3.7",
+        gate=("moe.gate_proj.weight", "E I H"),
+        up=("moe.up_proj.weight", "E I H"),
+        down=("moe.down_proj.weight", "E H I"),
+    ),
+    _shared(
+        "inkling",
+        "Inkling, Inkling-2",
+        gate_up=("experts.w13_weight", "E I2 H"),
+        down=("experts.w2_weight", "E H I"),
+    ),
+    _shared(
+        "dbrx",
+        "DBRX",
+        gate=("experts.mlp.w1", "EI H"),
+        up=("experts.mlp.v1", "EI H"),
+        down=("experts.mlp.w2", "EI H"),
+    ),
+    _shared(
         "granite",
-        "Granite 3 and 4",
+        "Granite 3 and 4, JetMoe",
         gate_up=("input_linear.weight", "E 2I H"),
         down=("output_linear.weight", "E H I"),
     ),
@@ -151,6 +172,9 @@ FAMILIES = (
         gate_up=("experts.fc1.weight", "E H 2I"),
         down=("experts.fc2.weight", "E I H"),
     ),
+    _per_expert("smallthinker", "SmallThinker", gate="{e}.gate", up="{e}.up", down="{e}.down"),
+    _per_expert("switch", "Switch Transformers", up="expert_{e}.wi", down="expert_{e}.wo"),
+    _per_expert("nllb", "NLLB-MoE", up="expert_{e}.fc1", down="expert_{e}.fc2"),
 )
 
 

@@ -61,9 +61,11 @@ class TensorIndex(Closing):
         """Return the bytes of a tensor without reading it."""
         return self._info(name).nbytes
 
-    def tensor(self, name: str, expert: int | None = None) -> torch.Tensor:
-        """Read a tensor, or one expert of a fused one."""
-        return self._holder(name).read(name, expert)
+    def tensor(
+        self, name: str, expert: int | None = None, joined: int | None = None
+    ) -> torch.Tensor:
+        """Read a tensor, or one expert of a fused one; of as many as are `joined` in one axis."""
+        return self._holder(name).read(name, expert, joined)
 
     def read_bytes(self, name: str, begin: int, nbytes: int) -> torch.Tensor:
         """Read bytes of a tensor, counted from its first, uint8 [nbytes]."""
@@ -74,9 +76,11 @@ class TensorIndex(Closing):
         for path in self.paths():
             yield from (name for name in self._open(path).tensors if self._files.get(name) == path)
 
-    def stand_in(self, name: str, expert: int | None = None) -> torch.Tensor:
+    def stand_in(
+        self, name: str, expert: int | None = None, joined: int | None = None
+    ) -> torch.Tensor:
         """Return the like of `tensor` without values, on the device meta, without reading it."""
-        return self._holder(name).stand_in(name, expert)
+        return self._holder(name).stand_in(name, expert, joined)
 
     def look_at(self, path: Path) -> None:
         """Read the header of a file, if that was not done."""

@@ -84,7 +84,7 @@ class SafetensorsLayer(LayerReader):
 
     def pieces(self, number: int) -> Iterator[Piece]:
         """Read one expert byte by byte: its part of each tensor."""
-        for part, stored in self.names.family.parts.items():
+        for part in self.names.family.parts:
             named = [("data", self.names.name(part, number))]
             if not is_bias(part):
                 named = list(self._names_of(part, number))
@@ -92,7 +92,7 @@ class SafetensorsLayer(LayerReader):
                 dtype = self._index.dtype(name)
                 # Exponents of MX formats may be called bytes.
                 element = "ue8m0" if (role, dtype) == ("scale", "U8") else ELEMENTS.get(dtype, "")
-                tensor = self._index.tensor(name, number if stored.fused else None)
+                tensor = self._index.tensor(name, *self._place(part, number))
                 yield Piece(name, self._index.file(name), element, flat(tensor))
 
     def check_expert(self, number: int) -> None:
@@ -131,9 +131,9 @@ class SafetensorsLayer(LayerReader):
         names = self.names
         stored = names.family.parts[part]
         read_data = self._index.tensor if values else self._index.stand_in
-        expert = number if stored.fused else None
+        place = self._place(part, number)
         arrays = {
-            role: (read_data if role == "data" else self._index.tensor)(name, expert)
+            role: (read_data if role == "data" else self._index.tensor)(name, *place)
             for role, name in self._names_of(part, number)
         }
         try:
@@ -156,10 +156,17 @@ class SafetensorsLayer(LayerReader):
         tensors: dict[str, torch.Tensor] = {}
         for part, stored in self.names.family.parts.items():
             if is_bias(part):
-                expert = number if stored.fused else None
-                tensor = self._index.tensor(self.names.name(part, number), expert)
+                name = self.names.name(part, number)
+                tensor = self._index.tensor(name, *self._place(part, number))
                 tensors.update(split_tensor(part, tensor, stored.own))
         return tensors
+
+    def _place(self, part: str, number: int) -> tuple[int | None, int | None]:
+        """Return where an expert is in a tensor of a part, as `TensorIndex.tensor` takes it."""
+        stored = self.names.family.parts[part]
+        if not stored.fused:
+            return None, None
+        return number, self.config.num_experts if stored.joined else None
 
     def _names_of(self, part: str, number: int) -> Iterator[tuple[str, str]]:
         """Yield the tensors of a matrix that are there."""

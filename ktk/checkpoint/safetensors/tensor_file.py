@@ -78,16 +78,18 @@ class TensorFile:
         self.metadata, self.tensors = _header(self._file)
         self.close()
 
-    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+    def read(self, name: str, index: int | None = None, joined: int | None = None) -> torch.Tensor:
         """Read a tensor, or one item of its first axis, into memory of its own.
 
-        A single number is that of any item.
+        A single number is that of any item. Of `joined` items that share the first axis, an item
+        has as many rows.
         """
         info = self.tensors[name]
         begin, nbytes, shape = info.begin, info.nbytes, info.shape
         if index is not None and shape not in ((), (1,)):
-            assert 0 <= index < shape[0]
-            nbytes, shape = nbytes // shape[0], shape[1:]
+            items, shape = joined or shape[0], _item(shape, joined)
+            assert 0 <= index < items
+            nbytes //= items
             begin += index * nbytes
         dtype = self._dtype(info)
         return torch.from_numpy(self._file.read(begin, nbytes)).view(dtype).reshape(shape)
@@ -98,10 +100,12 @@ class TensorFile:
         assert 0 <= begin <= begin + nbytes <= info.nbytes
         return torch.from_numpy(self._file.read(info.begin + begin, nbytes))
 
-    def stand_in(self, name: str, index: int | None = None) -> torch.Tensor:
+    def stand_in(
+        self, name: str, index: int | None = None, joined: int | None = None
+    ) -> torch.Tensor:
         """Return a tensor without values, for questions of format and shape."""
         info = self.tensors[name]
-        shape = info.shape if index is None else info.shape[1:]
+        shape = info.shape if index is None else _item(info.shape, joined)
         return torch.empty(shape, dtype=self._dtype(info), device="meta")
 
     def close(self) -> None:
@@ -116,6 +120,11 @@ class TensorFile:
                 f"tensor {info.name} in {self.path} has elements of type {info.dtype}, "
                 "which ktk does not read"
             ) from None
+
+
+def _item(shape: tuple[int, ...], joined: int | None) -> tuple[int, ...]:
+    """Return the shape of one of the items, or of those `joined`, in the first axis."""
+    return shape[1:] if joined is None else (shape[0] // joined, *shape[1:])
 
 
 def _header(file: File) -> tuple[dict[str, str], dict[str, TensorInfo]]:
