@@ -51,6 +51,7 @@ FLOATS = {
     "iq4_xs": Floats(0, 2),
     "tq1_0": Floats(52, 2),
     "tq2_0": Floats(64, 2),
+    "ggml:41": Floats(0, 2),  # Q1_0, which no backend has a name for
     "mxfp4": Floats(0, 1, E8M0),
     "nvfp4": Floats(0, 4, E4M3),
     **{
@@ -102,11 +103,22 @@ def _decoded(rows: np.ndarray, element: str) -> np.ndarray:
         return ik_types.TYPES[element].values(rows)
     kind = _type(element)
     try:
-        return dequantize(rows, kind)
+        return _dequantize(rows, kind)
     except NotImplementedError:
         raise ValueError(
             f"has the type {kind.name}, which gguf {version('gguf')} cannot decode"
         ) from None
+
+
+def _dequantize(rows: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Return the values of rows of blocks, also of types that gguf 0.19 names and cannot decode."""
+    if kind.name != "Q1_0":
+        return dequantize(rows, kind)
+    # 128 weights, 18 bytes: d as f16, then a bit for each weight, the lowest first: d or -d.
+    blocks = rows.reshape(-1, 18)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    bits = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
+    return np.where(bits == 1, scale, -scale).reshape(len(rows), -1)
 
 
 def not_finite(data: np.ndarray, element: str) -> int:

@@ -46,6 +46,8 @@ class Model(Mapping[int, MoE]):
         experts: Experts | None = None,
         physical_to_logical_map: Experts | None = None,
         module: str | None = None,
+        activation: str | None = None,
+        top_k: int | None = None,
         config: MoEConfig | Mapping[int, MoEConfig] | None = None,
         variant: str | None = None,
         force: bool = False,
@@ -78,6 +80,11 @@ class Model(Mapping[int, MoE]):
             The module that has the experts, where several parts of a model have some: words in the
             middle of their tensors' names, ``"talker"`` of Qwen3-Omni. By default that of the
             language model.
+        activation : str, optional
+            The activation function, where it is not what the files say, or ktk does not know it: of
+            a GGUF file whose architecture is new.
+        top_k : int, optional
+            Of GGUF files, experts that a token goes to, where the metadata does not say it.
         config : MoEConfig, or a mapping of layers to such, optional
             As of :meth:`MoE.from_checkpoint`.
         force : bool
@@ -112,7 +119,7 @@ class Model(Mapping[int, MoE]):
         }
         if isinstance(backend, str):
             load_backend(backend)  # a name that is none is said before anything is read
-        with open_checkpoint(path, module=module) as checkpoint:
+        with open_checkpoint(path, module=module, activation=activation, top_k=top_k) as checkpoint:
             numbers = layers_of(checkpoint, path) if layers is None else map(operator.index, layers)
             plans = []
             for number in dict.fromkeys(numbers):

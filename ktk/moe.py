@@ -111,6 +111,8 @@ class MoE(TrainableLayer):
         experts: Sequence[int] | None = None,
         physical_to_logical_map: Sequence[int] | None = None,
         module: str | None = None,
+        activation: str | None = None,
+        top_k: int | None = None,
         config: MoEConfig | None = None,
         variant: str | None = None,
         force: bool = False,
@@ -138,6 +140,11 @@ class MoE(TrainableLayer):
             The module that has the experts, where several parts of a model have some: words in the
             middle of their tensors' names, ``"talker"`` of Qwen3-Omni. By default that of the
             language model.
+        activation : str, optional
+            The activation function, where it is not what the files say, or ktk does not know it: of
+            a GGUF file whose architecture is new.
+        top_k : int, optional
+            Of GGUF files, experts that a token goes to, where the metadata does not say it.
         config : MoEConfig, optional
             What the layer is, where it is to be other than the checkpoint says: an activation
             function that ktk knows instead of one that it does not. Sizes are the checkpoint's;
@@ -170,6 +177,8 @@ class MoE(TrainableLayer):
             experts=experts,
             physical_to_logical_map=physical_to_logical_map,
             module=module,
+            activation=activation,
+            top_k=top_k,
             config=config,
             variant=variant,
             force=force,

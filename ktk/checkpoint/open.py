@@ -9,7 +9,13 @@ from ktk.checkpoint.reader import CheckpointReader
 from ktk.errors import CheckpointError
 
 
-def open_checkpoint(path: str | Path, *, module: str | None = None) -> CheckpointReader:
+def open_checkpoint(
+    path: str | Path,
+    *,
+    module: str | None = None,
+    activation: str | None = None,
+    top_k: int | None = None,
+) -> CheckpointReader:
     """Open a folder of safetensors files, a GGUF file or a folder of them, or packed files.
 
     Parameters
@@ -19,6 +25,11 @@ def open_checkpoint(path: str | Path, *, module: str | None = None) -> Checkpoin
     module
         Of safetensors files: the module that has the experts, where several parts of a model have
         some. By default those of the language model.
+    activation
+        The activation function, where it is not what the files say, or ktk does not know it: of a
+        GGUF file whose architecture is new. As `MoEConfig` or config.json calls it.
+    top_k
+        Of GGUF files, experts that a token goes to, where the metadata does not say it.
 
     Raises
     ------
@@ -30,6 +41,10 @@ def open_checkpoint(path: str | Path, *, module: str | None = None) -> Checkpoin
         raise CheckpointError(
             f"{path} has the experts of one module: module= is for folders of safetensors files"
         )
+    if is_packed(path) and (activation is not None or top_k is not None):
+        raise CheckpointError(
+            f"{path} is packed: its activation function and top-k were said when it was converted"
+        )
     if is_packed(path):
         from ktk.checkpoint.packed import PackedCheckpoint
 
@@ -37,7 +52,7 @@ def open_checkpoint(path: str | Path, *, module: str | None = None) -> Checkpoin
     if is_gguf(path):
         from ktk.checkpoint.gguf import GgufCheckpoint
 
-        return GgufCheckpoint(path)
+        return GgufCheckpoint(path, activation, top_k)
     from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 
-    return SafetensorsCheckpoint(path, module)
+    return SafetensorsCheckpoint(path, module, activation)

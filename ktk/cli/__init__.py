@@ -18,6 +18,12 @@ MODULE = typer.Option(
     help="The module that has the experts, where several do, such as talker; default: the language "
     "model.",
 )
+ACTIVATION = typer.Option(
+    metavar="FUNCTION",
+    help="The activation function of the experts, where ktk does not know it: of GGUF files whose "
+    "architecture is new.",
+)
+TOP_K = typer.Option(min=1, help="Experts of a token, where a GGUF file does not say it.")
 
 app = typer.Typer(
     name="ktk",
@@ -98,6 +104,8 @@ def inspect(
         ),
     ] = False,
     module: Annotated[str | None, MODULE] = None,
+    activation: Annotated[str | None, ACTIVATION] = None,
+    top_k: Annotated[int | None, TOP_K] = None,
 ) -> None:
     """Show what a checkpoint holds, layer by layer, and the memory that each backend would take.
 
@@ -108,7 +116,8 @@ def inspect(
     from ktk.hub import find_model
 
     adapter = rank if training else None
-    if not show(find_model(path), as_json=json, rank=adapter, escapes=escapes, module=module):
+    reading = {"module": module, "activation": activation, "top_k": top_k}
+    if not show(find_model(path), as_json=json, rank=adapter, escapes=escapes, **reading):
         raise typer.Exit(1)
 
 
@@ -212,6 +221,8 @@ def convert(
         typer.Option(help="Layers such as 0-3,5, with --backend; default: all that have experts."),
     ] = None,
     module: Annotated[str | None, MODULE] = None,
+    activation: Annotated[str | None, ACTIVATION] = None,
+    top_k: Annotated[int | None, TOP_K] = None,
     resume: Annotated[
         bool,
         typer.Option(
@@ -259,6 +270,8 @@ def convert(
             raise typer.BadParameter("--to converts all layers", param_hint="--layers")
         if module is not None:
             raise typer.BadParameter("--to converts the language model", param_hint="--module")
+        if activation is not None or top_k is not None:
+            raise typer.BadParameter("--to copies config.json", param_hint="--activation, --top-k")
         run_convert_to(
             find_model(source),
             output,
@@ -279,6 +292,8 @@ def convert(
         group_size=group_size,
         layers=wanted,
         module=module,
+        activation=activation,
+        top_k=top_k,
         resume=resume,
         threads=threads,
         as_json=json,

@@ -71,9 +71,9 @@ class LayerReport:
         return tuple(value for name, value in asdict(self).items() if name != "number")
 
 
-def inspect(path: Path, *, module: str | None = None) -> list[LayerReport]:
-    """Describe all layers. A damaged one is reported, not raised."""
-    with open_checkpoint(path, module=module) as checkpoint:
+def inspect(path: Path, **options: Any) -> list[LayerReport]:
+    """Describe all layers; options of `open_checkpoint`. A damaged one is reported, not raised."""
+    with open_checkpoint(path, **options) as checkpoint:
         numbers = checkpoint.layers()
         if not numbers:
             raise CheckpointError(f"{path} has no experts that ktk knows by name")
@@ -97,18 +97,20 @@ def show(
     as_json: bool,
     rank: int | None = None,
     escapes: bool = False,
-    module: str | None = None,
+    **options: Any,
 ) -> bool:
-    """Print what a checkpoint, or a module of it, holds; returns whether all of it is in order.
+    """Print what a checkpoint holds; returns whether all of it is in order.
+
+    Further options are those of `open_checkpoint`.
 
     With the rank of an adapter, also what training it takes; with `escapes`, what BF16Z makes of
     its weights, which are read for that.
     """
-    layers = inspect(path, module=module)
+    layers = inspect(path, **options)
     # What is beside the experts of one of several modules belongs to all.
-    reads = {} if module else bytes_per_token(path, layers)
+    reads = {} if options.get("module") else bytes_per_token(path, layers)
     memory = None if rank is None else training_memory(layers, rank)
-    counted = count_escapes(path, module) if escapes else None
+    counted = count_escapes(path, options.get("module")) if escapes else None
     if as_json:
         found = document(path, layers) | {"bytes_per_token": reads}
         if counted is not None:

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -41,12 +42,12 @@ def run_convert(
     backend: str,
     group_size: int | None = None,
     layers: Sequence[int] | None = None,
-    module: str | None = None,
     resume: bool = False,
     threads: int | None = None,
     as_json: bool = False,
+    **options: Any,
 ) -> None:
-    """Convert, with words and progress on stderr; parameters as of `Conversion`.
+    """Convert, with words and progress on stderr; parameters, and options, as of `Conversion`.
 
     With `as_json` stdout has what was made. Interrupted, it ends with the status 130.
     """
@@ -61,10 +62,10 @@ def run_convert(
         backend=backend,
         group_size=group_size,
         layers=layers,
-        module=module,
         resume=resume,
         threads=threads,
         on_look=on_look,
+        **options,
     )
     begin = time.monotonic()
     if resume:

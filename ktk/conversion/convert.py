@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ktk.backend import Backend
 from ktk.checkpoint.packed.folder import Index, file_of, write_index
@@ -73,8 +74,8 @@ class Conversion(Closing):
         likes best.
     layers : sequence of int, optional
         By default all that have experts.
-    module : str, optional
-        The module that has the experts, as of `ktk.MoE.from_checkpoint`.
+    module, activation, top_k : optional
+        As of `ktk.MoE.from_checkpoint`.
     resume : bool
         Keep the layers that an earlier conversion with the same arguments finished, if they are
         still what was written, and made of what the source holds now. Their files are read to see
@@ -112,6 +113,8 @@ class Conversion(Closing):
         group_size: int | None = None,
         layers: Sequence[int] | None = None,
         module: str | None = None,
+        activation: str | None = None,
+        top_k: int | None = None,
         resume: bool = False,
         threads: int | None = None,
         on_look: Callable[[int], None] = lambda layer: None,
@@ -126,7 +129,7 @@ class Conversion(Closing):
         self._wanted = None if layers is None else sorted(set(map(operator.index, layers)))
         if self._wanted == []:
             raise ValueError("layers is empty: expected at least one layer, or None for all")
-        self._module = module
+        self._reading: dict[str, Any] = {"module": module, "activation": activation, "top_k": top_k}
         self._resume = resume
         self._on_look = on_look
         self._written: set[int] = set()
@@ -135,7 +138,7 @@ class Conversion(Closing):
     def __enter__(self) -> Conversion:
         with ExitStack() as stack:
             # Everything that can be wrong with the source is found before the first write.
-            self._source = Source(self.source, self._module)
+            self._source = Source(self.source, **self._reading)
             stack.callback(lambda: self._source.close())
             encoders = self._encoders(self._wanted)
             with self._writing():
@@ -236,7 +239,7 @@ class Conversion(Closing):
         """Open the source anew, and find out which layers were made of what it was before."""
         before, earlier = self._source.fingerprint, self.plans
         self._source.close()
-        self._source = Source(self.source, self._module)
+        self._source = Source(self.source, **self._reading)
         encoders = self._encoders(self._wanted)
         if self._source.fingerprint != before:
             raise CheckpointError(
@@ -353,6 +356,8 @@ def convert(
     group_size: int | None = None,
     layers: Sequence[int] | None = None,
     module: str | None = None,
+    activation: str | None = None,
+    top_k: int | None = None,
     resume: bool = False,
     threads: int | None = None,
 ) -> list[FilePlan]:
@@ -370,6 +375,8 @@ def convert(
         group_size=group_size,
         layers=layers,
         module=module,
+        activation=activation,
+        top_k=top_k,
         resume=resume,
         threads=threads,
     ) as conversion:

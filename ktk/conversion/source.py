@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from ktk.checkpoint.open import open_checkpoint
 from ktk.closing import Closing
@@ -27,15 +28,15 @@ class Source(Closing):
         Of its files, as they were before anything was read that is used.
     """
 
-    def __init__(self, path: Path, module: str | None = None) -> None:
+    def __init__(self, path: Path, module: str | None = None, **options: Any) -> None:
         self.path = path
         self._root = path if path.is_dir() else path.parent
-        with open_checkpoint(path, module=module) as checkpoint:
+        with open_checkpoint(path, module=module, **options) as checkpoint:
             files = checkpoint.files()
         self.fingerprint = fingerprint(files, module)
         # From here on: headers are read once more.
         self.stamps = stamps_of(files, self._root)
-        self.checkpoint = open_checkpoint(path, module=module)
+        self.checkpoint = open_checkpoint(path, module=module, **options)
 
     def layers(self, wanted: Iterable[int] | None) -> list[int]:
         """Return the layers that are wanted, by default all that have experts.

@@ -38,6 +38,8 @@ def load_moe(
     experts: Sequence[int] | None = None,
     physical_to_logical_map: Sequence[int] | None = None,
     module: str | None = None,
+    activation: str | None = None,
+    top_k: int | None = None,
     config: MoEConfig | None = None,
     variant: str | None = None,
     force: bool = False,
@@ -65,8 +67,8 @@ def load_moe(
         The slots to load; the others take no memory and contribute nothing. Default: all.
     physical_to_logical_map
         Slot p holds expert `physical_to_logical_map[p]` of the checkpoint. Default: p.
-    module
-        The module that has the experts, as of `open_checkpoint`.
+    module, activation, top_k
+        As of `open_checkpoint`.
     config
         What the layer is, where it is to be other than the checkpoint says: an activation function
         that ktk knows instead of one that it does not. Sizes are the checkpoint's; with a map,
@@ -85,7 +87,7 @@ def load_moe(
     """
     if isinstance(backend, str):
         load_backend(backend)  # a name that is none is said before anything is read
-    with open_checkpoint(path, module=module) as checkpoint:
+    with open_checkpoint(path, module=module, activation=activation, top_k=top_k) as checkpoint:
         plan = plan_layer(
             checkpoint,
             operator.index(layer),

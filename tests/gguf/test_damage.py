@@ -162,10 +162,10 @@ def test_a_type_that_gguf_does_not_know_is_named(path: Path) -> None:
 
 
 def test_a_type_that_gguf_cannot_decode_is_named(tmp_path: Path, parts: dict[str, Tensor]) -> None:
-    rows = np.zeros((E, I, H // 128 * 18), np.uint8)
-    tensors = {**files.stacked(parts), GATE: Tensor(rows, Type.Q1_0)}
+    rows = np.zeros((E, I, H // 32 * 40), np.uint8)
+    tensors = {**files.stacked(parts), GATE: Tensor(rows, Type.Q8_1)}
     path = files.write(tmp_path / "model.gguf", tensors)
-    fails(path, GATE, "model.gguf", "Q1_0", "cannot decode")
+    fails(path, GATE, "model.gguf", "Q8_1", "cannot decode")
 
 
 def test_an_unknown_type_elsewhere_does_not_matter(path: Path) -> None:

@@ -17,7 +17,7 @@ OTHERS = {
     *("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"),
     *("F32", "F16", "BF16"),
 }
-# Younger than ktk's table; the gguf package cannot decode it.
+# No backend computes with it; ktk decodes it.
 UNREAD = {"Q1_0"}
 BLOCK_TYPES = [kind for kind in GGMLQuantizationType if kind.name not in OTHERS | UNREAD]
 

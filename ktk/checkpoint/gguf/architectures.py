@@ -1,7 +1,9 @@
 """What a GGUF file's metadata says about its experts: sizes and activation function.
 
 The file names an architecture, and programs know what that computes. The names and functions are
-those of llama.cpp (src/llama-arch.cpp, src/models/), which makes most of the files.
+those of llama.cpp (src/llama-arch.cpp, src/models/), which makes most of the files. Of an
+architecture that is not among them somebody has to say the activation function; the tensors say
+the rest.
 """
 
 from __future__ import annotations
@@ -13,9 +15,8 @@ from typing import Any
 import numpy as np
 from gguf.constants import Keys
 
-from ktk.checkpoint.config import WEIGHT_ON_INPUT, ExpertConfig, refusal
+from ktk.checkpoint.config import UNKNOWN, WEIGHT_ON_INPUT, ExpertConfig, refusal
 from ktk.checkpoint.entries import EntryError, integer, number
-from ktk.config import PARTS
 from ktk.errors import CheckpointError
 
 _SILU = (
@@ -37,10 +38,11 @@ ACTIVATIONS = {
     "kimi-k3": "situ",
     "minimax-m3": "swigluoai",
     "nemotron_h_moe": "relu2",
+    "nomic-bert-moe": "gelu",
     "smallthinker": "relu",
 }
 # Whose experts have no gate.
-_UNGATED = ("nemotron_h_moe",)
+_UNGATED = ("nemotron_h_moe", "nomic-bert-moe")
 # The width of experts where it is not that of the model, which projects what goes in and comes out.
 _LATENT = "{arch}.moe_latent_size"
 # The metadata lacks the clamp of swigluoai; it is 7 in all models that have it.
@@ -56,9 +58,25 @@ _CLAMPED_BEFORE = ("deepseek4", "glm5-next", "hy_v4", "maple")
 
 
 class Metadata:
-    """The entries about experts."""
+    """The entries about experts.
 
-    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+    Parameters
+    ----------
+    path
+        Of the file.
+    fields
+        Its metadata.
+    activation, top_k
+        What holds in the place of what the metadata says, or of what nobody knows.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fields: Mapping[str, Any],
+        activation: str | None = None,
+        top_k: int | None = None,
+    ) -> None:
         self._path = path
         self._fields = fields
         name = fields.get(Keys.General.ARCHITECTURE)
@@ -67,20 +85,34 @@ class Metadata:
         if reason := refusal(name):
             raise CheckpointError(f"{path}: {reason}")
         self.architecture = name
-        self.num_experts = self._size(Keys.LLM.EXPERT_COUNT)
-        self.num_experts_per_tok = self._size(Keys.LLM.EXPERT_USED_COUNT)
-        latent = fields.get(_LATENT.format(arch=name))
-        self.hidden_size = self._size(_LATENT if latent else Keys.LLM.EMBEDDING_LENGTH)
-        self.parts = PARTS[1:] if name in _UNGATED else PARTS
+        # Whether the activation function and the gate follow from the name.
+        self.known = name in ACTIVATIONS
+        self.ungated = name in _UNGATED
+        self._activation = activation
+        # Said by metadata, of architectures that ktk knows.
+        self.num_experts()
+        self.hidden_size()
+        self._top_k = top_k or self._size(Keys.LLM.EXPERT_USED_COUNT, needed=True) or 0
+
+    def num_experts(self) -> int | None:
+        """Return how many experts a layer has; None where tensors alone say it."""
+        return self._size(Keys.LLM.EXPERT_COUNT, needed=self.known)
+
+    def hidden_size(self) -> int | None:
+        """Return the width of what goes into experts; None where tensors alone say it."""
+        latent = self._fields.get(_LATENT.format(arch=self.architecture))
+        return self._size(_LATENT if latent else Keys.LLM.EMBEDDING_LENGTH, needed=self.known)
 
     def intermediate_size(self, layer: int) -> int | None:
         """Return what the metadata says of a layer's experts; some files do not."""
         value = self._of_layer(Keys.LLM.EXPERT_FEED_FORWARD_LENGTH, layer)
         return int(value) if value else None
 
-    def config(self, layer: int, intermediate_size: int) -> ExpertConfig:
+    def config(
+        self, layer: int, num_experts: int, hidden_size: int, intermediate_size: int, *, gated: bool
+    ) -> ExpertConfig:
         """Describe the experts of a layer."""
-        activation = ACTIVATIONS.get(self.architecture, "unknown")
+        activation = self._activation or ACTIVATIONS.get(self.architecture, UNKNOWN)
         limit = self._of_layer(_CLAMP, layer, _CLAMP_OF_OLD_FILES.get(self.architecture, 0)) or None
         if activation == "swigluoai":
             limit = _OAI_LIMIT
@@ -89,13 +121,13 @@ class Metadata:
         try:
             return ExpertConfig(
                 model_type=self.architecture,
-                num_experts=self.num_experts,
-                num_experts_per_tok=self.num_experts_per_tok,
-                hidden_size=self.hidden_size,
+                num_experts=num_experts,
+                num_experts_per_tok=self._top_k,
+                hidden_size=hidden_size,
                 intermediate_size=intermediate_size,
                 activation=activation,
                 activation_limit=limit,
-                gated=self.parts == PARTS,
+                gated=gated,
                 apply_router_weight_on_input=self.architecture in WEIGHT_ON_INPUT,
                 num_layers=self._num_layers(),
             )
@@ -109,11 +141,17 @@ class Metadata:
             return None
         return count - predicting
 
-    def _size(self, key: str) -> int:
+    def _size(self, key: str, *, needed: bool) -> int | None:
+        """Return a size; None where an architecture that ktk does not know need not say it."""
         name = key.format(arch=self.architecture)
         value = self._fields.get(name)
+        if value is None and not needed:
+            return None
         if value is None:
-            raise CheckpointError(f"{self._path} has no {name} in its metadata: not an MoE model?")
+            how = "" if self.known else "; if it is one, say it, by top_k= (--top-k)"
+            raise CheckpointError(
+                f"{self._path} has no {name} in its metadata: not an MoE model?{how}"
+            )
         try:
             return integer(name, value, least=1)
         except EntryError as error:

@@ -14,6 +14,7 @@ it before that (gemma4, and what was quantised to NVFP4). Every tensor has its o
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.gguf.architectures import Metadata
 from ktk.checkpoint.gguf.blocks import type_name
 from ktk.checkpoint.gguf.shards import TensorSet
+from ktk.checkpoint.nearest import nearest, some
 from ktk.checkpoint.spans import spans
 from ktk.config import PARTS
 from ktk.errors import CheckpointError
@@ -84,27 +86,29 @@ class Layers:
     def find(self, number: int) -> LayerPlaces:
         """Find out how the experts of a layer are stored, and check that all of them are there."""
         start = f"blk.{number}.ffn_"
-        count, hidden = self._metadata.num_experts, self._metadata.hidden_size
-        fused, single = f"{start}gate_up_exps", f"{start}gate.0.weight"
-        if f"{fused}.weight" in self._tensors:
-            size = self._rows(f"{fused}.weight") // 2
+        fused, single = f"{start}gate_up_exps.weight", f"{start}up.0.weight"
+        parts = self._parts(start)
+        if fused in self._tensors:
+            size, hidden = self._rows(fused) // 2, self._hidden(f"{start}down_exps.weight")
             weights = {
-                "gate": Place(f"{fused}.weight", 0, size, 2 * size),
-                "up": Place(f"{fused}.weight", size, size, 2 * size),
+                "gate": Place(fused, 0, size, 2 * size),
+                "up": Place(fused, size, size, 2 * size),
                 "down": Place(f"{start}down_exps.weight", 0, hidden, hidden),
             }
         elif any(f"{start}{part}_exps.weight" in self._tensors for part in PARTS):
-            size = self._rows(f"{start}up_exps.weight")
-            weights = _separate(start + "{part}_exps.weight", self._metadata.parts, size, hidden)
-        elif number in self.numbers():
-            size = self._rows(single)
-            weights = _separate(start + "{part}.{{e}}.weight", PARTS, size, hidden)
-            self._check_surplus(weights)
-        else:
-            raise CheckpointError(
-                f"{self._tensors.path} has no experts in layer {number}; "
-                f"layers with experts: {spans(self.numbers()) or 'none'}"
+            size, hidden = (
+                self._rows(f"{start}up_exps.weight"),
+                self._hidden(f"{start}down_exps.weight"),
             )
+            weights = _separate(start + "{part}_exps.weight", parts, size, hidden)
+        elif number in self.numbers():
+            size, hidden = self._rows(single), self._hidden(f"{start}down.0.weight")
+            weights = _separate(start + "{part}.{{e}}.weight", parts, size, hidden)
+        else:
+            raise CheckpointError(self.no_experts(number))
+        count = self._count(weights["up"])
+        if not weights["up"].stacked:
+            self._check_surplus(weights, count)
         self._check_intermediate(number, weights["up"], size)
         for part, place in weights.items():
             depth = size if part == "down" else hidden
@@ -115,13 +119,41 @@ class Layers:
                     self._check(place.tensor(expert), (place.total, depth))
         layer = LayerPlaces(
             number,
-            self._metadata.config(number, size),
+            self._metadata.config(number, count, hidden, size, gated="gate" in weights),
             weights,
             self._biases(weights, count),
             self._scales(weights, count),
         )
         self._check_all_is_read(layer)
         return layer
+
+    def no_experts(self, number: int) -> str:
+        """Say that a layer has no experts, which layers have some, and what comes nearest."""
+        message = (
+            f"{self._tensors.path} has no experts in layer {number}; layers with experts: "
+            f"{spans(self.numbers()) or 'none'}"
+        )
+        near = nearest(sorted(self._tensors.names()), number)
+        return f"{message}; it has {some(near)}" if near else message
+
+    def _parts(self, start: str) -> Sequence[str]:
+        """Return which matrices experts have; of an unknown architecture, those that are there."""
+        if self._metadata.known:
+            return PARTS[1:] if self._metadata.ungated else PARTS
+        gates = (f"{start}gate_exps.weight", f"{start}gate.0.weight", f"{start}gate_up_exps.weight")
+        return PARTS if any(name in self._tensors for name in gates) else PARTS[1:]
+
+    def _hidden(self, down: str) -> int:
+        """Return the width of what goes in, which is that of what comes out."""
+        return self._metadata.hidden_size() or self._rows(down)
+
+    def _count(self, up: Place) -> int:
+        """Return how many experts there are."""
+        if said := self._metadata.num_experts():
+            return said
+        if up.stacked:
+            return self._tensors.info(up.name).shape[0]
+        return next(e for e in itertools.count() if up.tensor(e) not in self._tensors)
 
     def _check_all_is_read(self, layer: LayerPlaces) -> None:
         """Refuse tensors of experts that are not read: the experts would be others."""
@@ -179,14 +211,14 @@ class Layers:
                 f"says that experts are {said} wide"
             )
 
-    def _check_surplus(self, weights: Mapping[str, Place]) -> None:
+    def _check_surplus(self, weights: Mapping[str, Place], count: int) -> None:
         """Refuse more experts than the metadata says; too few are noticed one by one."""
         for place in weights.values():
-            name = place.tensor(self._metadata.num_experts)
+            name = place.tensor(count)
             if name in self._tensors:
                 raise CheckpointError(
                     f"{self._tensors.path} has the tensor {name}, but its metadata says that "
-                    f"there are {self._metadata.num_experts} experts"
+                    f"there are {count} experts"
                 )
 
 

@@ -20,12 +20,19 @@ class GgufCheckpoint(CheckpointReader):
     ----------
     path
         A file, any file of a split model, or a folder that holds one model.
+    activation
+        What is computed, where the architecture is one that ktk does not know.
+    top_k
+        Experts that a token goes to, where the metadata does not say it.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self, path: str | Path, activation: str | None = None, top_k: int | None = None
+    ) -> None:
         self.path = Path(path)
         self.tensors = TensorSet(self.path)
-        self._layers = Layers(self.tensors, Metadata(self.path, self.tensors.fields))
+        metadata = Metadata(self.path, self.tensors.fields, activation, top_k)
+        self._layers = Layers(self.tensors, metadata)
 
     def files(self) -> list[Path]:
         """Return the files of the model."""

@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.nearest import nearest, some
 from ktk.checkpoint.safetensors.families import Stored, families
 from ktk.checkpoint.safetensors.index import TensorIndex
-from ktk.checkpoint.safetensors.locations import Locations, layer_of
+from ktk.checkpoint.safetensors.locations import Locations
 from ktk.checkpoint.safetensors.names import (
     LayerNames,
     depth_of,
@@ -35,8 +36,6 @@ _CURES = {
     "absmax": "Of bitsandbytes ktk reads experts with tensors of their own: save a model that "
     "has them as modules, or one without codes (model.dequantize())",
 }
-# Names that are listed where none is known.
-_SHOWN = 8
 
 
 class Finder:
@@ -194,46 +193,11 @@ class Finder:
             if layers := self.numbers():
                 message = f"{message}; layers with experts: {spans(layers)}"
         near = nearest(names, number)
-        return f"{message}; it has {_some(near)}" if near else message
+        return f"{message}; it has {some(near)}" if near else message
 
 
 # What kt-kernel's convert_cpu_weights.py writes: bytes in the layout of a kernel and its shards.
 _OF_KT_KERNEL = re.compile(r"blk\.\d+\.ffn_(?:up|gate|down)_exps\.\d+\.numa\.\d+\.\w+")
-# Words of names that experts, and what is in their place, have.
-_EXPERTS = re.compile(r"(?:.*[._])?(?:moe|experts?|exps)(?![a-z])")
-_FEED_FORWARD = re.compile(r"(?:.*[._])?(?:mlp|ffn|ff|feed_forward|mixer|router|gate)(?![a-z])")
-
-
-def nearest(names: list[str], number: int | None) -> list[str]:
-    """Return the names that are most like those of experts, of a layer if that is given.
-
-    With experts in their names, or else feed-forward layers, or else whatever there is; of the
-    layer, or else of any. Numbers of layers and experts are stars.
-    """
-    numbered = [(name, match) for name in names if (match := layer_of(name))]
-    here = [(name, match) for name, match in numbered if number in (None, int(match[1]))]
-    for some in (here, numbered):
-        for like in (_EXPERTS, _FEED_FORWARD):
-            found = [(name, head) for name, head in some if like.match(name[head.end() :])]
-            if found:
-                keep = some is here and number is not None
-                return [
-                    (head[0] if keep else _stars(head[0])) + _stars(name[head.end() :])
-                    for name, head in found
-                ]
-    return [_stars(name) for name, _ in here or numbered] or [_stars(name) for name in names]
-
-
-def _stars(name: str) -> str:
-    """Write a star for each number."""
-    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", name)
-
-
-def _some(names: list[str]) -> str:
-    """List a few names, each once."""
-    different = list(dict.fromkeys(names))
-    more = len(different) - _SHOWN
-    return ", ".join(different[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _suits(scheme: Scheme, stored: Stored) -> bool:

@@ -15,10 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktk.checkpoint.nearest import layer_of
 from ktk.errors import CheckpointError
 
-_LAYER = re.compile(r"(?:.*?\.)??(?:layers?|blocks?|h|blk)\.(\d{1,9})\.")
-_NUMBER = re.compile(r"(?:.*?\.)??(?!experts\.)[^.]+\.(\d{1,9})\.")
 _EXPERT = re.compile(r"(?<=experts\.)(expert_)?\d+(?=\.)")
 # Computed for every token, or part of attention: no routed experts of a feed-forward layer.
 _OTHER = re.compile(r"shared|share_|attn|attention")
@@ -150,11 +149,6 @@ class Locations:
                 return None if is_other(shape[:at]) else shape[:at]
             at = shape.find(".", at) + 1 or -1
         return None
-
-
-def layer_of(name: str) -> re.Match[str] | None:
-    """Match the name of a tensor up to its layer, whose number is the first group."""
-    return _LAYER.match(name) or _NUMBER.match(name)
 
 
 def is_other(names: str) -> bool:

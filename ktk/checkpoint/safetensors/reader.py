@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ktk.checkpoint.config import ExpertConfig, read_config
@@ -23,11 +24,17 @@ class SafetensorsCheckpoint(CheckpointReader):
         The folder.
     module
         The module that has the experts, where several do; by default the language model.
+    activation
+        The activation function, if not what config.json says.
     """
 
-    def __init__(self, path: str | Path, module: str | None = None) -> None:
+    def __init__(
+        self, path: str | Path, module: str | None = None, activation: str | None = None
+    ) -> None:
         self.path = Path(path)
         self.config: ExpertConfig = read_config(self.path, module)
+        if activation is not None:
+            self.config = replace(self.config, activation=activation)
         self.index = TensorIndex(self.path)
         self._finder = Finder(self.index, self.config, module)
         self._checker = Checker(self.index, lambda: self._finder.locations)
