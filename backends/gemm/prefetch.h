@@ -71,6 +71,12 @@ inline bool uses_in_order(const ktk_matmul* mm, size_t products) {
   return mm->m * products <= mm->prefetch->in_order_products;
 }
 
+// Whether weights are decoded once for all tiles of rows, where a micro-kernel can do either.
+inline bool decodes_once(const ktk_matmul* mm) {
+  const size_t rows = mm->prefetch->decode_rows;
+  return rows > 0 && mm->m >= rows;
+}
+
 // What a tile fetches while it computes: for every line of weights that it uses, what lies `step`
 // bytes behind what it fetched last.
 struct Fetch {

@@ -16,8 +16,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_12x32_avx512", 12, gemm_by_layout<Formats, Kernel>),
-      ukernel("gemm_decoded_12x32_avx512", gemm_by_layout<Formats, DecodedKernel>,
+      ukernel("gemm_12x32_avx512", gemm_decoded_or_not<Formats, Kernel, DecodedKernel>,
               decoded_scratch_size)};
 };
 

@@ -15,8 +15,24 @@ from ktk import _core
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
 
-from prefetch.cases import LINE_PRODUCTS, Case, cases_of, choose_variants, tile_rows
-from prefetch.choose import Ratio, choose_few, choose_in_order, decide, over_cases, rank, verdict
+from prefetch.cases import (
+    LINE_PRODUCTS,
+    Case,
+    cases_of,
+    choose_variants,
+    either_cases,
+    tile_rows,
+)
+from prefetch.choose import (
+    Ratio,
+    choose_decode,
+    choose_few,
+    choose_in_order,
+    decide,
+    over_cases,
+    rank,
+    verdict,
+)
 from prefetch.policy import ALL_IN_ORDER, Fetch, Policy, candidates
 from prefetch.row import instruction_sets, row
 from prefetch.timing import Clock, duel, survey
@@ -24,7 +40,7 @@ from prefetch.timing import Clock, duel, survey
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Fetch(512, 2), Fetch(8192, 2)
 TEXT = "few=512:l2,one=8192:l2,pair=16384:l2,many=32768:l2:pages,decode=8192:l1,"
-TEXT += "few_products=4,in_order_products=3"
+TEXT += "few_products=4,in_order_products=3,decode_rows=13"
 PRESENT = Policy.parse(TEXT)
 
 
@@ -140,6 +156,15 @@ def test_the_order_of_use_changes_where_times_cross() -> None:
     assert choose_in_order({}, present=3) == 3
 
 
+def test_weights_are_decoded_once_from_where_that_gains() -> None:
+    slower, faster = (1.0, 1.1), (1.0, 0.9)
+    mixed = {6: [slower], 13: [slower, (1.0, 0.95)], 24: [faster] * 2}
+    assert choose_decode(mixed, present=0) == 24
+    assert choose_decode({6: [slower], 13: [slower] * 2, 24: [slower]}, present=13) == 0
+    assert choose_decode({6: [(1.0, 1.001)], 24: [(1.0, 0.999)]}, present=13) == 13
+    assert choose_decode({}, present=13) == 13
+
+
 def test_a_border_moves_only_if_the_class_that_grows_gains() -> None:
     gain = verdict(NEAR, {FAR: {"c": noisy(0.8, spread=0.01)}}, {"c": [1.0] * 15})
     none = verdict(FAR, {NEAR: {"c": noisy(1.0, spread=0.01)}}, {"c": [1.0] * 15})
@@ -154,11 +179,12 @@ def test_a_row_is_the_initializer_of_the_table() -> None:
     assert text == (
         "    // few 0.9\n"
         '    {"NAME", "GenuineIntel", 0x6, 0xcf, 0xcf, KTK_ISA_AVX512,\n'
-        "     policy(4, 3, {512, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, "
+        "     policy(4, 3, 13, {512, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder}, "
         "{32768, 2, kByPages}, {8192, 1, kInOrder})},"
     )
     everywhere = replace(PRESENT, in_order_products=ALL_IN_ORDER)
-    assert "policy(4, kAll, {" in row(everywhere, ("", 0, 0), "KTK_ISA_NEON", [])
+    assert "policy(4, kAll, 13, {" in row(everywhere, ("", 0, 0), "KTK_ISA_NEON", [])
+    assert "policy(4, 3, kNever, {" in row(replace(PRESENT, decode_rows=0), ("", 0, 0), "kAmx", [])
     assert "kAnyModel, KTK_ISA_NEON," in row(PRESENT, ("", 0, 0), "KTK_ISA_NEON", [])
 
 
@@ -200,6 +226,13 @@ def test_rows_of_another_kernel_are_left_out() -> None:
     amx = variant("amx_int8", [("gemm_4x32_avx512_vnni", 4), ("gemm_32x32_amx_int8", 2**64 - 1)])
     rows = [case.rows for case in cases_of("AMXINT8", amx) if case.kind == "single"]
     assert rows == [8, 32]
+
+
+def test_what_a_variant_decodes_in_either_way() -> None:
+    variants = [variant("amx_bf16", [], runnable=False), variant("avx512", []), variant("avx2", [])]
+    assert [case.rows for case in either_cases("FP8", variants)] == [6, 13, 24, 48, 96]
+    assert not list(either_cases("BF16", variants))
+    assert not list(either_cases("FP8", variants[2:]))
 
 
 def test_variants_that_decode_are_for_one_class() -> None:

@@ -47,5 +47,12 @@ void gemm_by_layout(const ktk_matmul* mm) {
                     [&](auto codec) { gemm<Kernel<typename decltype(codec)::Layout>>(mm); });
 }
 
+// The same by either of two kernels, of which the CPU chooses.
+template <class Formats, template <class Layout> class Kernel,
+          template <class Layout> class DecodedKernel>
+void gemm_decoded_or_not(const ktk_matmul* mm) {
+  (decodes_once(mm) ? gemm_by_layout<Formats, DecodedKernel> : gemm_by_layout<Formats, Kernel>)(mm);
+}
+
 }  // namespace
 }  // namespace ktk

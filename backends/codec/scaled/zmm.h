@@ -1,9 +1,8 @@
 // The product of the layouts of layout.h on 512-bit registers.
 //
 // A tile of 12 rows x 32 columns has 24 sums in registers: those of one group of k, which are then
-// scaled and added to dst; with groups of 16 k, 6 rows have 12, and 12 of all groups. Codes are
-// decoded in registers too, beside the products; where there are more tiles, they share what
-// zmm_decoded.h decodes.
+// scaled and added to dst; with groups of 16 k, 6 rows have 12, and 12 of all groups. Every tile
+// decodes codes in registers too, beside the products; or tiles share what zmm_decoded.h decodes.
 //
 // Every output is one chain of additions over ascending k within a group, and one over groups, so a
 // row gets the same bits in any batch.
@@ -225,7 +224,8 @@ template <class Decoder, class Layout>
 struct ZmmKernel : ScaledKernel<Layout> {
   using ScaledKernel<Layout>::ScaledKernel;
   static constexpr size_t kMr = kZmmRows<typename Layout::Scales>;
-  static constexpr size_t kLineProducts = Decoder::kVectors;
+  // Decoding a line takes about as long as one product.
+  static constexpr size_t kLineProducts = Decoder::kVectors + 1;
   static constexpr auto kTiles =
       row_table<kMr>([]<size_t kRows> { return &multiply_tile<Decoder, Layout, kRows>; });
 

@@ -1,6 +1,7 @@
-// The product of the layouts of layout.h on 512-bit registers, for many rows: a run is decoded into
-// scratch, 16 KiB that stay in L1 while all tiles of rows pass them. Without codes and tables in
-// registers, an act value that is broadcast once meets both halves of a block.
+// The product of the layouts of layout.h on 512-bit registers, for as many rows as the CPU wants it
+// for (ktk_prefetch.decode_rows): a run is decoded into scratch, 16 KiB that stay in L1 while all
+// tiles of rows pass them. Without codes and tables in registers, an act value that is broadcast
+// once meets both halves of a block.
 //
 // Sums are the same chains of additions as in zmm.h, so a row gets the same bits.
 #pragma once

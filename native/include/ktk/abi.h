@@ -147,6 +147,9 @@ typedef struct ktk_prefetch {
   ktk_fetch pair;   /* two or three tiles that read the same weights and share fetching the next */
   ktk_fetch many;   /* more of them */
   ktk_fetch decode; /* weights that are decoded to scratch, ahead of all tiles */
+  /* From so many rows on, micro-kernels that have a form which decodes weights once, to scratch,
+   * for all tiles of rows take that; 0: every tile decodes in registers, beside its products. */
+  size_t decode_rows;
 } ktk_prefetch;
 
 /* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32. */

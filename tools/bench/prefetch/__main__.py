@@ -20,13 +20,22 @@ import ktk
 from ktk import _core
 from ktk.bench.limits import LimitProbe
 from ktk.bench.machine import check_threads
-from prefetch.cases import Case, cases_of, choose_variants
-from prefetch.choose import Verdict, choose_few, choose_in_order, decide, rank, verdict
+from prefetch.cases import Case, cases_of, choose_variants, either_cases
+from prefetch.choose import (
+    Verdict,
+    choose_decode,
+    choose_few,
+    choose_in_order,
+    decide,
+    rank,
+    verdict,
+)
 from prefetch.policy import ALL_IN_ORDER, CLASSES, Fetch, Policy, candidates
 from prefetch.row import instruction_sets, row
 from prefetch.timing import FULL, QUICK, Clock, Duels, Effort, Layers, duel, survey
 
 BACKENDS = ("BF16", "AMXINT8", "FP8")
+EITHER = ("MXFP4", "FP8")  # backends whose weights are decoded once or by every tile
 FINALISTS = 3
 
 
@@ -83,14 +92,28 @@ class Machine:
     def order(self, cases: list[Case]) -> int:
         """Return up to how many products weights are best used in the order of memory."""
         ratios: dict[int, list[tuple[float, float]]] = {}
-        settings = [f"in_order_products={number}" for number in (0, ALL_IN_ORDER)]
         for case in cases:
-            say(f"order of use: comparing in {case}")
-            found = duel(self.clock(case), settings, self.effort.duel_rounds)
-            never, always = map(statistics.median, found.ratios)
-            ratios.setdefault(case.products, []).append((never, always))
-            say(f"    never {never:.3f}, always {always:.3f} of the present time")
+            times = self.never_and_always(case, "in_order_products", ALL_IN_ORDER)
+            ratios.setdefault(case.products, []).append(times)
         return choose_in_order(ratios, self.present.in_order_products)
+
+    def decode_rows(self) -> int:
+        """Return from how many rows on weights are best decoded once; 0: never."""
+        ratios: dict[int, list[tuple[float, float]]] = {}
+        for name in EITHER:
+            for case in either_cases(name, ktk.load_backend(name).variants):
+                times = self.never_and_always(case, "decode_rows", 1)
+                ratios.setdefault(case.rows, []).append(times)
+        return choose_decode(ratios, self.present.decode_rows)
+
+    def never_and_always(self, case: Case, number: str, always: int) -> tuple[float, float]:
+        """Return the relative times with 0 and with `always` as a number of the policy."""
+        say(f"{number}: comparing in {case}")
+        settings = [f"{number}=0", f"{number}={always}"]
+        found = duel(self.clock(case), settings, self.effort.duel_rounds)
+        never, ever = map(statistics.median, found.ratios)
+        say(f"    never {never:.3f}, always {ever:.3f} of the present time")
+        return never, ever
 
     def rate(self, case: Case, found: Duels) -> str:
         """Return the weights read in a second by the present policy, its fastest sample."""
@@ -131,6 +154,8 @@ def measure(machine: Machine, wanted: Iterable[str]) -> tuple[dict[str, Verdict]
     chosen = decide(machine.present, verdicts, few_products)
     if {"few", "one"} <= set(wanted):
         chosen = replace(chosen, in_order_products=machine.order(single))
+    if "decode" in wanted:
+        chosen = replace(chosen, decode_rows=machine.decode_rows())
     return verdicts, chosen
 
 

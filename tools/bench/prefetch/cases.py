@@ -20,6 +20,8 @@ LINE_PRODUCTS = {
 }
 # Kernels that decode weights ahead of all tiles, whatever the number of these.
 DECODING = {("FP8", "amx_bf16"), ("FP8", "avx2")}
+# Kernels that do so, or let every tile decode, as the CPU wants (`decode_rows`).
+EITHER = {(name, isa) for name in ("MXFP4", "FP8") for isa in ("avx512_bf16", "avx512")}
 
 
 class Variant(Protocol):
@@ -77,6 +79,14 @@ def cases_of(backend: str, variant: Variant) -> Iterator[Case]:
             yield Case(backend, variant.name, rows, "single", rows * products)
     yield Case(backend, variant.name, 2 * mr, "pair")
     yield Case(backend, variant.name, 4 * mr, "many")
+
+
+def either_cases(backend: str, variants: Sequence[Variant]) -> Iterator[Case]:
+    """Yield products that a backend's default variant can decode in either way."""
+    for variant in [variant for variant in variants if variant.runnable][:1]:
+        if (backend, variant.name) in EITHER:
+            for rows in (6, 13, 24, 48, 96):
+                yield Case(backend, variant.name, rows, "either")
 
 
 def choose_variants(backend: str, variants: Sequence[Variant]) -> list[Variant]:

@@ -104,6 +104,29 @@ def choose_in_order(ratios: Mapping[int, Sequence[tuple[float, float]]], present
     return best if ratios and cost(best) < cost(present) - LEAST_GAIN else present
 
 
+def choose_decode(ratios: Mapping[int, Sequence[tuple[float, float]]], present: int) -> int:
+    """Return from how many rows on weights are decoded once for all tiles; 0: never.
+
+    Parameters
+    ----------
+    ratios
+        For each number of rows, of all cases that have it, the times never and always decoded once,
+        both relative to the present policy.
+    present
+        What is kept where no other number gains `LEAST_GAIN` on average.
+    """
+    count = sum(len(cases) for cases in ratios.values())
+
+    def cost(border: int) -> float:
+        times = (
+            case[0 < border <= rows] for rows, cases in ratios.items() for case in cases
+        )  # fmt: skip
+        return sum(map(math.log, times)) / count
+
+    best = min([0, *sorted(ratios)], key=cost) if ratios else present
+    return best if ratios and cost(best) < cost(present) - LEAST_GAIN else present
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a class should have: `best` is its fastest candidate against the present policy."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 #: The classes of products that a policy has an entry for.
 CLASSES = ("few", "one", "pair", "many", "decode")
-NUMBERS = ("few_products", "in_order_products")
+NUMBERS = ("few_products", "in_order_products", "decode_rows")
 #: `in_order_products` of a CPU that wants the order of memory wherever it can be had.
 ALL_IN_ORDER = 64
 
@@ -31,10 +31,11 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Policy:
-    """An entry for every class, and two numbers of multiply instructions for a line of weights.
+    """An entry for every class, and three numbers.
 
-    Up to `few_products` are few. Up to `in_order_products`, kernels that have a form for it use
-    weights in the order of memory.
+    Up to `few_products` multiply instructions for a line of weights are few. Up to
+    `in_order_products`, kernels that have a form for it use weights in the order of memory. From
+    `decode_rows` rows on, kernels that have a form for it decode weights once; 0: never.
     """
 
     few: Fetch
@@ -44,6 +45,7 @@ class Policy:
     decode: Fetch
     few_products: int
     in_order_products: int
+    decode_rows: int
 
     @staticmethod
     def parse(text: str) -> Policy:

@@ -34,7 +34,8 @@ def row(policy: Policy, cpu: tuple[str, int, int], isa: str, comment: list[str])
     lines = [f"    // {line}" for line in comment]
     lines += [
         f'    {{"NAME", "{vendor}", {family:#x}, {model:#x}, {last_model}, {isa},',
-        f"     policy({policy.few_products}, {_in_order(policy)}, {', '.join(fetches)})}},",
+        f"     policy({policy.few_products}, {_in_order(policy)}, {_decode_rows(policy)}, "
+        f"{', '.join(fetches)})}},",
     ]
     return "\n".join(lines)
 
@@ -42,6 +43,10 @@ def row(policy: Policy, cpu: tuple[str, int, int], isa: str, comment: list[str])
 def _in_order(policy: Policy) -> str:
     number = policy.in_order_products
     return "kAll" if number == ALL_IN_ORDER else str(number)
+
+
+def _decode_rows(policy: Policy) -> str:
+    return str(policy.decode_rows) if policy.decode_rows else "kNever"
 
 
 def _initializer(fetch: Fetch) -> str:
