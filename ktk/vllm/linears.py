@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -225,7 +224,7 @@ def _decoded(matrix: Matrix) -> Matrix:
         return matrix
     values = dequantize(matrix)
     assert isinstance(values, torch.Tensor)
-    return replace(matrix, format=Format(_FLOAT), data=values.bfloat16(), scale=None, zero=None)
+    return Matrix(Format(_FLOAT), values.bfloat16(), bias=matrix.bias)
 
 
 def _backend_of(matrices: list[Matrix]) -> Backend | None:
