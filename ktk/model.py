@@ -59,7 +59,7 @@ class Model(Mapping[int, MoE]):
         """Load the experts of a checkpoint.
 
         All layers are checked before the first is loaded. Then experts are packed one by one, while
-        the next ones are being read: beside what is packed, memory holds three of them and some
+        the next one is being read: beside what is packed, memory holds two of them and some
         32 MiB of what was read.
 
         Parameters

@@ -1,14 +1,13 @@
-"""Makes loaded `MoE`s from layers of a checkpoint: threads read while the workers pack."""
+"""Makes loaded `MoE`s from layers of a checkpoint: one thread reads while the workers pack."""
 
 from __future__ import annotations
 
 import logging
 import operator
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from ktk._core import WorkerPool
 from ktk.backend import Backend
@@ -23,11 +22,6 @@ from ktk.moe import Formats, MoE
 from ktk.registry import load_backend
 
 _log = logging.getLogger(__name__)
-
-#: Experts that are read at a time. A thread that reads one tensor after the other leaves the disk
-#: idle between two of them, and copies out of the page cache with one core: two threads read a cold
-#: checkpoint of bf16 at the rate of plain sequential reading, one at 0.65 of that.
-READERS = 2
 
 
 def load_moe(
@@ -49,9 +43,9 @@ def load_moe(
 ) -> MoE:
     """Load the routed experts of one layer.
 
-    Experts are packed one after the other: in memory are the packed layer and at most three
-    experts, two of them being read. Where the backend does not take what the files hold, these are
-    decoded to f32 and quantised, as `ktk convert` does, and a line of logging says so.
+    Experts are packed one after the other: in memory are the packed layer and at most two experts,
+    one of them being read. Where the backend does not take what the files hold, these are decoded
+    to f32 and quantised, as `ktk convert` does, and a line of logging says so.
 
     Parameters
     ----------
@@ -128,9 +122,8 @@ def load_layers(
 ) -> dict[int, MoE]:
     """Load layers one after the other, and return them by number.
 
-    While the workers pack an expert, threads read the next ones, so there are never more than
-    `READERS` + 1 beside what is packed. When this ends, in whatever way, the threads have ended
-    too.
+    While the workers pack an expert, a thread reads the next one, so there are never more than two
+    beside what is packed. When this ends, in whatever way, the thread has ended too.
 
     Parameters
     ----------
@@ -149,22 +142,29 @@ def load_layers(
         See `check_room`.
     """
     check_room(plans)
-    jobs = ((plan, expert) for plan in plans for expert in plan.slots.values())
+    jobs = _read_ahead(checkpoint, plans)
     loaded = {}
-    with ThreadPoolExecutor(READERS, thread_name_prefix="ktk-read") as readers:
-        reads = deque(readers.submit(_read, *job) for job in islice(jobs, READERS))
+    with ThreadPoolExecutor(1, thread_name_prefix="ktk-read") as reader:
+        read: Future[Any] = reader.submit(next, jobs, None)
         for plan in plans:
             with naming_layer(plan.number):
                 moe = into[plan.number] if into else plan.make()
                 for slot in plan.slots:
-                    expert = reads.popleft().result()
-                    reads.extend(readers.submit(_read, *job) for job in islice(jobs, 1))
+                    expert = read.result()
+                    read = reader.submit(next, jobs, None)
                     moe.load_expert(slot, expert)
                     del expert
                     on_expert(plan)
             loaded[plan.number] = moe
-            checkpoint.close()  # what is read ahead of the next layer opens its files again
     return loaded
+
+
+def _read_ahead(checkpoint: CheckpointReader, plans: Iterable[LayerPlan]) -> Iterator[Expert]:
+    """Read all experts in the order they are packed in. This runs in the reading thread."""
+    for plan in plans:
+        for expert in plan.slots.values():
+            yield _read(plan, expert)
+        checkpoint.close()
 
 
 def _read(plan: LayerPlan, expert: int) -> Expert:

@@ -13,8 +13,8 @@ from ktk.registry import backends, load_backend
 from ktk.sizes import size_text
 from ktk.system import available_memory
 
-# Experts that are in memory beside what is packed, two of them being read; as f32 at worst.
-_BESIDE = 3
+# Experts that are in memory beside what is packed, one of them being read; as f32 at worst.
+_BESIDE = 2
 
 
 def check_room(plans: Sequence[LayerPlan]) -> None:

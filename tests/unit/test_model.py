@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -159,19 +158,15 @@ def reading_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("ktk-read")]
 
 
-def test_the_next_experts_are_read_while_one_is_packed(
+def test_the_next_expert_is_read_while_one_is_packed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    total = len(LAYERS) * E
-    begun, together = itertools.count(), threading.Barrier(load.READERS)
     reads = threading.Semaphore(0)
     seen: list[str] = []
     packed: list[int] = []
     read, pack = load._read, ktk.MoE.load_expert
 
     def reading(*args: Any) -> Any:
-        if next(begun) < load.READERS:
-            together.wait(timeout=60)
         arrays = read(*args)
         seen.append(threading.current_thread().name)
         reads.release()
@@ -179,16 +174,17 @@ def test_the_next_experts_are_read_while_one_is_packed(
 
     def packing(self: ktk.MoE, slot: int, *arrays: Any, **named: Any) -> None:
         packed.append(slot)
-        # Reads of the two after this end before this one is packed, or they would take turns.
-        for _ in range(1 + load.READERS if len(packed) == 1 else 1):
-            assert len(packed) > total - load.READERS or reads.acquire(timeout=60)
-        assert len(seen) <= len(packed) + load.READERS, "more than two are read ahead"
+        if len(packed) == 1:
+            assert reads.acquire(timeout=60)
+        # The read of the one after this ends before this one is packed, or they would take turns.
+        assert len(packed) == len(LAYERS) * E or reads.acquire(timeout=60)
+        assert len(seen) <= len(packed) + 1, "more than one is read ahead"
         pack(self, slot, *arrays, **named)
 
     monkeypatch.setattr(load, "_read", reading)
     monkeypatch.setattr(ktk.MoE, "load_expert", packing)
     ktk.Model.from_checkpoint(folder)
-    assert len(seen) == total
+    assert len(seen) == len(LAYERS) * E
     assert all(name.startswith("ktk-read") for name in seen)
     assert not reading_threads()
 
@@ -215,12 +211,14 @@ def test_an_interruption_leaves_nothing_running(
 def test_an_error_of_the_reader_names_the_layer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = load._read
+    count, read = 0, load._read
 
-    def reading(plan: Any, expert: int) -> Any:
-        if plan.number == LAYERS[1] and expert == 1:
+    def reading(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == E + 2:
             raise CheckpointError("the disk is gone")
-        return read(plan, expert)
+        return read(*args)
 
     monkeypatch.setattr(load, "_read", reading)
     with pytest.raises(CheckpointError, match=r"^layer 2: the disk is gone"):
@@ -272,7 +270,7 @@ def test_memory_stays_at_what_is_packed_and_a_few_experts(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     # What README promises, and the allocator's slack.
-    allowed = found["packed"] + 3 * found["expert"] + (32 << 20)
+    allowed = found["packed"] + 2 * found["expert"] + (32 << 20)
     assert allowed < found["stored"], "the bound would not notice a copy of the checkpoint"
     assert found["peak"] <= allowed, found
     assert found["after"] <= found["packed"] + (8 << 20), found
