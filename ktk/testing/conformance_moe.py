@@ -162,7 +162,9 @@ def test_no_work_gives_zeros(subject: Subject, data: st.DataObject) -> None:
 def test_zero_experts_return_what_goes_in(subject: Subject, data: st.DataObject) -> None:
     """They add routing weights times x, as the caller gave it, once: whatever shares the work."""
     layer, batch = _draw(subject, data, min_tokens=1)
-    count = data.draw(st.integers(1, 3), label="zero experts")
+    # With experts, no fewer than a token has slots.
+    least = max(1, layer.config.num_experts_per_tok - layer.config.num_experts)
+    count = data.draw(st.integers(least, least + 2), label="zero experts")
     layer = dataclasses.replace(
         layer, config=dataclasses.replace(layer.config, zero_expert_num=count)
     )
