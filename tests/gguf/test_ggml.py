@@ -26,7 +26,12 @@ if ggml.folder() is None:
 
 BACKEND = ktk.load_backend("LLAMAFILE")
 VARIANTS = [variant.name for variant in BACKEND.variants if variant.runnable]
-TYPES = [Type[fmt.element.upper()] for fmt in BACKEND.formats]
+#: ggml's; those of ik_llama.cpp are in test_ik_types.py.
+TYPES = [
+    Type[name]
+    for name in (fmt.element.upper() for fmt in BACKEND.formats)
+    if name in Type.__members__
+]
 BLOCKS = [kind for kind in TYPES if kind.name not in files.PLAIN]
 #: What int8 activations with a scale per 32 or 64 may lose of a product (see the backend's README).
 KERNEL_ERROR = 0.012

@@ -102,15 +102,15 @@ def test_a_folder_that_kt_kernel_converted_is_recognised(tmp_path: Path) -> None
 
 
 def test_names_that_ktk_does_not_know_are_shown(tmp_path: Path) -> None:
-    """As Step-3.7 has them."""
+    """What comes nearest is an example."""
     tensors = {
-        f"model.layers.{layer}.moe.{part}_proj.weight": torch.zeros(3, 4, 4)
+        f"model.layers.{layer}.moe.{part}_matrix.weight": torch.zeros(3, 4, 4)
         for layer in (2, 3)
         for part in ("gate", "up", "down")
     }
     folder = sound.safetensors(tmp_path / "model", {**tensors, "model.norm.weight": torch.ones(4)})
     parts = ("down", "gate", "up")
-    names = ", ".join(f"model.layers.2.moe.{part}_proj.weight" for part in parts)
+    names = ", ".join(f"model.layers.2.moe.{part}_matrix.weight" for part in parts)
     with pytest.raises(CheckpointError, match="knows by name in layer 2") as caught:
         ktk.MoE.from_checkpoint(folder, 2)
     assert str(caught.value).endswith(f"it has {names}")

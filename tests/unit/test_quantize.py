@@ -142,8 +142,8 @@ def test_blocks_of_ggml_have_the_values_of_the_gguf_package() -> None:
 
 
 def test_blocks_that_the_gguf_package_cannot_decode_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"has the type Q1_0, which gguf .* cannot decode"):
-        Quantized(Format("ggml:41"), torch.zeros(2, 18, dtype=torch.uint8)).dequantize()
+    with pytest.raises(ValueError, match=r"has the type Q8_1, which gguf .* cannot decode"):
+        Quantized(Format("ggml:9"), torch.zeros(2, 40, dtype=torch.uint8)).dequantize()
 
 
 def test_nan_codes_come_back_as_nan() -> None:
