@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktk.checkpoint.files import read_json
-from ktk.durable import PendingFile
+from ktk.durable import write_file
 from ktk.errors import CheckpointError
 
 _VERSION = 1
@@ -23,13 +23,7 @@ def write_document(path: Path, kind: str, content: Mapping[str, Any]) -> None:
     )
     data = f'{head}, "layers": {{\n{layers}\n}}}}\n'.encode()
     try:
-        pending = PendingFile(path, len(data))
-        try:
-            pending.write(data, 0)
-            pending.commit()
-        except BaseException:
-            pending.discard()
-            raise
+        write_file(path, data)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
 
