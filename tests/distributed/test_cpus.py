@@ -15,7 +15,9 @@ from ranks import run
 import ktk
 from ktk.distributed import share_cpus
 
-ROUNDS, SECONDS = 6, 0.2
+# Each round takes SECONDS per process alone, then SECONDS together. A test that runs beside this one takes time from
+# both, unevenly: the best round counts, and as many are tried as a busy machine needs.
+ROUNDS, SECONDS, ENOUGH = 20, 0.2, 0.75
 
 
 def small_layer() -> ktk.MoE:
@@ -44,7 +46,7 @@ def take_turns(rank: int, size: int, say: Any) -> Any:
             calls += 1
         return calls / (time.perf_counter() - begin)
 
-    kept = []
+    kept: list[float] = []
     for _ in range(ROUNDS):
         alone = 0.0
         for turn in range(size):
@@ -53,6 +55,10 @@ def take_turns(rank: int, size: int, say: Any) -> Any:
                 alone = rate()
         dist.barrier()
         kept.append(rate() / alone)
+        worst = torch.tensor(max(kept))
+        dist.all_reduce(worst, dist.ReduceOp.MIN)
+        if worst > ENOUGH:
+            break
     return used, moe.pool.cpus, kept
 
 
@@ -65,6 +71,6 @@ def test_two_processes_do_not_slow_each_other() -> None:
     assert set(one) | set(other) == allowed
     assert set(one_pool) <= set(one)
     assert set(other_pool) <= set(other)
-    # On one CPU both would have half of what each has alone; what else runs here slows some rounds.
-    assert max(one_kept) > 0.75
-    assert max(other_kept) > 0.75
+    # On one CPU both would have half of what each has alone.
+    assert max(one_kept) > ENOUGH
+    assert max(other_kept) > ENOUGH
