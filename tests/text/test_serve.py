@@ -168,6 +168,30 @@ def test_others_serve_where_ktk_is_plugged_into_them(monkeypatch: pytest.MonkeyP
     assert asked == {"KTK_VLLM": "1", "KTK_BACKEND": "AMXINT8"}
 
 
+def test_a_torchvision_of_another_torch_is_said_before_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0"}
+
+    def fails(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    plugged = EntryPoint("ktk", "ktk.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr(engines, "find_spec", lambda name: name == "vllm" or None)
+    monkeypatch.setattr(engines, "entry_points", lambda group: [plugged])
+    monkeypatch.setattr(engines, "version", versions.__getitem__)
+    monkeypatch.setattr(engines, "import_module", fails)
+    with pytest.raises(ImportError) as caught:
+        engines.choose()
+    assert str(caught.value) == (
+        "vllm cannot start: torchvision 0.28.0 does not go with torch 2.13.0+cpu "
+        "(operator torchvision::nms does not exist). "
+        "Without it, vLLM serves text: pip uninstall torchvision torchaudio torchcodec"
+    )
+    versions["torchvision"] = "0.28.0+cpu"
+    assert engines.choose().name == "vllm"
+
+
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [
