@@ -15,8 +15,8 @@ from ranks import run
 import ktk
 from ktk.distributed import share_cpus
 
-# Each round takes SECONDS per process alone, then SECONDS together. A test that runs beside this one
-# takes time from both, unevenly: the best round counts, and as many are tried as a busy machine needs.
+# A round takes SECONDS per process alone, then SECONDS together. A test that runs beside this
+# one takes time from both, unevenly: the best round counts, of as many as a busy machine needs.
 ROUNDS, SECONDS, ENOUGH = 20, 0.2, 0.75
 
 
