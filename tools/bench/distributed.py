@@ -1,11 +1,13 @@
 """Times a divided layer of two processes of one thread against one process of two threads.
 
-    python tools/bench/distributed.py [--tokens 1 8] [--json FILE] [--gbit 10 [--delay 50us]]
+    python tools/bench/distributed.py [--tokens 1 8] [--replicas 64] [--json FILE]
+        [--gbit 10 [--delay 50us]]
 
 All are processes of one machine; they take turns in rounds, so that what else happens on the
 machine happens to both. The layer is one of Qwen3-30B-A3B. With `--gbit` each of the two has a
 network of its own, and what is between them sends no faster (as root); `--delay` wants the kernel's
-`netem`.
+`netem`. With `--replicas` so many experts are on both, and each token's are divided evenly where
+they allow it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ def layer(experts: Any, cpus: list[int]) -> Any:
 def calls(tokens: int, number: int, even: bool, ranks: int = 2) -> list[Any]:
     """Return hidden, ids and weights of calls, the same in all processes.
 
-    `even` gives each rank as many experts of each token; by default experts are drawn at random.
+    `even` gives each rank as many experts of each token, where no expert is on both; by default
+    experts are drawn at random.
     """
     import torch
 
@@ -102,7 +105,9 @@ def set_up_link(rank: int, gbit: float, delay: str | None) -> None:
     os.environ |= {"GLOO_SOCKET_IFNAME": name, "KTK_ADDRESS": f"10.97.0.{rank + 1}"}
 
 
-def serve(rank: int, size: int, store: str, pipe: Any, link: tuple[float, str | None]) -> None:
+def serve(
+    rank: int, size: int, store: str, pipe: Any, link: tuple[float, str | None], replicas: int
+) -> None:
     """Time calls as asked through the pipe; rank -1 is the one process."""
     if rank >= 0 and link[0]:
         new_network()
@@ -121,9 +126,12 @@ def serve(rank: int, size: int, store: str, pipe: Any, link: tuple[float, str | 
         from ktk.distributed import ExpertParallel, Placement
 
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-        moe = layer(Placement.contiguous(EXPERTS, size).experts[rank], [rank])
-        layers["shared"] = ExpertParallel(moe, shared=True, timeout=60)
-        layers["split"] = ExpertParallel(moe, timeout=60)
+        placement = Placement.contiguous(EXPERTS, size)
+        if replicas:
+            placement = Placement.balanced([1.0] * EXPERTS, size, replicas=replicas)
+        moe = layer(placement.experts[rank], [rank])
+        layers["shared"] = ExpertParallel(moe, placement=placement, shared=True, timeout=60)
+        layers["split"] = ExpertParallel(moe, placement=placement, timeout=60)
     pipe.send("ready")
     made: dict[Any, Any] = {}
     while (asked := pipe.recv()) is not None:
@@ -151,14 +159,16 @@ def serve(rank: int, size: int, store: str, pipe: Any, link: tuple[float, str | 
 class Bench:
     """The processes, and what they are asked."""
 
-    def __init__(self, link: tuple[float, str | None] = (0, None), size: int = 2) -> None:
+    def __init__(
+        self, link: tuple[float, str | None] = (0, None), replicas: int = 0, size: int = 2
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self.pipes = {}
         processes = {}
         for rank in range(-1, size):
             self.pipes[rank], theirs = context.Pipe()
-            given = (rank, size, f"{self.folder.name}/store", theirs, link)
+            given = (rank, size, f"{self.folder.name}/store", theirs, link, replicas)
             processes[rank] = context.Process(target=serve, args=given, daemon=True)
             processes[rank].start()
         if link[0]:
@@ -212,14 +222,15 @@ def main() -> None:
     parser.add_argument("--json", help="also write the results here")
     parser.add_argument("--gbit", type=float, default=0, help="how fast the link between them is")
     parser.add_argument("--delay", help="of the link, one way, such as 50us")
+    parser.add_argument("--replicas", type=int, default=0, help="experts that both hold")
     options = parser.parse_args()
     if options.delay and not options.gbit:
         parser.error("--delay is one of a link, which --gbit makes")
-    bench = Bench((options.gbit, options.delay))
+    bench = Bench((options.gbit, options.delay), options.replicas)
     rows = []
     print("tokens routing    one ms   shared  ratio    split  ratio  bytes/token shared, split")
     for tokens in options.tokens:
-        for even in (False, True):
+        for even in (False,) if options.replicas else (False, True):
             row = bench.compare(tokens, even)
             rows.append(row)
             print(
