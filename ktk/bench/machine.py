@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from ktk import _core
+from ktk.system import TICKS, cpu_ticks
 
 T = TypeVar("T")
 
@@ -56,7 +57,7 @@ def check_threads(threads: int) -> None:
 class CpuWatch:
     """Says which share of the CPUs went to other processes since it was made."""
 
-    _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
+    _TICK = 1.0 / TICKS
 
     def __init__(self) -> None:
         self._cpus = os.sched_getaffinity(0)
@@ -64,14 +65,8 @@ class CpuWatch:
 
     def _busy(self) -> float:
         """Seconds of any work on our CPUs since boot, stolen time included."""
-        total = 0
-        with open("/proc/stat") as stat:
-            for line in stat:
-                name, *fields = line.split()
-                if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in self._cpus:
-                    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-                    total += user + nice + system + irq + softirq + steal
-        return total * self._TICK
+        spent = (ticks for cpu, ticks in cpu_ticks().items() if cpu in self._cpus)
+        return sum(ticks.busy + ticks.stolen for ticks in spent) * self._TICK
 
     def others(self) -> float:
         """Return the share, 0 to 1; the clock of the statistics (a tick per CPU) is forgiven."""

@@ -81,11 +81,13 @@ def doctor(
 ) -> None:
     """Say what is in the way here, and what helps.
 
-    Looks at CPU, memory, limits, drivers and backends. The exit status is 1 if there is a problem.
+    Names the resource that binds: instruction sets, quota, mask and other users of CPUs, hardware
+    threads, frequency, NUMA, memory, swap, huge pages. Also looks at drivers and backends, and
+    watches for half a second what others do. The exit status is 1 if something does not work.
     """
-    from ktk.cli.health import show
+    from ktk.cli.health import examine, show
 
-    if not show(as_json=json):
+    if not show(examine(), as_json=json):
         raise typer.Exit(1)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from ktk import _core
+from ktk import _core, system
 from ktk.pool import set_default_cpus
 
 
@@ -78,16 +79,6 @@ def cpu_share(
 
 def siblings_of(cpus: Sequence[int], root: str = "/") -> dict[int, set[int]]:
     """Return the CPUs that share a physical core with each CPU, itself included."""
-    found = {}
-    for cpu in cpus:
-        path = f"{root}/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        try:
-            with open(path) as file:
-                text = file.read()
-        except OSError:
-            text = str(cpu)
-        ranges = (part.partition("-") for part in text.strip().split(","))
-        found[cpu] = {
-            one for first, _, last in ranges for one in range(int(first), int(last or first) + 1)
-        }
-    return found
+    path = "sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    texts = {cpu: system.read(Path(root) / path.format(cpu)) for cpu in cpus}
+    return {cpu: set(system.numbers_of(text or str(cpu))) for cpu, text in texts.items()}

@@ -155,7 +155,7 @@ def test_a_pool_of_kt_kernel_takes_the_nodes_that_it_names(
 
 
 def test_doctor_says_how_weights_are_divided() -> None:
-    [numa] = [found for found in health.processors() if found.subject == "NUMA"]
+    [numa] = [found for found in health.memory.numa(health.Machine()) if found.subject == "NUMA"]
     assert numa.state == "ok"
     assert "weights are divided between them" in numa.text
 

@@ -192,7 +192,7 @@ def test_everything_about_one_backend() -> None:
     assert "Did you mean" not in done.stderr
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["backends"], ["backends", "BF16"]])
+@pytest.mark.parametrize("command", [["backends"], ["backends", "BF16"]])
 def test_a_terminal_of_40_columns_breaks_no_word(command: list[str]) -> None:
     done = run_ktk(*command, FORCE_COLOR="1", COLUMNS="40")
     lines = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout).splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from typer.testing import CliRunner
 
 from ktk import BackendInfo, _core, system
 from ktk.cli import app, health, report
+from ktk.cli.health import isa, software
+from ktk.cli.health.finding import Finding
+from ktk.cli.health.machine import Machine
 from ktk.errors import BackendError, BackendImportError, BackendUnsupported
 
 
@@ -27,6 +31,7 @@ def tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+HERE = Machine()
 MEMINFO = "MemTotal:       1000 kB\nMemFree:  1 kB\nMemAvailable:   600 kB\n"
 KIB = 1024
 
@@ -142,7 +147,7 @@ def test_the_driver_is_asked(
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     assert system.cuda_driver(str(library)) == expected
     monkeypatch.setattr(system, "cuda_driver", lambda: expected)
-    [finding] = health.gpu()
+    [finding] = software.gpu(HERE)
     assert finding.state == state
     assert text in finding.text
 
@@ -150,7 +155,7 @@ def test_the_driver_is_asked(
 def test_no_driver_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert system.cuda_driver("libno-such-driver.so.1") is None
     monkeypatch.setattr(system, "cuda_driver", lambda: None)
-    [finding] = health.gpu()
+    [finding] = software.gpu(HERE)
     assert finding.state == "ok"
 
 
@@ -164,11 +169,51 @@ def test_a_machine_that_runs_ktk_is_well() -> None:
         assert subject in subjects
     assert subjects.count("backend") >= 6
     for finding in document["findings"]:
-        assert finding["state"] in ("ok", "note", "problem")
-    text = CliRunner().invoke(app, ["doctor"]).output
-    assert _core.cpu_model() in text
-    for finding in document["findings"]:
-        assert finding["advice"] in text
+        assert finding["state"] in ("ok", "note", "warning", "problem")
+    warned = {one["subject"] for one in document["findings"] if one["state"] == "warning"}
+    assert set(document["in_the_way"]) == warned
+
+
+FOUND = [
+    Finding("CPU", "ok", "a fine one"),
+    Finding("swap", "warning", "much is in it", "end [others]", "/proc/meminfo: SwapFree 0 kB"),
+    Finding("CPU quota", "warning", "pays for 2 of 8 cores", "raise it", "cpu.max: 2 1"),
+    Finding("swap", "warning", "again", "again"),
+]
+
+
+def test_each_finding_is_a_line_with_evidence_and_the_last_says_what_binds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert health.show(FOUND, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "ok       CPU: a fine one",
+        "warning  swap: much is in it (/proc/meminfo: SwapFree 0 kB)",
+        "         -> end [others]",
+        "warning  CPU quota: pays for 2 of 8 cores (cpu.max: 2 1)",
+        "         -> raise it",
+        "warning  swap: again",
+        "         -> again",
+        "in the way: swap, CPU quota",
+    ]
+    assert not health.show([Finding("CPU", "problem", "none", "buy one")], as_json=False)
+    assert "in the way: nothing of all this" in capsys.readouterr().out
+
+
+def test_a_terminal_of_40_columns_breaks_no_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    health.show(FOUND, as_json=False)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 40
+    assert {word for line in lines for word in line.split()} <= {
+        word
+        for one in FOUND
+        for text in (one.state, f"{one.subject}: {one.text} ({one.evidence})", f"-> {one.advice}")
+        for word in text.split()
+    } | {"in", "the", "way:", "swap,", "quota"}
 
 
 def fail(error: BackendError) -> Any:
@@ -187,7 +232,7 @@ def test_a_library_that_is_absent_is_no_fault(monkeypatch: pytest.MonkeyPatch) -
         return fail(absent)(info) if info.name == "BLIS" else real(info)
 
     monkeypatch.setattr(report, "open_backend", open_backend)
-    monkeypatch.setattr(health, "CHECKS", (health.backends,))
+    monkeypatch.setattr(health, "CHECKS", (software.backends,))
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
     [finding] = [one for one in json.loads(result.output)["findings"] if "BLIS" in one["text"]]
@@ -197,23 +242,27 @@ def test_a_library_that_is_absent_is_no_fault(monkeypatch: pytest.MonkeyPatch) -
 
 
 def findings(check: Any) -> list[tuple[str, str]]:
-    found = list(check())
+    found = list(check(HERE))
     assert all(one.advice for one in found if one.state == "problem"), "a problem without advice"
     return [(one.subject, one.state) for one in found]
 
 
 def test_a_cpu_without_avx2_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "detected_isa", list)
-    monkeypatch.setattr(health.platform, "machine", lambda: "x86_64")
-    assert findings(health.cpu) == [("CPU", "problem")]
+    monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
+    [finding] = isa.cpu(Machine(detected=[]))
+    assert (finding.subject, finding.state) == ("CPU", "problem")
+    assert "pass the host CPU" in finding.advice
 
 
 def test_ktk_isa_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_core, "detected_isa", lambda: ["avx2", "avx512"])
+    monkeypatch.setenv("KTK_ISA", "avx2")
+    monkeypatch.delenv("KTK_ISA_FORCE", raising=False)
+    monkeypatch.delenv("KTK_GUARD", raising=False)
     monkeypatch.setattr(_core, "allowed_isa", lambda: ["avx2"])
-    [_, capped] = health.cpu()
-    assert (capped.subject, capped.state) == ("KTK_ISA", "note")
+    [_, capped] = isa.cpu(Machine(detected=["avx2", "avx512"]))
+    assert (capped.subject, capped.state) == ("KTK_ISA", "warning")
     assert capped.text == "keeps ktk from using avx512"
+    assert capped.evidence == "KTK_ISA=avx2"
 
 
 @pytest.mark.parametrize("variable", ["KTK_ISA", "KTK_ISA_FORCE"])
@@ -229,11 +278,11 @@ def test_a_slip_in_a_variable_is_the_one_problem(
 def test_the_policy_of_prefetching_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KTK_PREFETCH", raising=False)
     monkeypatch.setattr(_core, "prefetch_row", lambda: "zen5")
-    [found] = health.prefetch()
+    [found] = isa.prefetch(HERE)
     assert (found.subject, found.state) == ("prefetch", "ok")
     assert found.text.startswith("policy for this CPU: zen5 (few=")
     monkeypatch.setattr(_core, "prefetch_row", lambda: "default")
-    [found] = health.prefetch()
+    [found] = isa.prefetch(HERE)
     assert found.state == "note"
     assert "tools/bench/prefetch" in found.advice
 
@@ -262,53 +311,11 @@ def test_ktk_prefetch_is_noticed() -> None:
 
 def test_forced_instructions_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KTK_ISA_FORCE", raising=False)
-    assert ("KTK_ISA_FORCE", "note") not in findings(health.cpu)
+    assert ("KTK_ISA_FORCE", "note") not in findings(isa.cpu)
     monkeypatch.setenv("KTK_ISA_FORCE", "amx")
-    found = findings(health.cpu)
+    found = findings(isa.cpu)
     assert ("KTK_ISA_FORCE", "note") in found
-    assert ("KTK_ISA", "note") not in found, "nothing is withheld"
-
-
-@pytest.mark.parametrize(
-    ("detected", "flags", "state", "advice"),
-    [
-        (["avx2", "amx_int8"], {"amx_tile"}, "ok", ""),
-        (["avx2"], {"amx_tile"}, "note", "arch_prctl"),
-        (["avx2"], set(), "note", ""),
-    ],
-)
-def test_amx_is_missing_or_withheld(
-    monkeypatch: pytest.MonkeyPatch, detected: list[str], flags: set[str], state: str, advice: str
-) -> None:
-    monkeypatch.setattr(_core, "detected_isa", lambda: detected)
-    monkeypatch.setattr(system, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(health.platform, "machine", lambda: "x86_64")
-    [finding] = health.amx()
-    assert finding.state == state
-    assert advice in finding.advice
-
-
-def test_limits_of_a_container_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    node = {"id": 0, "cores": [0, 1, 2, 3], "cpus": [0, 1, 2, 3], "has_memory": True}
-    far = {"id": 1, "cores": [4, 5], "cpus": [4, 5], "has_memory": False}
-    topology = {"nodes": [node, far], "quota": 2, "default_threads": 2}
-    monkeypatch.setattr(_core, "topology", lambda: topology)
-    workers, numa = health.processors()
-    assert (workers.state, numa.state) == ("note", "note")
-    assert "6 physical cores; the cgroup's quota pays for 2" in workers.text
-    assert "node 1 with 2 cores; without memory: 1" in numa.text
-    monkeypatch.setattr(system, "memory_limit", lambda: 3 << 30)
-    [memory] = health.memory()
-    assert memory.state == "note"
-    assert "limit is 3.0 GiB" in memory.text
-
-
-@pytest.mark.parametrize(("mode", "state"), [("madvise", "ok"), ("never", "note"), ("", "note")])
-def test_huge_pages_that_are_off_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, mode: str, state: str
-) -> None:
-    monkeypatch.setattr(system, "huge_pages", lambda: mode)
-    assert findings(health.pages) == [("huge pages", state)]
+    assert ("KTK_ISA", "warning") not in found, "nothing is withheld"
 
 
 def test_broken_missing_and_doubled_backends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,19 +326,19 @@ def test_broken_missing_and_doubled_backends(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
     error = BackendImportError("backend of acme failed [libfoo.so missing]")
-    monkeypatch.setattr(health, "providers", lambda: infos)
+    monkeypatch.setattr(software, "providers", lambda: infos)
     monkeypatch.setattr(report, "open_backend", fail(error))
-    states = [one.state for one in health.backends()]
+    states = [one.state for one in software.backends(HERE)]
     assert states == ["problem", "note", "problem", "problem", "problem"]
-    assert findings(health.backends)[-1] == ("backend", "problem")
-    monkeypatch.setattr(health, "CHECKS", (health.backends,))
+    assert findings(software.backends)[-1] == ("backend", "problem")
+    monkeypatch.setattr(health, "CHECKS", (software.backends,))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "failed [libfoo.so missing]" in result.output
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check() -> Any:
+    def check(machine: Machine) -> Any:
         raise OSError("no /proc")
 
     monkeypatch.setattr(health, "CHECKS", (check,))
