@@ -102,12 +102,14 @@ def load_text_model(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     from ktk.transformers import bytes_per_token, load, load_tokenizer
+    from ktk.transformers.gguf_metadata import read_once
     from ktk.transformers.linears import pack_bf16
     from ktk.transformers.packed import packed_modules
 
     began = time.perf_counter()
-    tokenizer = load_tokenizer(rest)
-    model = load(rest, backend=backend, experts=experts, linears=linears, head=head).eval()
+    with read_once():
+        tokenizer = load_tokenizer(rest)
+        model = load(rest, backend=backend, experts=experts, linears=linears, head=head).eval()
     pack_bf16(model, linears=linears is None, head=head is None)
     seconds = time.perf_counter() - began
     used = dict.fromkeys(packed.moe.backend.name for packed in packed_modules(model).values())

@@ -16,6 +16,7 @@ from ktk.checkpoint.packed.folder import read_index
 from ktk.conversion.fingerprint import fingerprint
 from ktk.errors import CheckpointError
 from ktk.transformers.config import METHOD, KtkConfig
+from ktk.transformers.gguf_metadata import read_once
 
 
 def load(
@@ -62,20 +63,22 @@ def load(
     """
     found = locate(path)
     config = KtkConfig(backend, experts=experts or found.experts, linears=linears, head=head)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        found.name,
-        dtype=dtype or found.dtype,
-        experts_implementation=METHOD,
-        quantization_config=config,
-        **found.options,
-        **options,
-    )
+    with read_once():
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            found.name,
+            dtype=dtype or found.dtype,
+            experts_implementation=METHOD,
+            quantization_config=config,
+            **found.options,
+            **options,
+        )
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:
     """Load the tokenizer of a model, given what `load` is given."""
     found = locate(path)
-    return transformers.AutoTokenizer.from_pretrained(found.name, **found.options, **options)
+    with read_once():
+        return transformers.AutoTokenizer.from_pretrained(found.name, **found.options, **options)
 
 
 @dataclass(frozen=True)
