@@ -318,6 +318,14 @@ class PackedMatrix:
     def matmul(self, x: object | None, n_begin: int = 0, n_end: int | None = None, ukernel: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
         """Encodes x and multiplies: f32 [m, n_end - n_begin]."""
 
+    def check_registers(self, x: object | None, n_begin: int = 0, n_end: int | None = None, ukernel: int | None = None) -> None:
+        """
+        Multiplies as `matmul` does, and raises a RuntimeError with the names of registers that
+        `run`, or `enter` and `leave` around it, left changed though they are the caller's by
+        the calling convention (System V for x86-64, AAPCS64 for aarch64), of upper halves of
+        vectors that were not zeroed, and of AMX tiles that were not released.
+        """
+
     def run_raw(self, act: object | None, m: int, n_begin: int, n_end: int, dst: object | None, ukernel: int | None = None) -> None:
         """Multiplies encoded rows into the caller's memory."""
 

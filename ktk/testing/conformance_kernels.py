@@ -186,6 +186,17 @@ def test_variants_agree(subject: Subject, data: st.DataObject) -> None:
     bounds.check(result, expected, bound, f"{subject.variant.name} against {other.variant.name}")
 
 
+@given(data=st.data())
+def test_registers_of_the_caller_are_kept(subject: Subject, data: st.DataObject) -> None:
+    """A product keeps to the calling convention, and leaves vectors and tiles in a clean state."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    matrix = subject.pack(problem.source)
+    at = data.draw(strategies.cuts(matrix.n, subject.variant.n_step), label="cuts")
+    for number, (_, m_max) in enumerate(subject.variant.ukernels):
+        for begin, end in pairwise(at):
+            matrix.check_registers(problem.act[:m_max], begin, end, number)
+
+
 # --- memory -------------------------------------------------------------------------------------
 
 

@@ -111,6 +111,13 @@ void bind_packed(nb::module_& m) {
       .def("act_round_trip", &PackedMatrix::act_round_trip, "x"_a.none())
       .def("matmul", &PackedMatrix::matmul, "x"_a.none(), "n_begin"_a = 0, "n_end"_a = nb::none(),
            "ukernel"_a = nb::none(), "Encodes x and multiplies: f32 [m, n_end - n_begin].")
+      .def("check_registers", &PackedMatrix::check_registers, "x"_a.none(), "n_begin"_a = 0,
+           "n_end"_a = nb::none(), "ukernel"_a = nb::none(),
+           "Multiplies as `matmul` does, and raises a RuntimeError with the names of registers "
+           "that\n"
+           "`run`, or `enter` and `leave` around it, left changed though they are the caller's by\n"
+           "the calling convention (System V for x86-64, AAPCS64 for aarch64), of upper halves of\n"
+           "vectors that were not zeroed, and of AMX tiles that were not released.")
       .def("run_raw", &PackedMatrix::run_raw, "act"_a.none(), "m"_a, "n_begin"_a, "n_end"_a,
            "dst"_a.none(), "ukernel"_a = nb::none(),
            "Multiplies encoded rows into the caller's memory.");

@@ -20,7 +20,8 @@ enum class Operand { kNone, kWeight, kAct, kDst, kScratch, kInput, kOutput };
 constexpr const char* kOperands[] = {"", "weight", "act", "dst", "scratch", "input", "output"};
 
 // The caller's bytes in memory of our own, which somebody may overrun: either it is guarded, or has
-// a page to spare on either side, so that whoever does not look for overruns is not disturbed.
+// a page to spare on either side, so that whoever does not look for overruns is not disturbed. Then
+// it starts on an odd multiple of `align`: who counts on more than is promised is found out.
 class Lent {
  public:
   // `from` may be NULL: nothing was written yet.
@@ -28,12 +29,13 @@ class Lent {
     if (guarded) {
       guarded_.emplace(bytes, align);
     } else {
-      plain_ = Memory(sum(bytes, 2 * kSpare));
+      plain_ = Memory(sum(bytes, 2 * kSpare + align));
+      start_ = kSpare + align;
     }
     if (from) std::memcpy(data(), from, bytes);
   }
 
-  char* data() const { return guarded_ ? guarded_->data() : plain_.data() + kSpare; }
+  char* data() const { return guarded_ ? guarded_->data() : plain_.data() + start_; }
   size_t size() const { return bytes_; }
   void check(const std::string& who) const {
     if (guarded_) guarded_->check(who);
@@ -43,7 +45,7 @@ class Lent {
  private:
   static constexpr size_t kSpare = 4096;
 
-  size_t bytes_;
+  size_t bytes_, start_ = 0;
   std::optional<Guarded> guarded_;
   Memory plain_;
 };

@@ -14,6 +14,7 @@
 
 #include "core/guarded.h"
 #include "core/prefetch.h"
+#include "core/registers.h"
 #include "core/size.h"
 #include "format/elements.h"
 #include "format/format.h"
@@ -187,12 +188,23 @@ class PackedMatrix {
     encode(x, 0, k(), rows);
     const size_t stride = round_up(round_up(end - n_begin, variant_.tile.n_step), 16);
     const Lent panel = dst(nullptr, m, end - n_begin, stride);
-    run(rows, m, n_begin, end, panel, stride, ukernel);
+    run(rows, m, n_begin, end, panel, stride, ukernel, false);
     F32Matrix out = new_matrix(m, end - n_begin);
     for (size_t row = 0; row < m; ++row) {
       std::copy_n(floats(panel) + row * stride, end - n_begin, out.data() + row * (end - n_begin));
     }
     return out;
+  }
+
+  void check_registers(nb::handle x_, size_t n_begin, std::optional<size_t> n_end,
+                       std::optional<size_t> ukernel) const {
+    const F32Input x = f32_from(x_);
+    const size_t m = x.shape(0), end = n_end.value_or(n());
+    check_columns(n_begin, end);
+    const Lent rows = acts(nullptr, m);
+    encode(x, 0, k(), rows);
+    const size_t stride = round_up(round_up(end - n_begin, variant_.tile.n_step), 16);
+    run(rows, m, n_begin, end, dst(nullptr, m, end - n_begin, stride), stride, ukernel, true);
   }
 
   void run_raw(nb::handle act_, size_t m, size_t n_begin, size_t n_end, nb::handle dst_,
@@ -208,7 +220,7 @@ class PackedMatrix {
     }
     const Lent rows = acts(act.data(), m);
     const Lent panel = dst(out.data(), m, n_end - n_begin, stride);
-    run(rows, m, n_begin, n_end, panel, stride, ukernel);
+    run(rows, m, n_begin, n_end, panel, stride, ukernel, false);
     panel.copy_to(out.data());
     if (std::memcmp(rows.data(), act.data(), rows.size()) != 0) {
       throw std::runtime_error(variant_.where + ": run changed its activations");
@@ -222,11 +234,12 @@ class PackedMatrix {
   Lent acts(const void* from, size_t m) const {
     return lender_.lend(Operand::kAct, from, product(padded(m), act_size()), KTK_ALIGNMENT);
   }
-  // From the first column of the first row to the last column of the last row, whole steps.
+  // From the first column of the first row to the last column of the last row, whole steps. The
+  // first column may be any that is cut at: no more than a float's alignment is promised.
   Lent dst(const void* from, size_t m, size_t columns, size_t stride) const {
     const size_t width = round_up(columns, variant_.tile.n_step);
     const size_t floats = m == 0 ? 0 : product(padded(m) - 1, stride) + width;
-    return lender_.lend(Operand::kDst, from, product(floats, sizeof(float)), KTK_ALIGNMENT);
+    return lender_.lend(Operand::kDst, from, product(floats, sizeof(float)), sizeof(float));
   }
   static float* floats(const Lent& memory) { return reinterpret_cast<float*>(memory.data()); }
 
@@ -323,7 +336,7 @@ class PackedMatrix {
   }
 
   void run(const Lent& act, size_t m, size_t n_begin, size_t n_end, const Lent& panel,
-           size_t stride, std::optional<size_t> ukernel) const {
+           size_t stride, std::optional<size_t> ukernel, bool watched) const {
     if (m == 0) return;
     const ktk_ukernel& kernel = ukernel ? chosen(*ukernel, m) : variant_.kernel_for(m);
     const Lent scratch = lender_.lend(Operand::kScratch, nullptr,
@@ -343,12 +356,30 @@ class PackedMatrix {
     mm.prefetch = &prefetch();
     {
       const Unlocked unlocked;
-      if (variant_.enter) variant_.enter();
-      kernel.run(&mm);
-      if (variant_.leave) variant_.leave();
+      if (watched) {
+        run_watched(kernel, mm);
+      } else {
+        if (variant_.enter) variant_.enter();
+        kernel.run(&mm);
+        if (variant_.leave) variant_.leave();
+      }
     }
     check(panel, "run");
     check(scratch, "run");
+  }
+
+  void run_watched(const ktk_ukernel& kernel, ktk_matmul& mm) const {
+    const auto call = [&](auto function, const char* name, bool tiles) {
+      if (!function) return;
+      const std::string names =
+          changed_registers(reinterpret_cast<void (*)(void*)>(function), &mm, tiles);
+      if (names.empty()) return;
+      throw std::runtime_error(variant_.where + ": " + name + " of micro-kernel " + kernel.name +
+                               " left changed what is its caller's: " + names);
+    };
+    call(variant_.enter, "enter", false);
+    call(kernel.run, "run", false);
+    call(variant_.leave, "leave", true);
   }
 
   std::shared_ptr<BackendTable> table_;

@@ -116,6 +116,24 @@ static void run_from_scratch(const ktk_matmul* mm) {
     }                                                                        \
   }
 
+/* Its caller computes without subnormals from then on. */
+static void run_flushing(const ktk_matmul* mm) {
+  run(mm);
+#if defined(__x86_64__)
+  __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | 0x8000);
+#else
+  uint64_t fpcr;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(fpcr));
+  __asm__ volatile("msr fpcr, %0" ::"r"(fpcr | 1 << 24));
+#endif
+}
+
+/* As instructions do that want their memory aligned. */
+static void run_on_pairs_of_lines(const ktk_matmul* mm) {
+  if ((uintptr_t)mm->weight % (2 * KTK_ALIGNMENT)) abort();
+  run(mm);
+}
+
 ALONE(weight_size_short, .weight_size = short_weight_size)
 ALONE(packs_before_weights, .pack_weight = pack_weight_before)
 ALONE(reads_behind_source, .pack_weight = pack_weight_reading_on)
@@ -124,6 +142,8 @@ ALONE(act_size_short, .act_size = short_act_size)
 ALONE(packs_behind_acts, .pack_act = pack_act_on)
 ALONE(scratch_size_short, SCRATCH)
 ALONE(runs_behind_dst, UKERNELS(run_on, run_on))
+ALONE(loses_registers, UKERNELS(run_flushing, run_flushing))
+ALONE(wants_more_alignment, UKERNELS(run_on_pairs_of_lines, run_on_pairs_of_lines))
 ALONE(adds_to_dst, UKERNELS(run_adding, run_adding))
 ALONE(throws_in_pack, .pack_weight = pack_weight_throwing)
 ALONE(throws_in_run, UKERNELS(run_throwing, run_throwing))
