@@ -107,11 +107,13 @@ def keeps(core: _core.Backend, weights: U16) -> bool:
     return bool((data.view(np.uint16) == weights).all())
 
 
+@pytest.mark.slow
 def test_the_cases_pass_without_a_fault(tmp_path: Path) -> None:
     core = compiled(tmp_path, [])
     assert all(keeps(core, case()) for case in CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_fault_is_found_by_its_case(name: str, tmp_path: Path) -> None:
     changes, case = MUTANTS[name]

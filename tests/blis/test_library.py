@@ -187,6 +187,7 @@ def test_without_a_library_the_message_says_what_to_do(tmp_path: Path) -> None:
     assert "\n" not in text
 
 
+@pytest.mark.slow
 def test_a_library_that_is_missing_is_reported(tmp_path: Path) -> None:
     hidden = {"KTK_BLIS_LIBRARY": "", "LD_LIBRARY_PATH": hide(tmp_path, {})}
     listing = python(
@@ -209,6 +210,7 @@ def doctor(**environment: str) -> tuple[int, list[dict[str, str]]]:
     return done.returncode, [one for one in findings if "BLIS" in one["text"]]
 
 
+@pytest.mark.slow
 def test_doctor_is_content_with_a_library_and_without(tmp_path: Path) -> None:
     status, [finding] = doctor(KTK_BLIS_LIBRARY="", LD_LIBRARY_PATH=hide(tmp_path, {}))
     assert (status, finding["state"]) == (0, "note")

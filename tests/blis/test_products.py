@@ -96,6 +96,7 @@ def test_layers_on_debians_library(flavour: str) -> None:
     check_layers(path, ["sgemm"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("modules", "examples"), [(BACKEND, 12), (LAYER, 3)])
 def test_the_kit_passes_on_the_stand_in(
     modules: tuple[str, ...], examples: int, tmp_path: Path

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from layers import EXPERTS, TOP_K, ZERO_EXPERTS, in_order_of_ranks, layer, tokens
 from ranks import run
@@ -62,6 +63,7 @@ def shared(rank: int, size: int, say: Any) -> list[bytes]:
     return results
 
 
+@pytest.mark.slow
 def test_tokens_that_all_ranks_share() -> None:
     first, *others = run(3, shared)
     assert all(other == first for other in others)
@@ -90,6 +92,7 @@ def bound(rank: int, size: int, say: Any) -> None:
     assert difference.max() > 0  # another order, and not by chance the same
 
 
+@pytest.mark.slow
 def test_bound_of_rounding() -> None:
     run(2, bound_of_two)
 
@@ -123,6 +126,7 @@ def files(rank: int, size: int, say: Any, folder: str) -> tuple[int, int]:
     return read, os.path.getsize(f"{folder}/model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_experts_only(tmp_path: Path) -> None:
     import json
 
@@ -171,5 +175,6 @@ def over_tcp(rank: int, size: int, say: Any) -> None:
         assert torch.equal(divided(*call), in_order_of_ranks(whole, placement, rank, call))
 
 
+@pytest.mark.slow
 def test_machines() -> None:
     run(3, over_tcp)

@@ -62,6 +62,7 @@ def take_turns(rank: int, size: int, say: Any) -> Any:
     return used, moe.pool.cpus, kept
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_slow_each_other() -> None:
     allowed = os.sched_getaffinity(0)
     if len(allowed) < 2:

@@ -46,6 +46,7 @@ def calls(rank: int, size: int, say: Any) -> Sentences:
     return found
 
 
+@pytest.mark.slow
 def test_calls() -> None:
     first, second = run(2, calls)
     assert first == second
@@ -89,6 +90,7 @@ def making(rank: int, size: int, say: Any) -> Sentences:
     return {name: sentence(call) for name, call in found.items()}
 
 
+@pytest.mark.slow
 def test_making() -> None:
     first, second = run(2, making)
     assert first == second

@@ -39,6 +39,7 @@ def calling(rank: int, size: int, say: Any, shared: bool) -> tuple[list[int], st
     raise AssertionError("a broken group went on")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [False, True], ids=["split", "shared"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_one_rank_is_gone(how: signal.Signals, shared: bool) -> None:
@@ -75,6 +76,7 @@ def raising(rank: int, size: int, say: Any) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_one_rank_raises() -> None:
     with Ranks(SIZE, raising) as ranks:
         results = ranks.wait()
@@ -96,6 +98,7 @@ def leaving(rank: int, size: int, say: Any) -> str:
     return "nothing"
 
 
+@pytest.mark.slow
 def test_one_rank_ends_before_the_others() -> None:
     with Ranks(SIZE, leaving) as ranks:
         results = ranks.wait()

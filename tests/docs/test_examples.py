@@ -21,6 +21,7 @@ SAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.stem)
 def test_examples_run(script: Path, tmp_path: Path) -> None:
     if "transformers" in script.read_text():
@@ -37,6 +38,7 @@ def test_examples_run(script: Path, tmp_path: Path) -> None:
     assert SAYS[script.stem] in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_generate_takes_a_model_of_ones_own(workplace: Path) -> None:
     script = ROOT / "examples/generate.py"
     options = ("--model", "Qwen3-30B-A3B", "--backend", "AMXINT8", "--max-tokens", "4")

@@ -49,6 +49,7 @@ def error(got: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_blocks_mean_what_ggml_decodes(kind: Type) -> None:
     made = weights((33, K), kind)
@@ -57,6 +58,7 @@ def test_blocks_mean_what_ggml_decodes(kind: Type) -> None:
     np.testing.assert_array_equal(packed.unpack(), ggml.decode(made.data, kind))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
 def test_products_are_no_less_exact_than_ggmls(kind: Type) -> None:
     made = weights((E, N, K), kind)
@@ -161,6 +163,7 @@ def test_sizes_that_are_no_multiple_of_256_are_those_of_real_files(tmp_path: Pat
             assert error(moe(hidden, ids, topk_weights), exact) <= 3**0.5 * KERNEL_ERROR
 
 
+@pytest.mark.slow
 def test_the_demo_runs_genuine_files(
     genuine: tuple[Path, dict[str, Tensor]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -157,6 +157,7 @@ def test_loading_takes_the_packed_layer_and_two_experts_at_most(
     assert max(seen) - before < moe.nbytes + decoded * expert + slack
 
 
+@pytest.mark.slow
 def test_the_demo_runs_a_split_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parts = files.experts("Q8_0", down="Q5_1")
     tensors = {**files.stacked(parts, 0), **files.stacked(parts, 1)}

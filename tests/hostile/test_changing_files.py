@@ -49,6 +49,7 @@ except CheckpointError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "gguf", "packed"])
 @pytest.mark.parametrize("how", ["truncated", "written over"])
 def test_a_file_that_changes_while_it_is_loaded_is_named(
@@ -66,6 +67,7 @@ def test_a_file_that_changes_while_it_is_loaded_is_named(
     assert f"{weights} has changed since it was opened" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "gguf", "packed"])
 def test_a_file_that_is_exchanged_while_it_is_loaded_is_read_to_its_end_or_named(
     tmp_path: Path, kind: str

@@ -23,6 +23,7 @@ from ktk.errors import CheckpointError
 COUNT = int(os.environ.get("KTK_MUTANTS", "200"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MUTATORS)
 def test_a_mutant_is_read_or_refused_with_a_sentence(tmp_path: Path, kind: str) -> None:
     folder = sound.KINDS[kind](tmp_path / "model")

@@ -329,6 +329,7 @@ assert not moved, moved
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
 def test_pinning_the_main_thread_does_not_reach_the_workers() -> None:
     done = subprocess.run(

@@ -53,6 +53,7 @@ def sizes_of(kind: str, ranks: int) -> list[list[int | None]]:
     return [[None if part is None else part.size for part in rank] for rank in cut]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", files.KINDS)
 @pytest.mark.parametrize("method", [*OWN, *OTHERS])
 def test_a_method_writes_its_own_format_or_nothing(

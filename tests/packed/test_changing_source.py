@@ -161,6 +161,7 @@ def test_a_change_during_the_conversion_is_named_and_made_good(
     assert f"{source / FILE} changed while {source} was converted" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_thread_that_writes_meanwhile_leaves_no_mixture(
     source: Path, tmp_path: Path, threads: int

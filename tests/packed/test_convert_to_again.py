@@ -25,6 +25,7 @@ from ktk.errors import CheckpointError
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_every_call_may_be_the_last(tmp_path: Path) -> None:
     """Dies at each system call that changes a file, resumes, and finds the same bytes."""
     source = made.write(tmp_path / "source", layers=(0, 1), sizes=(2, 64, 96))
@@ -313,6 +314,7 @@ print(max(found[4:]) - max(found[:4]))
 """
 
 
+@pytest.mark.slow
 def test_memory_holds_a_few_experts(tmp_path: Path) -> None:
     """Each has 5 MiB here; 20 experts that are kept in memory would be 100."""
     source = made.write(tmp_path / "source", sizes=(24, 1024, 896))

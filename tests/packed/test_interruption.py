@@ -27,6 +27,7 @@ FILES = {"ktk_packed.json": 1, "config.json": 1, "layer 0": 2 * 6 + 1, "layer 1"
 CALLS = sum(writes + 4 for writes in FILES.values())
 
 
+@pytest.mark.slow
 def test_every_call_may_be_the_last(tmp_path: Path) -> None:
     """Dies at each system call that changes a file, resumes, and finds the same bytes."""
     source = made.write(tmp_path / "source", layers=(0, 1), sizes=(2, 64, 96))
@@ -58,6 +59,7 @@ def test_any_moment_may_be_the_last(tmp_path: Path) -> None:
     assert int(done.stdout.split()[0]) == int(kills)
 
 
+@pytest.mark.slow
 def test_the_command_can_be_killed_and_resumed(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", layers=tuple(range(8)))
     command = [sys.executable, "-m", "ktk", "convert", source]

@@ -36,6 +36,7 @@ def check(layer: Layer, kind: str, tokens: int, seed: int = 0) -> None:
     assert torch.equal(got, method.given + layer.cpu.moe(*inputs, mask=mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "kind"), METHODS)
 def test_experts_of_both_add_up(
     method: str, kind: str, cuda: Cuda, patch: pytest.MonkeyPatch, fork: Path, tmp_path: Path

@@ -71,6 +71,7 @@ def check_short(layer: Layer, kind: str, seed: int) -> None:
     assert torch.equal(got, method.given + layer.cpu.moe(*inputs, mask=mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", WRITTEN)
 @pytest.mark.usefixtures("closing")
 def test_whole_layers_reach_the_gpu_and_hot_experts_stay_there(
@@ -97,6 +98,7 @@ def test_whole_layers_reach_the_gpu_and_hot_experts_stay_there(
     assert moved == moves
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("closing")
 def test_four_bits_reach_the_gpu(
     cuda: Cuda, patch: pytest.MonkeyPatch, fork: Path, tmp_path: Path
@@ -127,6 +129,7 @@ def check_written(layer: Layer, kind: str) -> None:
             assert torch.equal(got, wanted), f"{name} of expert {number}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "kind"), [("AMXINT4", "fp8 by blocks"), ("FP8", "fp8 by rows"), ("BF16", "int4")]
 )

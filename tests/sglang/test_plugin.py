@@ -94,6 +94,7 @@ def test_a_kt_kernel_that_is_installed_stays(bare: pytest.MonkeyPatch, tmp_path:
     assert not importer.KTRANSFORMERS_AVAILABLE
 
 
+@pytest.mark.slow
 def test_modules_that_remember_an_import_are_those(mainline: Path) -> None:
     found = {
         ".".join(path.relative_to(mainline).with_suffix("").parts)

@@ -74,6 +74,7 @@ def test_a_reply_is_the_same_with_what_is_kept_and_without(
     assert said(again) == whole
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_turns_and_ctrl_c_ends_a_reply_only(model: Path, tmp_path: Path) -> None:
     with Terminal(["chat", str(model), "--greedy", "-n", "8000"]) as terminal:
         at = terminal.wait_for("> ")
@@ -102,6 +103,7 @@ def test_a_terminal_shows_turns_and_ctrl_c_ends_a_reply_only(model: Path, tmp_pa
     assert entries(path)[-1]["clear"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_again_leaves(model: Path) -> None:
     with Terminal(["chat", str(model), "--greedy", "-n", "8000"]) as terminal:
         terminal.wait_for("> ")
@@ -148,6 +150,7 @@ def test_a_question_that_is_given_up_does_not_count(
         assert again.messages[0]["content"] == FIRST
 
 
+@pytest.mark.slow
 def test_ctrl_d_leaves(model: Path) -> None:
     with Terminal(["chat", str(model)]) as terminal:
         terminal.wait_for("> ")

@@ -61,6 +61,7 @@ def test_a_pipe_has_the_text_and_nothing_else(model: Path, expected: str, run: C
     assert given.stdout == done.stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_text_and_then_the_report(model: Path, expected: str) -> None:
     arguments = ["run", str(model), "-p", PROMPT, "--greedy", "-n", str(TOKENS)]
     with Terminal(arguments) as terminal:
@@ -141,6 +142,7 @@ def test_sampling_is_the_models_unless_it_is_asked_otherwise(model: Path, run: C
     assert text("--temperature", "1.5", "--seed", "4") != sampled
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_reply_and_keeps_what_was_said(model: Path) -> None:
     arguments = ["run", str(model), "-p", PROMPT, "--greedy", "-n", "8000"]
     with Terminal(arguments) as terminal:
@@ -151,6 +153,7 @@ def test_ctrl_c_ends_the_reply_and_keeps_what_was_said(model: Path) -> None:
         assert "Traceback" not in terminal.seen
 
 
+@pytest.mark.slow
 def test_a_reader_that_went_away_ends_the_reply_quietly(model: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -225,6 +228,7 @@ def test_what_cannot_be_run_is_one_line(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_one_line_with_what_installs_it(model: Path) -> None:
     program = (
         "import sys\n"

@@ -67,6 +67,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         process.wait(60)
 
 
+@pytest.mark.slow
 def test_the_command_is_printed_and_ktk_computes(served: Served) -> None:
     ask(served)
     first, second, *rest = served.log.read_text().splitlines()
@@ -86,6 +87,7 @@ def complete(text: str) -> str:
     return text.rstrip("\ufffd\n").strip()
 
 
+@pytest.mark.slow
 def test_a_client_gets_what_ktk_run_says(served: Served, command: Command) -> None:
     arguments = ("--backend", "AMXINT8", "--greedy", "-n", str(TOKENS))
     done = command("run", served.model, "-p", MESSAGES[0]["content"], *arguments)
@@ -245,6 +247,7 @@ def test_sglang_serves_on_a_cpu(sglang: pytest.MonkeyPatch, flags: set[str]) -> 
         assert engines.choose(None, request).name == "transformers"
 
 
+@pytest.mark.slow
 def test_sglang_has_ktk_beside_a_gpu(sglang: pytest.MonkeyPatch, model: Path) -> None:
     sglang.setattr(engines, "_has_gpu", lambda: True)
     engine = engines.choose(None, Request(model, threads=4))

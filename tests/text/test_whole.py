@@ -17,6 +17,7 @@ from ktk.text.load import load_text_model
 WHOLE = ("--whole", "--tokens", "16,8", "--rounds", "1")
 
 
+@pytest.mark.slow
 def test_prompts_and_single_tokens_are_timed(model: Path, command: Command) -> None:
     done = command("bench", "--checkpoint", str(model), *WHOLE, "--json", "-b", "AMXINT8")
     assert done.returncode == 0, done.stderr
@@ -38,6 +39,7 @@ def test_prompts_and_single_tokens_are_timed(model: Path, command: Command) -> N
         assert word in table
 
 
+@pytest.mark.slow
 def test_dense_layers_and_the_head_have_options(model: Path, command: Command) -> None:
     def reads(*more: str) -> Any:
         done = command("bench", "--checkpoint", str(model), *WHOLE, "--json", *more)

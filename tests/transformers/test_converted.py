@@ -18,6 +18,7 @@ pytest.importorskip("compressed_tensors")
 
 
 # transformers 5.23 leaves the global scale of nvfp4 experts out.
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["int4", "fp8", "mxfp4"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "deepseek-v3", "nemotron-h"])
 def test_transformers_loads_the_same_values(family: str, to: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def results(folder: Path, backend: str, out: Path, ranks: int = 0) -> dict[str, 
 
 
 # gpt-oss has biases, which transformers' plan divides as well.
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss"])
 def test_two_processes_compute_what_one_does(family: str, tmp_path: Path) -> None:
     folder = tiny.FAMILIES[family].save(tmp_path / "model")

@@ -61,6 +61,7 @@ def test_models_in_memory_are_packed_to_the_same_bits(saved: Reference) -> None:
     assert not any(name.endswith(("experts.gate_up_proj", "experts.down_proj")) for name in names)
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_the_one_that_was_loaded(saved: Reference, tmp_path: Path) -> None:
     tiny.load(saved.folder, experts_implementation="ktk").save_pretrained(tmp_path)
     stock = tiny.load(saved.folder).state_dict()

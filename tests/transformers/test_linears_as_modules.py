@@ -17,6 +17,7 @@ import ktk
 import ktk.transformers
 
 
+@pytest.mark.slow
 def test_a_graph_of_the_whole_model(saved_tied: Reference) -> None:
     model = dense(tiny.load(saved_tied.folder))
     wanted = tiny.logits(model, saved_tied.ids)

@@ -61,6 +61,7 @@ def in_codes(folder: Path, name: str) -> tuple[Path, Any]:
     return folder, exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODES)
 def test_codes_of_a_checkpoint_are_computed_as_they_are_stored(name: str, tmp_path: Path) -> None:
     folder, exact = in_codes(tmp_path, name)
@@ -96,6 +97,7 @@ PACKAGES: dict[str, tuple[Any, Any, str, torch.dtype]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGES)
 def test_what_packages_write_needs_none_of_them(
     name: str,

@@ -25,6 +25,7 @@ def gguf_file(request: Any, tmp_path: Path) -> tuple[Path, Any]:
     return gguf_model.write(tmp_path, getattr(gguf_model, request.param))
 
 
+@pytest.mark.slow
 def test_matrices_of_a_gguf_file_stay_in_their_blocks(gguf_file: tuple[Path, Any]) -> None:
     path, exact = gguf_file
     model = ktk.transformers.load(path, dtype=torch.float32)
@@ -46,6 +47,7 @@ def test_matrices_of_a_gguf_file_stay_in_their_blocks(gguf_file: tuple[Path, Any
     check_linears(model, ids)
 
 
+@pytest.mark.slow
 def test_a_gguf_file_may_be_requantised_if_that_is_asked_for(gguf_file: tuple[Path, Any]) -> None:
     path, exact = gguf_file
     model = ktk.transformers.load(path, linears="AMXINT8", head="BF16")

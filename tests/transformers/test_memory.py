@@ -78,6 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(folder / "model", config(LAYERS, EXPERTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["BF16", "AMXINT8"])
 def test_peak_of_anonymous_memory(model: Path, backend: str) -> None:
     assert (model / "model.safetensors").stat().st_size > 2 * 2**30

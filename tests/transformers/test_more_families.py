@@ -24,6 +24,7 @@ def loaded(name: str, folder: Path, implementation: str, dtype: torch.dtype) -> 
     return kind.from_pretrained(folder, experts_implementation=implementation, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 def test_modules_compute_what_they_did(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

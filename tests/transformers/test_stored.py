@@ -60,6 +60,7 @@ STORED: dict[str, tuple[Writer, str, bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STORED)
 def test_codes_are_computed_as_they_are_stored(name: str, tmp_path: Path) -> None:
     write, backend, eight_bits = STORED[name]

@@ -122,6 +122,7 @@ def test_an_adapter_of_zeros_changes_nothing_and_then_learns(model: Any) -> None
     assert losses[-1] < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_what_is_kept_changes_no_bit(folder: Path) -> None:
     """Neither products that are computed again, nor checkpointing, nor a compiled rest."""
     ids = tokens()
@@ -374,6 +375,7 @@ def test_copies_of_a_model_share_experts_and_not_adapters(model: Any) -> None:
     assert not torch.equal(logits(other, tokens()), logits(model, tokens()))
 
 
+@pytest.mark.slow
 def test_two_ranks_average_their_gradients(folder: Path, tmp_path: Path) -> None:
     """A data-parallel run of torch: each rank has its own packed experts and the same factors."""
     script = Path(__file__).parent / "two_ranks.py"
@@ -426,6 +428,7 @@ class _Stop(transformers.TrainerCallback):
         control.should_training_stop = state.global_step >= self.after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
 def test_a_training_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, wrapped: bool) -> None:
     """Experts in codes are not saved; all that is trained is, and comes back to the bit."""
@@ -461,6 +464,7 @@ def test_a_training_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, wrap
             assert torch.equal(one, wanted[name]), name
 
 
+@pytest.mark.slow
 def test_the_example_learns(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     script = ROOT / "examples" / "finetune.py"

@@ -31,6 +31,7 @@ def wanted(folder: Path) -> torch.Tensor:
     return tiny.logits(tiny.load(folder, experts_implementation="ktk"), tiny.tokens())
 
 
+@pytest.mark.slow
 def test_a_graph_of_the_whole_model(model: Any, wanted: torch.Tensor) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")

@@ -209,6 +209,7 @@ def test_an_unknown_format_gets_the_list() -> None:
     assert "AMXINT8 has no format 'g32'; it has i8-f32-row" in str(result.exception)
 
 
+@pytest.mark.slow
 def test_tables_name_formats_and_cut_nothing_off() -> None:
     formats = ["--format", "row", "--format", "128x128"]
     arguments = [*QUICK, *TINY, "--backend", "FP8", *formats, "--tokens", "4", "--accuracy"]
@@ -224,6 +225,7 @@ def test_all_formats_run_by_label() -> None:
     assert [line["format"] for line in lines] == ["i8-f32-row"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ktk.backends()))
 def test_every_backend_and_format_can_be_measured(name: str) -> None:
     try:

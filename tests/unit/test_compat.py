@@ -67,6 +67,7 @@ def test_an_installation_of_ktk_brings_no_kt_kernel() -> None:
     assert not [path for path in files if path.parts[0] == "kt_kernel"]
 
 
+@pytest.mark.slow
 def test_the_folder_is_printed_and_stands_before_what_is_installed(rival: Path) -> None:
     printed = ktk("--path").stdout.strip()
     assert printed == str(folder())
@@ -110,6 +111,7 @@ print(kt_kernel.__version__)
     assert number.startswith("0.7.2+ktk.")
 
 
+@pytest.mark.slow
 def test_fine_tuning_is_refused_with_a_sentence() -> None:
     printed = python(
         """
@@ -125,6 +127,7 @@ for module in ("kt_kernel.sft", "kt_kernel.sft.deepseek_v4"):
         assert "this kt_kernel is ktk: train experts with ktk.sft" in line
 
 
+@pytest.mark.slow
 def test_spawned_processes_inherit_it(tmp_path: Path) -> None:
     script = tmp_path / "spawn.py"
     script.write_text(
@@ -145,6 +148,7 @@ if __name__ == "__main__":
     assert ktk("run", str(script)).stdout.startswith(str(folder()))
 
 
+@pytest.mark.slow
 def test_run_gives_arguments_and_status_of_the_command(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text("import sys, kt_kernel\nprint(sys.argv[1:])\nsys.exit(7)\n")
@@ -182,6 +186,7 @@ def test_the_wheel_is_written_alike_and_its_record_is_right(tmp_path: Path) -> N
             assert archive.read(str(path.relative_to(folder()))) == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_real_installation_satisfies_who_requires_kt_kernel(tmp_path: Path) -> None:
     home = tmp_path / "venv"
     run(sys.executable, "-m", "venv", str(home))

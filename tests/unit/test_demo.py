@@ -67,6 +67,7 @@ def test_the_task_is_checked_against_the_definition(small: Path) -> None:
     np.testing.assert_allclose(task.expected[1], total.numpy(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_reason_is_given_once(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a backend that takes nothing of it, and of instructions that several lack."""
     with mock.patch.object(ktk.demo.measure, "measure", side_effect=CheckpointFormatError("no")):
@@ -77,6 +78,7 @@ def test_a_reason_is_given_once(small: Path, capsys: pytest.CaptureFixture[str])
     assert "not run: BF16, AMXINT8, AMXINT4: no" in lines
 
 
+@pytest.mark.slow
 def test_figures_come_as_json(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = run_demo(checkpoint=small, layer=0, names=["BF16"], as_json=True)
     document = json.loads(capsys.readouterr().out)
@@ -88,6 +90,7 @@ def test_figures_come_as_json(small: Path, capsys: pytest.CaptureFixture[str]) -
     assert all(one["reason"].startswith("this CPU lacks ") for one in document["not_run"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [40, 80])
 def test_nothing_is_cut_off(
     small: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
@@ -103,6 +106,7 @@ def test_nothing_is_cut_off(
         assert words in table
 
 
+@pytest.mark.slow
 def test_what_a_cache_gave_has_no_fraction(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [row, *_] = run_demo(checkpoint=small, layer=0, names=["BF16"])
     slow = Limits(threads=1, read_bytes_per_s=1.0, peak_ops_per_s={})
@@ -115,6 +119,7 @@ def test_what_a_cache_gave_has_no_fraction(small: Path, capsys: pytest.CaptureFi
     )
 
 
+@pytest.mark.slow
 def test_every_variant_that_can_run_is_shown(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +144,7 @@ def test_every_variant_that_can_run_is_shown(
     assert f'ktk.MoE.from_checkpoint("{small}", 0,' in text
 
 
+@pytest.mark.slow
 def test_steps_are_lines_where_nobody_watches(
     small: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

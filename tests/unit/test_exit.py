@@ -53,8 +53,13 @@ time.sleep(0.3)
 print("the end", flush=True)
 """
 
+OTHERS = ("submit", "drop", "load", "unpack", "stream")
 
-@pytest.mark.parametrize("action", ["call", "submit", "drop", "load", "unpack", "stream"])
+
+@pytest.mark.parametrize(
+    "action",
+    ["call", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)],
+)
 def test_a_process_ends(action: str) -> None:
     code = CODE.replace("{action}", action)
     done = subprocess.run(

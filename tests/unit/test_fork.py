@@ -118,6 +118,8 @@ def loading(parent: Parent) -> None:
 
 
 STATES = [idle, queued, waited_for, computing, loading]
+#: States of which the fast set has the first.
+BUSY = [idle, *(pytest.param(state, marks=pytest.mark.slow) for state in STATES[1:])]
 
 
 def drop(parent: Parent) -> None:
@@ -161,6 +163,13 @@ ACTIONS: dict[str, tuple[Callable[[Parent], Any], bool]] = {
 }
 
 
+#: Of which the fast set has a call that is refused and a drop that is not.
+ONE_OF_EACH = [
+    name if name in ("call", "drop") else pytest.param(name, marks=pytest.mark.slow)
+    for name in ACTIONS
+]
+
+
 def in_child(body: Callable[[], Any]) -> str:
     """Fork, run `body` in the child, and return what became of it."""
     reader, writer = os.pipe()
@@ -197,8 +206,8 @@ def parent() -> Iterator[Parent]:
         made.thread.join()
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize("action", ONE_OF_EACH)
+@pytest.mark.parametrize("state", BUSY, ids=lambda state: state.__name__)
 def test_a_child_gets_an_answer(
     parent: Parent, state: Callable[[Parent], None], action: str
 ) -> None:
@@ -212,7 +221,7 @@ def test_a_child_gets_an_answer(
         assert result == "fine"
 
 
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize("state", BUSY, ids=lambda state: state.__name__)
 def test_what_a_child_reads_is_there_or_refused(
     parent: Parent, state: Callable[[Parent], None]
 ) -> None:
@@ -249,7 +258,7 @@ print(os.waitstatus_to_exitcode(status))
 """
 
 
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize("state", BUSY, ids=lambda state: state.__name__)
 def test_a_child_exits_normally(state: Callable[[Parent], None]) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", EXIT.format(state=state.__name__)],

@@ -133,10 +133,12 @@ def test_import_takes_little_memory() -> None:
     assert int(line.split()[0]) < 50_000  # KiB
 
 
+@pytest.mark.slow
 def test_import_takes_a_tenth_of_a_second() -> None:
     assert cpu_seconds("import ktk") - cpu_seconds("import subprocess") < allowed(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", ["", ", '--help'"])
 def test_help_takes_a_quarter_of_a_second(arguments: str) -> None:
     body = f"sys.argv = ['ktk'{arguments}]; from ktk.__main__ import main; main()"
@@ -152,12 +154,14 @@ def test_import_loads_no_backend_and_no_optional_package() -> None:
     assert not loaded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", _WITHOUT_TORCH.values(), ids=_WITHOUT_TORCH)
 def test_torch_is_not_needed(program: str) -> None:
     run(f"{program}\nimport sys\nassert 'torch' not in sys.modules")
     run(_BLOCK_TORCH + program)
 
 
+@pytest.mark.slow
 def test_what_needs_torch_is_there_when_it_is_asked_for() -> None:
     names = "KTMoEWrapper", "generate_gpu_experts_masks"
     run(f"import ktk; assert {{*{names}}} <= {{*dir(ktk)}}; assert callable(ktk.KTMoEWrapper)")
@@ -165,6 +169,7 @@ def test_what_needs_torch_is_there_when_it_is_asked_for() -> None:
     run("import ktk\ntry: ktk.nothing\nexcept AttributeError as e: assert 'nothing' in str(e)")
 
 
+@pytest.mark.slow
 def test_type_checkers_know_the_names_and_no_others(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     names = "ktk.KTMoEWrapper, ktk.generate_gpu_experts_masks, ktk.MoE"

@@ -33,6 +33,7 @@ def test_the_extra_has_what_the_kit_imports() -> None:
     assert {part.split()[0] for part in ast.literal_eval(extra)} == {"hypothesis", "pytest"}
 
 
+@pytest.mark.slow
 def test_the_kit_knows_nothing_of_checkpoints() -> None:
     """Backends are tested where only arrays are: emulated machines, say."""
     code = "import sys, ktk.testing.plugin; assert 'ktk.checkpoint' not in sys.modules"

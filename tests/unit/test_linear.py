@@ -358,6 +358,7 @@ def test_a_child_of_fork_gets_a_sentence() -> None:
         os.close(reader)
 
 
+@pytest.mark.slow
 def test_compiled_models_call_it(linear: ktk.Linear) -> None:
     model = torch.compile(lambda x: linear(x * 2) + 1, backend="eager")
     with torch.no_grad():

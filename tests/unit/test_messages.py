@@ -325,6 +325,7 @@ def test_matrices_of_the_tools() -> None:
         matrix.run_raw(matrix.pack_act(np.ones((4, H), np.float32)), 4, 0, I, read_only())
 
 
+@pytest.mark.slow
 def test_torch_compile_computes_the_same(moe: ktk.MoE) -> None:
     given = call()
     x, rest = given["hidden"], {name: given[name] for name in ("topk_ids", "topk_weights")}

@@ -260,6 +260,7 @@ print(json.dumps({"peak": status("VmHWM") - before, "after": status("VmRSS") - b
 """
 
 
+@pytest.mark.slow
 def test_memory_stays_at_what_is_packed_and_a_few_experts(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _MEASURED, str(tmp_path)],

@@ -36,6 +36,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_new_backend_builds_and_passes_the_kit(tree: Path) -> None:
     script = tree / "tools" / "new_backend.py"
     run(sys.executable, script, "Scaffold", "--dir", tree)
@@ -64,6 +65,7 @@ def test_a_new_backend_builds_and_passes_the_kit(tree: Path) -> None:
     assert " failed" not in output
 
 
+@pytest.mark.slow
 def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
     folder, target = tmp_path / "package", tmp_path / "site"
     new = [sys.executable, "-m", "ktk.testing.new_backend", "Scaffold", "--package", folder]

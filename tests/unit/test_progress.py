@@ -76,6 +76,7 @@ def convert(source: Path, output: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "ktk", *command]
 
 
+@pytest.mark.slow
 def test_convert_in_a_pipe_prints_a_line_for_each_layer(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", layers=(0, 1, 2))
     done = subprocess.run(
@@ -91,6 +92,7 @@ def test_convert_in_a_pipe_prints_a_line_for_each_layer(tmp_path: Path) -> None:
         assert not layer["kept"]
 
 
+@pytest.mark.slow
 def test_convert_on_a_terminal_shows_a_bar(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source")
     ours, theirs = pty.openpty()
@@ -111,6 +113,7 @@ def test_convert_on_a_terminal_shows_a_bar(tmp_path: Path) -> None:
     assert b" left" not in said
 
 
+@pytest.mark.slow
 def test_an_interrupted_conversion_ends_with_130(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", layers=tuple(range(12)))
     output = tmp_path / "packed"

@@ -257,6 +257,7 @@ COMPRESSED: dict[str, tuple[Callable[[], dict[str, Any]], str, tuple[str, ...]]]
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_checkpoints_of_compressed_tensors(
     name: str, size: tuple[int, int], tmp_path: Path
@@ -367,6 +368,7 @@ def awq_words(codes: torch.Tensor) -> torch.Tensor:
     return words.to(torch.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gptq", "gptq_v2", "gptq symmetric", "awq"])
 def test_gptq_and_awq(method: str, size: tuple[int, int], tmp_path: Path) -> None:
     made = block(qwen3, size)

@@ -129,6 +129,7 @@ def test_the_wrapper_refuses_as_well(folder: Path, available: Any) -> None:
     assert wrapper.moe is not None
 
 
+@pytest.mark.slow
 def test_the_demo_says_so_in_one_sentence(folder: Path, available: Any) -> None:
     available(MIB)
     done = CliRunner().invoke(app, ["demo", "--checkpoint", str(folder), "--backend", "BF16"])
@@ -167,6 +168,7 @@ except ktk.CheckpointTooLarge as error:
 """
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_real_cgroup_is_seen(folder: Path) -> None:
     """Without the check the kernel would end the process, or reclaim for ever."""
     v2 = Path("/sys/fs/cgroup/cgroup.controllers").exists()

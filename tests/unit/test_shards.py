@@ -18,6 +18,8 @@ from ktk.testing import bounds, formats, strategies
 from ktk.testing.subject import Subject
 
 INTERMEDIATE = (32, 64, 96, 256, 512, 768, 1408, 1536, 2048)
+#: One with a remainder, and one for large blocks.
+FEW = (96, 256)
 SHARDS = (1, 2, 3, 4, 8)
 TOKENS = 2
 
@@ -83,15 +85,18 @@ def check_widths(widths: tuple[int, ...], extent: int, unit: int) -> None:
     assert max(widths) - min(widths) <= max(unit, 64)
 
 
+@pytest.mark.parametrize(
+    "sizes", [FEW, pytest.param(INTERMEDIATE, marks=pytest.mark.slow)], ids=["few", "all"]
+)
 @pytest.mark.parametrize(("subject", "pair"), conversions())
 def test_any_size_is_cut_into_any_number_of_shards(
-    subject: Subject, pair: strategies.Conversion
+    subject: Subject, pair: strategies.Conversion, sizes: tuple[int, ...]
 ) -> None:
     block = pair.fill_bytes(1)
     unit = math.lcm(32, block)
     hidden = math.lcm(64, block)
     known = formats.has_resolution(subject.act_of(pair.stored))
-    for intermediate in INTERMEDIATE:
+    for intermediate in sizes:
         if intermediate % block or (block > 64 and intermediate not in (256, 768, 2048)):
             continue  # decoding large blocks takes long
         layer = make_layer(pair, hidden, intermediate)

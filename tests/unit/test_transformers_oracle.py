@@ -286,6 +286,7 @@ def test_the_checkpoint_is_read_as_transformers_wrote_it(saved: Saved) -> None:
     check_reading(saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_computes_the_block_of_its_model(name: str, tmp_path: Path) -> None:
     saved = save(FAMILIES[name], 72, 40, tmp_path)

@@ -168,6 +168,7 @@ assert os.sched_getaffinity(0) == {cpus[0]}
 """
 
 
+@pytest.mark.slow
 def test_a_bound_thread_does_not_bind_the_workers() -> None:
     subprocess.run([sys.executable, "-c", _POOL], check=True)
 
