@@ -127,7 +127,7 @@ def formats_of(scheme: Scheme) -> list[Format]:
             with suppress(StorageError):
                 fmt = scheme.decode(tensors, layout).format
                 # f32 are codes of no format, which the page has words for.
-                if scheme is PLAIN or fmt != FLOAT:
+                if fmt is not None and (scheme is PLAIN or fmt != FLOAT):
                     found[label(fmt)] = fmt
     return list(found.values())
 
@@ -155,7 +155,7 @@ def stored(scheme: Scheme, layout: Layout) -> Iterator[dict[str, torch.Tensor]]:
         for role, part in scheme.tensors.items()
         if not part.optional or (role == "zero" and not layout.quantization.symmetric)
     }
-    varied = [role for role in ("data", "scale") if role in parts]
+    varied: list[str] = [role for role in ("data", "scale") if role in parts]
     for dtypes in product(*(parts[role].dtypes for role in varied)):
         chosen = dict(zip(varied, dtypes, strict=True))
         yield {

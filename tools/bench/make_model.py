@@ -136,7 +136,8 @@ def rest() -> Iterator[tuple[str, torch.Tensor]]:
 def random(shape: tuple[int, int], seed: int) -> torch.Tensor:
     """Return weights that keep the variance of what they multiply."""
     generator = torch.Generator().manual_seed(seed + 2)
-    return (torch.randn(shape, generator=generator) / shape[1] ** 0.5).bfloat16()
+    made: torch.Tensor = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+    return made.bfloat16()
 
 
 def words() -> tuple[list[str], list[str]]:
@@ -155,7 +156,7 @@ def write_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     tokens, merges = words()
-    pairs = [tuple(merge.split()) for merge in merges]
+    pairs = [(first, second) for first, second in map(str.split, merges)]
     model = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 # Environment below KTK_PEERS_DIR that has ktk installed.
 ENVIRONMENT = "ktk"
@@ -60,13 +61,14 @@ def discover() -> dict[str, list[str]]:
     """Return the variants of each backend that can run here; without ktk, the known names."""
     handed_down = os.environ.get(HANDED_DOWN)
     if handed_down:
-        return json.loads(handed_down)
+        known: dict[str, list[str]] = json.loads(handed_down)
+        return known
     python = os.path.join(os.environ.get("KTK_PEERS_DIR", ""), ENVIRONMENT, "bin", "python")
     try:
         out = subprocess.run(
             [python, "-c", DISCOVER], capture_output=True, text=True, check=True, timeout=120
         ).stdout
-        found = json.loads(out.splitlines()[-1])
+        found: dict[str, list[str]] = json.loads(out.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
         print(f"ktk's variants are not listed, {python} has no ktk: {detail}", file=sys.stderr)
@@ -75,7 +77,7 @@ def discover() -> dict[str, list[str]]:
     return found
 
 
-def tensors(impls, kind, stored, weight):
+def tensors(impls: Any, kind: str, stored: Any, weight: Any) -> tuple[Any, Any, Any]:
     """Make the arguments of one matrix: data, scale, zero."""
     if kind == "floats":
         return weight, None, None
@@ -94,16 +96,16 @@ def tensors(impls, kind, stored, weight):
     return codes, scale, None
 
 
-def make_peer(impls):
+def make_peer(impls: Any) -> Any:
     """Return the class the runner drives, made from its own base class."""
 
-    class Ktk(impls.Peer):
+    class Ktk(impls.Peer):  # type: ignore[misc]
         backend = ""
         kind = "floats"
-        stored = None
-        asked_variant = None
+        stored: str | None = None
+        asked_variant: str | None = None
 
-        def load(self, src):
+        def load(self, src: Any) -> None:
             import ktk
 
             self.source = src
@@ -130,7 +132,7 @@ def make_peer(impls):
                 self.layers.append(moe)
             self.variant = self.layers[0].variant
 
-        def _arguments(self, expert, stored):
+        def _arguments(self, expert: Any, stored: Any) -> dict[str, Any]:
             """Return what load_expert takes; floats say themselves what they are."""
             found = {"given": None if self.kind == "floats" else stored}
             for name, arrays in zip(("gate", "up", "down"), expert, strict=True):
@@ -139,18 +141,19 @@ def make_peer(impls):
                         found[name + suffix] = array
             return found
 
-        def _load(self, moe, arguments):
+        def _load(self, moe: Any, arguments: list[dict[str, Any]]) -> None:
             # Experts repeat the few unique ones of the source and get memory of their own.
             for e in range(self.source.E):
                 moe.load_expert(e, **arguments[e % len(arguments)])
 
-        def run(self, layer, c):
+        def run(self, layer: int, c: Any) -> Any:
             return self.layers[layer](c.x, c.ids, c.w)
 
-        def expert_bytes(self):
-            return self.layers[0].nbytes / self.source.E
+        def expert_bytes(self) -> float:
+            size: float = self.layers[0].nbytes / self.source.E
+            return size
 
-        def dequant(self, e):
+        def dequant(self, e: int) -> list[Any]:
             import torch
 
             return [torch.from_numpy(matrix) for matrix in self.layers[0].unpack_expert(e)]
@@ -158,7 +161,7 @@ def make_peer(impls):
     return Ktk
 
 
-def register(add, impls):
+def register(add: Any, impls: Any) -> None:
     """Add ktk/<name>, with the variant ktk chooses, and ktk/<name>-<variant> for each.
 
     Names are those of PEERS, and the backend's own for one that is not there.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 2048,
     "moe_intermediate_size": 768,
@@ -94,7 +94,8 @@ def torch_model(options: argparse.Namespace, seed: int) -> tuple[Any, list[Any],
     model = load(options.folder, "eager")
     state = load_file(options.folder / "adapter" / FACTORS)
     generator = torch.Generator().manual_seed(seed)
-    factors, held = [], 0
+    factors: list[torch.nn.Parameter] = []
+    held = 0
     for index, layer in enumerate(model.model.layers):
         experts = layer.mlp.experts
         gate, up = experts.gate_up_proj.data.chunk(2, dim=1)
@@ -132,7 +133,8 @@ class Adapted:
     def linear(self, weight: torch.Tensor, a: Any, b: Any, x: torch.Tensor) -> torch.Tensor:
         """Compute W x, and B A x in f32, as PEFT does."""
         low = x.float() @ a.T @ b.T
-        return torch.nn.functional.linear(x, weight) + (self.scale * low).to(x.dtype)
+        whole: torch.Tensor = torch.nn.functional.linear(x, weight) + (self.scale * low).to(x.dtype)
+        return whole
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         e, out = self.experts, []
@@ -206,8 +208,8 @@ def report(found: list[dict[str, Any]]) -> None:
     """Print how far the curves are apart, and what memory was taken."""
     losses = {one["run"]: torch.tensor(one["losses"]) for one in found}
     stock = losses.pop("torch")
-    for name, one in losses.items():
-        off = (one - stock).abs()
+    for name, curve in losses.items():
+        off = (curve - stock).abs()
         print(f"{name} to torch: {off.mean():.4f} on average, {off.max():.4f} at most")
     for one in found:
         over = (one["peak"] - one["experts"]) / 1e9

@@ -53,7 +53,7 @@ class Policy:
         entries = dict(part.split("=") for part in text.split(","))
         fetches = {name: Fetch.parse(entries[name]) for name in CLASSES}
         numbers = {name: int(entries[name]) for name in NUMBERS}
-        return Policy(**fetches, **numbers)
+        return Policy(**fetches, **numbers)  # type: ignore[arg-type]
 
     def with_entry(self, name: str, fetch: Fetch) -> Policy:
         """Return the same policy with another entry for one class."""
