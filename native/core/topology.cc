@@ -4,7 +4,6 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
-#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <optional>
@@ -109,14 +108,23 @@ std::optional<double> quota_v1(const std::string& dir) {
 // container may see its own group mounted as the root, under the name it has on the host.
 template <typename Read>
 double smallest_quota(const std::string& mount, const std::string& group, Read read) {
-  double smallest = 0;
-  std::filesystem::path path = std::filesystem::path("/" + group).lexically_normal();
-  while (true) {
-    const auto quota = read(mount + (path == "/" ? std::string() : path.string()));
-    if (quota && (smallest == 0 || *quota < smallest)) smallest = *quota;
-    if (!path.has_relative_path()) return smallest;
-    path = path.parent_path();
+  // Directories from the mount down to the group. "..": it is outside of what can be seen.
+  std::vector<std::string> directories{mount};
+  std::istringstream names(group);
+  for (std::string name; std::getline(names, name, '/');) {
+    if (name.empty() || name == ".") continue;
+    if (name != "..") {
+      directories.push_back(directories.back() + "/" + name);
+    } else if (directories.size() > 1) {
+      directories.pop_back();
+    }
   }
+  double smallest = 0;
+  for (const std::string& directory : directories) {
+    const auto quota = read(directory);
+    if (quota && (smallest == 0 || *quota < smallest)) smallest = *quota;
+  }
+  return smallest;
 }
 
 int read_quota(const std::string& root) {
