@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import MoEConfig
+from ktk.cost.layer import PredictedLayer
 from ktk.errors import BackendUnsupported
 from ktk.expert import Expert
 from ktk.formats import formats_of_parts
@@ -31,7 +32,7 @@ Formats = _core.Format | str | tuple[_Named, _Named, _Named]
 Stack = Array | Sequence[Array | None]
 
 
-class MoE(TrainableLayer):
+class MoE(TrainableLayer, PredictedLayer):
     """The experts of one layer, packed for one variant of a backend.
 
     Parameters

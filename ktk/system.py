@@ -1,9 +1,10 @@
-"""What Linux says about this machine: CPUs and their time, memory, cgroups' limits, huge pages."""
+"""What Linux says about this machine: CPUs, their time and caches, memory, cgroups' limits."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 ROOT = Path("/")
 #: Of CPU time in /proc, per second.
 TICKS = os.sysconf("SC_CLK_TCK")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def let_openmp_sleep() -> None:
@@ -63,6 +65,23 @@ def huge_pages(root: Path = ROOT) -> str:
     """Return the mode of transparent huge pages: always, madvise or never; empty without them."""
     text = read(root / "sys/kernel/mm/transparent_hugepage/enabled")
     return text.partition("[")[2].partition("]")[0]
+
+
+def last_level_cache_bytes(root: Path = ROOT) -> int:
+    """Bytes of last-level cache that this process can use, all its instances together."""
+    instances: dict[tuple[int, str], int] = {}
+    for cpu in os.sched_getaffinity(0):
+        for cache in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
+            try:
+                level = int((cache / "level").read_text())
+                size = re.fullmatch(r"(\d+)([KMG]?)", (cache / "size").read_text().strip())
+                shared = (cache / "shared_cpu_list").read_text().strip()
+            except (OSError, ValueError):
+                continue
+            if size:
+                instances[level, shared] = int(size[1]) * _UNITS[size[2]]
+    last = max((level for level, _ in instances), default=0)
+    return sum(size for (level, _), size in instances.items() if level == last)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from functools import partial
 from typing import Protocol
 
 from ktk import _core, _probe
-from ktk.bench.machine import last_level_cache_bytes, undisturbed
-from ktk.system import available_memory
+from ktk.bench.machine import undisturbed
+from ktk.system import available_memory, last_level_cache_bytes
 
 
 class _Element(Protocol):

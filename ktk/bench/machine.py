@@ -1,38 +1,17 @@
-"""What Linux says about this machine: cache sizes, and who uses the CPUs."""
+"""What Linux says about this machine: how many CPUs there are, and who uses them."""
 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Generic, TypeVar
 
 from ktk import _core
 from ktk.system import TICKS, cpu_ticks
 
 T = TypeVar("T")
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def last_level_cache_bytes(root: Path = Path("/")) -> int:
-    """Bytes of last-level cache that this process can use, all its instances together."""
-    instances: dict[tuple[int, str], int] = {}
-    for cpu in os.sched_getaffinity(0):
-        for cache in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index*"):
-            try:
-                level = int((cache / "level").read_text())
-                size = re.fullmatch(r"(\d+)([KMG]?)", (cache / "size").read_text().strip())
-                shared = (cache / "shared_cpu_list").read_text().strip()
-            except (OSError, ValueError):
-                continue
-            if size:
-                instances[level, shared] = int(size[1]) * _UNITS[size[2]]
-    last = max((level for level, _ in instances), default=0)
-    return sum(size for (level, _), size in instances.items() if level == last)
 
 
 def check_threads(threads: int) -> None:

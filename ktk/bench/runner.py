@@ -13,14 +13,14 @@ import ktk
 from ktk import _probe
 from ktk.bench.inputs import Call, random_experts, routed_calls
 from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
-from ktk.bench.machine import check_threads, last_level_cache_bytes, undisturbed
+from ktk.bench.machine import check_threads, undisturbed
 from ktk.bench.records import Result, Settings, Subject
 from ktk.bench.shapes import Shape
 from ktk.bench.verdict import doubt
 from ktk.bench.weights import Recipe, choose_format, prepare, recipe
 from ktk.expert import Expert
 from ktk.formats import label
-from ktk.system import available_memory
+from ktk.system import available_memory, last_level_cache_bytes
 
 if TYPE_CHECKING:
     from ktk.bench.model import ModelLayers

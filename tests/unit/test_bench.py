@@ -30,6 +30,7 @@ from ktk.bench.weights import choose_format, recipe
 from ktk.cli import app
 from ktk.errors import BackendUnsupported
 from ktk.formats import label
+from ktk.system import last_level_cache_bytes
 
 X86 = platform.machine() in ("x86_64", "AMD64")
 KEYS = {
@@ -96,7 +97,7 @@ def test_caches_are_read_from_the_system_files(tmp_path: Path) -> None:
             (cache / "level").write_text(f"{level}\n")
             (cache / "size").write_text(f"{size}\n")
             (cache / "shared_cpu_list").write_text(f"{shared}\n")
-    assert machine.last_level_cache_bytes(tmp_path) == 32 << 20
+    assert last_level_cache_bytes(tmp_path) == 32 << 20
 
 
 def test_disturbed_measurements_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

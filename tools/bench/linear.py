@@ -18,10 +18,11 @@ import torch
 
 import ktk
 from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
-from ktk.bench.machine import last_level_cache_bytes, undisturbed
+from ktk.bench.machine import undisturbed
 from ktk.bench.verdict import doubt
 from ktk.bench.weights import choose_format, recipe
 from ktk.formats import label
+from ktk.system import last_level_cache_bytes
 
 DEFAULT = ["BF16", "AMXINT8", "AMXINT4", "LLAMAFILE:q8_0", "LLAMAFILE:q6_k", "LLAMAFILE:q4_k"]
 

@@ -13,12 +13,12 @@ import torch
 import ktk
 from ktk import _core
 from ktk.bench.inputs import random_experts
-from ktk.bench.machine import last_level_cache_bytes, undisturbed
+from ktk.bench.machine import undisturbed
 from ktk.bench.records import Subject
 from ktk.bench.runner import load_subject, make_layer
 from ktk.bench.shapes import find_shape
 from ktk.bench.weights import prepare
-from ktk.system import available_memory
+from ktk.system import available_memory, last_level_cache_bytes
 from prefetch.policy import Fetch
 
 SHAPE = find_shape("qwen3-30b-a3b")

@@ -1,0 +1,174 @@
+"""Compare what MoE.cost predicts with what calls take: random cells, prediction before truth.
+
+python tools/bench/cost.py                                # 200 cells, two minutes; an idle machine
+python tools/bench/cost.py -b BF16 --threads 1 --cells 50
+
+A cell is a call with 1 to 512 tokens, logarithmically spread, that choose experts by a skewed
+popularity (none to strong), and of which a part of the experts (none to 90 %) is masked, as if a
+GPU had them. Each is predicted twice: from the table alone, and with the slowdown of memory that
+the call before shows: one token of a layer, as hosts compute all the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+import ktk
+from ktk import _core
+from ktk.bench.inputs import random_experts
+from ktk.bench.machine import check_threads
+from ktk.bench.records import Subject
+from ktk.bench.runner import load_subject, make_layer
+from ktk.bench.shapes import Shape, find_shape
+from ktk.bench.weights import prepare
+
+DEFAULT = ["BF16", "AMXINT8", "AMXINT4", "FP8"]
+REPEATS = 3  # of the truth, with other experts each time; the median counts
+CLOSE = 0.15
+
+
+class Cells:
+    """Random calls of a layer, each with the experts first that were not used for longest."""
+
+    def __init__(self, moe: ktk.MoE, shape: Shape, seed: int) -> None:
+        self.moe, self.shape = moe, shape
+        self._chance = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._by_age = torch.arange(shape.num_experts)
+
+    def routing(self, tokens: int, skew: float, masked: float) -> torch.Tensor:
+        """Return ids [tokens, k] of experts in the order of their numbers; -1 where masked."""
+        experts, top_k = self.shape.num_experts, self.shape.num_experts_per_tok
+        popularity = torch.randn(experts, generator=self._generator) * skew
+        uniform = torch.rand(tokens, experts, generator=self._generator)
+        # The largest of Gumbel's variates draw without replacement.
+        ids = (popularity - (-uniform.log()).log()).topk(top_k, dim=1).indices
+        away = torch.rand(experts, generator=self._generator) < masked
+        return torch.where(away[ids], -1, ids)
+
+    def cell(self) -> torch.Tensor:
+        """Draw a cell that has something to compute."""
+        while True:
+            tokens = round(math.exp(self._chance.uniform(0, math.log(512))))
+            masked = self._chance.choice([0.0, self._chance.uniform(0, 0.9)])
+            ids = self.routing(tokens, self._chance.uniform(0, 1.5), masked)
+            if (ids >= 0).any():
+                return ids
+
+    def rows(self, ids: torch.Tensor) -> list[int]:
+        """Return the rows of each expert."""
+        return torch.bincount(ids[ids >= 0], minlength=self.shape.num_experts).tolist()
+
+    def call(self, ids: torch.Tensor) -> float:
+        """Return the seconds of a call with the same numbers of rows, for other experts."""
+        used = torch.unique(ids[ids >= 0])
+        count = len(used)
+        name = torch.full((self.shape.num_experts + 1,), -1)
+        name[used] = self._by_age[:count]
+        self._by_age = torch.cat([self._by_age[count:], self._by_age[:count]])
+        hidden = torch.randn(len(ids), self.shape.hidden_size, generator=self._generator).bfloat16()
+        weights = torch.rand(ids.shape, generator=self._generator)
+        renamed = name[ids].contiguous()
+        begin = time.perf_counter()
+        self.moe(hidden, renamed, weights)
+        return time.perf_counter() - begin
+
+
+def compare(
+    name: str, threads: int, cells: int, shape: Shape, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Yield what was predicted and what is true for each of so many cells."""
+    subject, pool = Subject(name), ktk.WorkerPool(threads)
+    moe = make_layer(
+        subject, shape, prepare(load_subject(subject)[1], random_experts(shape, 2)), pool
+    )
+    begin = time.perf_counter()
+    table = moe.measure_cost()
+    say(f"{name}, {threads} threads: measured in {time.perf_counter() - begin:.1f} s")
+    drawn = Cells(moe, shape, seed)
+    slowdown = 1.0
+    for _ in range(cells):
+        decode, ids = drawn.routing(1, 0.0, 0.0), drawn.cell()
+        took = statistics.median(drawn.call(decode) for _ in range(REPEATS))
+        slowdown = table.memory_slowdown(drawn.rows(decode), took, 1) or slowdown
+        rows, tokens = drawn.rows(ids), len(ids)
+        alone = moe.cost(rows, tokens=tokens)
+        predicted = moe.cost(rows, tokens=tokens, memory_slowdown=slowdown)
+        truth = statistics.median(drawn.call(ids) for _ in range(REPEATS))
+        yield {
+            "backend": name,
+            "threads": threads,
+            "tokens": tokens,
+            "experts": sum(map(bool, rows)),
+            "most_rows": max(rows),
+            "rows": sum(rows),
+            "slowdown": slowdown,
+            "table_alone": alone,
+            "predicted": predicted,
+            "truth": truth,
+        }
+
+
+def report(found: Sequence[dict[str, Any]], key: str) -> str:
+    """Return the share of close predictions, the median error and the worst one."""
+    errors = [one[key] / one["truth"] - 1 for one in found]
+    size = sorted(map(abs, errors))
+    close = sum(error <= CLOSE for error in size)
+    return (
+        f"{close} of {len(size)} within {CLOSE:.0%}, median {statistics.median(size):.1%}, "
+        f"bias {statistics.median(errors):+.1%}, worst {max(errors, key=abs):+.1%}"
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Print how far predictions are off."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-b", "--backend", action="append", metavar="NAME")
+    parser.add_argument("--threads", action="append", type=int, metavar="N", help="default: 2, 1")
+    parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--experts", type=int, default=0, help="fewer, to fit memory")
+    parser.add_argument("--cells", type=int, default=200, help="in all; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="print each cell as a line")
+    options = parser.parse_args(arguments)
+    shape = find_shape(options.shape)
+    shape = shape.with_experts(options.experts or shape.num_experts)
+    torch.set_num_threads(1)  # threads of OpenMP keep the workers' CPUs busy between calls
+    kinds = [
+        (name, threads)
+        for threads in options.threads or [2, 1]
+        for name in options.backend or DEFAULT
+    ]
+    found: list[dict[str, Any]] = []
+    for number, (name, threads) in enumerate(kinds):
+        check_threads(threads)
+        count = options.cells * (number + 1) // len(kinds) - options.cells * number // len(kinds)
+        part = list(compare(name, threads, count, shape, options.seed + number))
+        found += part
+        for one in part if options.json else ():
+            print(json.dumps(one), flush=True)
+        say(f"  table alone: {report(part, 'table_alone')}")
+        say(f"  with slowdown: {report(part, 'predicted')}")
+    say(f"{_core.cpu_model()}, {shape.name}, {len(found)} cells")
+    say(f"  table alone: {report(found, 'table_alone')}")
+    say(f"  with slowdown: {report(found, 'predicted')}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
