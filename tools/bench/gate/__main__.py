@@ -1,0 +1,113 @@
+"""Compare the speed of two builds of ktk, and fail where the new one loses more than 5 %.
+
+python tools/bench/gate OLD NEW      # Pythons of two environments, each with its own ktk
+
+Both stay loaded and take turns, old new and new old, in each cell: a backend and a number of
+tokens. Exit status 0: nothing is lost; 1: a cell has lost more; 3: a cell is undecided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gate.decide import LOOKS, Verdict, decide
+
+Sample = Callable[[], "float | None"]
+
+
+class Build:
+    """A process with one of the builds."""
+
+    def __init__(self, python: str, arguments: Sequence[str]) -> None:
+        command = [python, str(Path(__file__).with_name("worker.py")), *arguments]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._python = python
+
+    def sample(self, backend: str, tokens: int, seconds: float) -> float | None:
+        """Return the seconds of a call; None where the backend cannot run."""
+        assert self._process.stdin
+        assert self._process.stdout
+        try:
+            print(json.dumps([backend, tokens, seconds]), file=self._process.stdin, flush=True)
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RuntimeError(f"{self._python} ended with status {self._process.wait()}")
+        found: float | None = json.loads(line)
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def compare(old: Sample, new: Sample, loss: float) -> Verdict | None:
+    """Sample a cell by turns until it is decided; None where a build cannot compute it."""
+    if old() is None or new() is None:  # also loads weights
+        return None
+    ratios: list[float] = []
+    for look in LOOKS:
+        while len(ratios) < look:
+            if len(ratios) % 2:
+                after, before = new(), old()
+            else:
+                before, after = old(), new()
+            assert before
+            assert after
+            ratios.append(after / before)
+        verdict = decide(ratios, loss=loss)
+        if verdict.state != "undecided":
+            break
+    return verdict
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print a line for each cell."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("old", help="Python with the ktk that was there before")
+    parser.add_argument("new", help="Python with the ktk that is to be judged")
+    parser.add_argument("-b", "--backend", action="append", metavar="NAME")
+    parser.add_argument("--tokens", default="1,8,128")
+    parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--experts", default="0", help="fewer, to fit memory twice")
+    parser.add_argument("--threads", default="0", help="workers; 0: all physical cores")
+    parser.add_argument("--seconds", type=float, default=0.03, help="length of a sample")
+    parser.add_argument("--loss", type=float, default=0.05, help="default: %(default)s")
+    options = parser.parse_args(arguments)
+    backends = options.backend or ["BF16", "AMXINT8", "AMXINT4", "FP8", "MXFP4", "RAWINT4"]
+    states = set()
+    for backend in backends:
+        common = [options.shape, options.experts, options.threads]
+        builds = [Build(python, common) for python in (options.old, options.new)]
+        try:
+            for tokens in map(int, options.tokens.split(",")):
+                old, new = (partial(b.sample, backend, tokens, options.seconds) for b in builds)
+                verdict = compare(old, new, options.loss)
+                print(f"{backend}, {tokens} tokens: {verdict or 'cannot run here'}", flush=True)
+                states.add(verdict.state if verdict else "passes")
+        finally:
+            for build in builds:
+                build.close()
+    return 1 if "fails" in states else 3 if "undecided" in states else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except RuntimeError as error:
+        sys.exit(f"gate: {error}")
