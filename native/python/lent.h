@@ -60,8 +60,10 @@ class Lender {
     guarded_ = static_cast<Operand>(found - std::begin(kOperands));
   }
 
+  bool guards(Operand operand) const { return guarded_ == operand; }
+
   Lent lend(Operand operand, const void* from, size_t bytes, size_t align) const {
-    return Lent(from, bytes, align, guarded_ == operand);
+    return Lent(from, bytes, align, guards(operand));
   }
 
   // The `bytes` at `data`, which a function only reads: they stay where they are unless guarded.

@@ -235,11 +235,14 @@ class PackedMatrix {
     return lender_.lend(Operand::kAct, from, product(padded(m), act_size()), KTK_ALIGNMENT);
   }
   // From the first column of the first row to the last column of the last row, whole steps. The
-  // first column may be any that is cut at: no more than a float's alignment is promised.
+  // first column may be any that is cut at: no more than a float's alignment is promised. Between
+  // guards it has more, so that a column too many is written to bytes that are looked at
+  // afterwards, and does not end the process.
   Lent dst(const void* from, size_t m, size_t columns, size_t stride) const {
     const size_t width = round_up(columns, variant_.tile.n_step);
     const size_t floats = m == 0 ? 0 : product(padded(m) - 1, stride) + width;
-    return lender_.lend(Operand::kDst, from, product(floats, sizeof(float)), sizeof(float));
+    const size_t align = lender_.guards(Operand::kDst) ? KTK_ALIGNMENT : sizeof(float);
+    return lender_.lend(Operand::kDst, from, product(floats, sizeof(float)), align);
   }
   static float* floats(const Lent& memory) { return reinterpret_cast<float*>(memory.data()); }
 
