@@ -337,7 +337,11 @@ class MoE:
 
     def __init__(self, backend: object, pool: WorkerPool, config: object, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
 
-    def load_expert(self, expert: int, gate: object | None, up: object | None, down: object | None, gate_scale: object | None = None, up_scale: object | None = None, down_scale: object | None = None, gate_zero: object | None = None, up_zero: object | None = None, down_zero: object | None = None, gate_bias: object | None = None, up_bias: object | None = None, down_bias: object | None = None, gate_factor: object | None = None, up_factor: object | None = None, down_factor: object | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None: ...
+    def load_expert(self, expert: int, gate: object | None, up: object | None, down: object | None, gate_scale: object | None = None, up_scale: object | None = None, down_scale: object | None = None, gate_zero: object | None = None, up_zero: object | None = None, down_zero: object | None = None, gate_bias: object | None = None, up_bias: object | None = None, down_bias: object | None = None, gate_factor: object | None = None, up_factor: object | None = None, down_factor: object | None = None, gate_order: object | None = None, up_order: object | None = None, down_order: object | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None) -> None:
+        """
+        An order is int32 [columns]: column i of what is given is column order[i] of the
+        matrix. Rows of gate and up, and their biases, are given in the order of down.
+        """
 
     def leave_out(self, expert: int) -> None: ...
 
@@ -390,7 +394,7 @@ class Linear:
 
     def __init__(self, backend: object, pool: WorkerPool, in_features: int, out_features: int, variant: str, force: bool, shards: int) -> None: ...
 
-    def load(self, names: Sequence[str], data: Sequence[object], scales: Sequence[object], zeros: Sequence[object], biases: Sequence[object], factors: Sequence[object], given: Sequence[Format | None], stored: Sequence[Format | None]) -> None:
+    def load(self, names: Sequence[str], data: Sequence[object], scales: Sequence[object], zeros: Sequence[object], biases: Sequence[object], factors: Sequence[object], orders: Sequence[object], given: Sequence[Format | None], stored: Sequence[Format | None]) -> None:
         """
         Packs parts of a weight, whose rows lie one behind the other: an entry of each list
         for each part.
@@ -404,7 +408,8 @@ class Linear:
 
     def exported(self) -> list[tuple]:
         """
-        For each part its data, scales and zero points as bytes of rows, and its factor.
+        For each part its data, scales and zero points as bytes of rows, its factor, and the
+        order of its columns, int32 or None.
         ValueError if the backend cannot.
         """
 

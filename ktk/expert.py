@@ -28,6 +28,9 @@ class Matrix:
     factor : array [1] or None
         An f32 that multiplies the whole matrix, beside its scales: NVFP4 has one. A value is
         ``(element * scale) * factor``; products are multiplied with it when their sum is complete.
+    order : array [k] of int32 or None
+        Where the columns of `data` belong, each of 0 to k - 1 once: its column i is column
+        ``order[i]`` of the matrix. Groups are those of `data`. None: they are where they belong.
     """
 
     format: Format | None
@@ -36,6 +39,7 @@ class Matrix:
     zero: Array | None = None
     bias: Array | None = None
     factor: Array | None = None
+    order: Array | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,7 +63,7 @@ class Expert:
         cls, arrays: Mapping[str, Array | None], formats: Mapping[str, Format | None]
     ) -> Expert:
         """Make an expert of arrays by name; see `arrays`. `formats` has one for each matrix."""
-        beside = ("scale", "zero", "bias", "factor")
+        beside = ("scale", "zero", "bias", "factor", "order")
         matrices = {
             part: Matrix(
                 formats[part], arrays[part], *(arrays.get(f"{part}_{what}") for what in beside)
@@ -85,5 +89,6 @@ class Expert:
                 f"{part}_zero": matrix.zero,
                 f"{part}_bias": matrix.bias,
                 f"{part}_factor": matrix.factor,
+                f"{part}_order": matrix.order,
             }
         return {name: array for name, array in found.items() if array is not None}

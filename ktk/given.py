@@ -199,6 +199,7 @@ def read_matrix(name: str, matrix: Matrix, backend: str, accepts: Sequence[Forma
         _prepared(f"{name}_zero", zero),
         _prepared(f"{name}_bias", matrix.bias),
         _prepared(f"{name}_factor", matrix.factor),
+        _prepared(f"{name}_order", matrix.order),
     )
 
 

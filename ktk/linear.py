@@ -201,6 +201,7 @@ class Linear:
             [matrix.zero for matrix in matrices],
             [matrix.bias for matrix in matrices],
             [matrix.factor for matrix in matrices],
+            [matrix.order for matrix in matrices],
             [matrix.format for matrix in matrices],
             stored,
         )

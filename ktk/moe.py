@@ -16,6 +16,7 @@ from ktk.formats import formats_of_parts
 from ktk.given import GivenFormats, check_gate, expert_of, experts_of_slots, read_matrix
 from ktk.layer import check_shards, inputs, tell_shards
 from ktk.lora import Adapters, given_adapters
+from ktk.order import with_sorted_rows
 from ktk.pool import default_pool
 from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
@@ -329,7 +330,7 @@ class MoE(TrainableLayer, PredictedLayer):
             and experts of this layer have none.
         ValueError
             The backend does not take what is given, or an array has another shape than the sizes of
-            the layer mean.
+            the layer mean; or columns of a matrix are in an order that is none.
         """
         arguments = {
             "gate": (gate, gate_scale, gate_zero, gate_bias, gate_factor),
@@ -338,7 +339,7 @@ class MoE(TrainableLayer, PredictedLayer):
         }
         weights = expert_of(arguments, given, self.config.parts)
         name, accepts = self.backend.name, self.backend.accepts
-        matrices = weights.matrices.items()
+        matrices = with_sorted_rows(weights).matrices.items()
         ready = Expert(**{part: read_matrix(part, one, name, accepts) for part, one in matrices})
         of_gate = ready.gate.format if ready.gate else None
         formats = (of_gate, ready.up.format, ready.down.format)

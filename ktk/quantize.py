@@ -66,6 +66,7 @@ class Quantized(Matrix):
     zero: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     factor: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
     def __len__(self) -> int:
         """Return the number of experts of a stack."""
@@ -76,11 +77,11 @@ class Quantized(Matrix):
     def __getitem__(self, expert: int) -> Quantized:
         """Return one matrix of a stack."""
         len(self)
-        scale, zero, bias, factor = (
+        beside = (
             None if one is None else one[expert]
-            for one in (self.scale, self.zero, self.bias, self.factor)
+            for one in (self.scale, self.zero, self.bias, self.factor, self.order)
         )
-        return Quantized(self.format, self.data[expert], scale, zero, bias, factor)
+        return Quantized(self.format, self.data[expert], *beside)
 
     def __bool__(self) -> bool:
         return True
@@ -102,6 +103,13 @@ def dequantize(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tens
     ValueError
         They are blocks of a type that gguf cannot decode.
     """
+    values = _values(matrix, dtype)
+    if matrix.order is None:
+        return values
+    return torch.empty_like(values).index_copy_(1, matrix.order.long(), values)
+
+
+def _values(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
     fmt, scale = matrix.format, matrix.scale
     assert fmt is not None, "a format says what the bytes are"
     if is_blocks(fmt):

@@ -114,7 +114,8 @@ class TrainableLayer(PackedLayer):
         tensor [tokens, k, 2, intermediate_size], bf16, or None
             Products of gate, then of up, with what the adapter adds, without biases and routing
             weights. What no expert computes holds anything. Without a gate
-            [tokens, k, 1, intermediate_size].
+            [tokens, k, 1, intermediate_size]. Of an expert whose down has its columns in an order,
+            they are in that.
         """
         import torch
 

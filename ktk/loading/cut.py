@@ -15,6 +15,8 @@ import torch
 from ktk._core import Format
 from ktk.expert import Expert, Matrix
 from ktk.formats import is_blocks
+from ktk.order import with_sorted_rows
+from ktk.quantize import dequantize
 
 # What kernels like the columns of a layer to be a multiple of.
 _ALIGNED = 32
@@ -55,7 +57,9 @@ def columns_of(expert: Expert, size: int, rank: int, ranks: int) -> tuple[int, i
 
 def cut_expert(expert: Expert, first: int, behind: int, rank: int) -> Expert:
     """Return the columns of an expert from `first` up to `behind`; rank 0 adds the bias of down."""
-    down = cut_columns(expert.down, first, behind)
+    # Columns that are cut have no order any more: rows of gate and up are in it.
+    expert = with_sorted_rows(expert)
+    down = cut_columns(replace(expert.down, order=None), first, behind)
     if down.bias is not None and rank:
         down = replace(down, bias=torch.zeros_like(torch.as_tensor(down.bias)))
     return Expert(
@@ -80,7 +84,13 @@ def cut_rows(matrix: Matrix, first: int, behind: int) -> Matrix:
 
 
 def cut_columns(matrix: Matrix, first: int, behind: int) -> Matrix:
-    """Return columns of a matrix, which are whole groups of its scales; the bias stays."""
+    """Return columns of a matrix, which are whole groups of its scales; the bias stays.
+
+    Of a matrix in whose order these are somewhere, floats are returned.
+    """
+    if matrix.order is not None:
+        values = dequantize(matrix)[:, first:behind].contiguous()
+        return Matrix(Format("f32"), values, bias=matrix.bias)
     fmt = _format(matrix)
     extent = fmt.group_k
     groups = slice(None) if extent == 0 else slice(first // extent, -(-behind // extent))

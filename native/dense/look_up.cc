@@ -30,6 +30,7 @@ void look_up(Engine& engine, const Variant& variant, const DenseWeights& weights
       const size_t first = row - slice.begin;
       variant.unpack_weight(&slice.matrix, slice.packed, first, first + 1, values, k);
       if (slice.factor != 1) ops().scale(slice.factor, 1, k, values, k);
+      restore_columns(weights.order_of(slice), 1, values, k);
       ops().from_f32(values, out.type, k, out.at(i));
     }
   };

@@ -94,12 +94,15 @@ class DenseRun {
 
   void encode(char* own, size_t first, size_t last) {
     const size_t k = weights_.k();
-    float* row = reinterpret_cast<float*>(own + plan_.own.row);
+    float* const row = reinterpret_cast<float*>(own + plan_.own.row);
+    float* const sorted = reinterpret_cast<float*>(own + plan_.own.sorted);
     for (size_t token = first; token < last; ++token) {
       ops_.to_f32(x_.at(begin_ + token), x_.type, k, row);
       for (size_t act = 0; act < weights_.acts().size(); ++act) {
+        const DenseAct& wanted = weights_.acts()[act];
         const size_t stride = plan_.x_strides[act];
-        variant_.pack_act(&weights_.acts()[act], 1, 0, k, row, k,
+        if (wanted.order) sort_columns(wanted.order, row, sorted);
+        variant_.pack_act(&wanted.matrix, 1, 0, k, wanted.order ? sorted : row, k,
                           encoded(act, own) + token * stride, stride);
       }
     }

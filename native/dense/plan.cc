@@ -41,7 +41,7 @@ DensePlan::DensePlan(const Variant& variant, const DenseWeights& weights, int wo
       variant_(variant),
       weights_(weights),
       workers_(static_cast<size_t>(workers)) {
-  for (const ktk_matrix& matrix : weights.acts()) x_strides.push_back(variant.act_bytes(matrix));
+  for (const DenseAct& act : weights.acts()) x_strides.push_back(variant.act_bytes(act.matrix));
 }
 
 size_t DensePlan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step); }
@@ -120,6 +120,7 @@ void DensePlan::place() {
     x.push_back(encoded.add(tokens + variant_.tile.m_step, stride));
   }
   own.row = carver.add(weights_.k(), sizeof(float));
+  own.sorted = carver.add(weights_.has_orders() ? weights_.k() : 0, sizeof(float));
   own.panel = carver.add(pad(block_rows), product(panel_stride, sizeof(float)));
   own.scratch = carver.add(kernel_scratch(block_rows));
   own.pieces = std::move(carver);

@@ -36,6 +36,7 @@ struct DensePlan {
   // Offsets in a worker's own memory.
   struct {
     size_t row;      // one f32 token
+    size_t sorted;   // the same, its columns in an order
     size_t panel;    // f32
     size_t scratch;  // the micro-kernel's
     Carver pieces;

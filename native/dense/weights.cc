@@ -87,7 +87,7 @@ void DenseWeights::place(const Variant& variant, std::span<const DensePart> part
       for (size_t s = 0; s + 1 < at.size(); ++s) {
         DenseSlice slice{.part = p, .begin = n_ + at[s], .end = n_ + at[s + 1]};
         slice.matrix = {at[s + 1] - at[s], k_, *part.stored};
-        slice.act = act_of(variant, slice.matrix);
+        slice.act = act_of(variant, slice.matrix, part.order);
         slice.factor = part.factor;
         // Parts that are too small for all nodes take the places of those that are not in turn.
         shards_[i * nodes.size() / pieces].slices.push_back(slice);
@@ -99,12 +99,17 @@ void DenseWeights::place(const Variant& variant, std::span<const DensePart> part
 }
 
 // Which of acts_ a matrix is multiplied with; a new one where none will do.
-size_t DenseWeights::act_of(const Variant& variant, const ktk_matrix& matrix) {
+size_t DenseWeights::act_of(const Variant& variant, const ktk_matrix& matrix, const Order& order) {
   for (size_t i = 0; i < acts_.size(); ++i) {
-    if (variant.share_acts(acts_[i], matrix)) return i;
+    if (variant.share_acts(acts_[i].matrix, matrix) && same(acts_[i].order, order)) return i;
   }
-  acts_.push_back(matrix);
+  acts_.push_back({matrix, order});
   return acts_.size() - 1;
+}
+
+bool DenseWeights::has_orders() const {
+  return std::any_of(acts_.begin(), acts_.end(),
+                     [](const DenseAct& act) { return act.order != nullptr; });
 }
 
 void DenseWeights::unpack(float* out) const {
@@ -113,6 +118,7 @@ void DenseWeights::unpack(float* out) const {
     const ktk_matrix& matrix = slice->matrix;
     variant_.unpack_weight(&matrix, slice->packed, 0, matrix.n, rows, k_);
     if (slice->factor != 1) ops().scale(slice->factor, matrix.n, k_, rows, k_);
+    restore_columns(order_of(*slice), matrix.n, rows, k_);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/memory.h"
+#include "moe/order.h"
 #include "moe/table.h"
 
 namespace ktk {
@@ -19,9 +20,16 @@ class WorkerPool;
 struct DensePart {
   size_t n = 0;
   ktk_source source{};
+  Order order;  // of its columns, which are given in it
   float factor = 1;
   const float* bias = nullptr;
   std::optional<ktk_format> stored{};
+};
+
+// A way of encoding rows of x: as a matrix wants it, whose columns are in an order.
+struct DenseAct {
+  ktk_matrix matrix;
+  Order order;
 };
 
 // Columns [begin, end) of the output: rows of one part, as a matrix of its own.
@@ -59,7 +67,8 @@ class DenseWeights {
 
   // Writes the weight as it is stored, in f32: [n, k], row-major.
   void unpack(float* out) const;
-  // Writes the rows of a part in its format, as ktk_variant::export_weight, which the variant has.
+  // Writes the rows of a part in its format, as ktk_variant::export_weight, which the variant has;
+  // their columns are in the order that the part was given in.
   void write_part(size_t part, const ktk_export& target) const;
   // The slice that has a column of the output.
   const DenseSlice& slice_of(size_t column) const;
@@ -69,8 +78,11 @@ class DenseWeights {
   const std::vector<DenseShard>& shards() const { return shards_; }
   // Of each part.
   const std::vector<ktk_format>& formats() const { return formats_; }
-  // For each distinct way that activations are encoded, a matrix that wants it.
-  const std::vector<ktk_matrix>& acts() const { return acts_; }
+  // Each distinct way that activations are encoded.
+  const std::vector<DenseAct>& acts() const { return acts_; }
+  const Order& order_of(const DenseSlice& slice) const { return acts_[slice.act].order; }
+  // Whether some part has its columns in an order.
+  bool has_orders() const;
   // n floats, or NULL.
   const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
   // Packed bytes.
@@ -79,14 +91,14 @@ class DenseWeights {
  private:
   void place(const Variant& variant, std::span<const DensePart> parts,
              const std::vector<int>& nodes);
-  size_t act_of(const Variant& variant, const ktk_matrix& matrix);
+  size_t act_of(const Variant& variant, const ktk_matrix& matrix, const Order& order);
 
   const Variant& variant_;
   size_t n_ = 0, k_;
   std::vector<DenseShard> shards_;
   std::vector<const DenseSlice*> by_column_;
   std::vector<ktk_format> formats_;
-  std::vector<ktk_matrix> acts_;
+  std::vector<DenseAct> acts_;
   std::vector<float> bias_;
 };
 

@@ -1,6 +1,7 @@
 #include "moe/lora.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/size.h"
 #include "format/elements.h"
@@ -18,6 +19,26 @@ const float* read(const LoraFactor& factor, size_t at, size_t count, float* buff
   if (factor.type == KTK_F32) return static_cast<const float*>(factor.data) + at;
   copy(factor, at, count, buffer);
   return buffer;
+}
+
+// Elements of a row that begins at `first`, in an order.
+void gather(const LoraFactor& factor, size_t first, const uint32_t* order, size_t count,
+            float* to) {
+  const char* const row =
+      static_cast<const char*>(factor.data) + block_of(factor.type).bytes_of(first);
+  if (factor.type == KTK_F32) {
+    const float* const from = reinterpret_cast<const float*>(row);
+    for (size_t i = 0; i < count; ++i) to[i] = from[order[i]];
+    return;
+  }
+  uint16_t items[LowRank::kBlock];
+  for (size_t at = 0; at < count; at += LowRank::kBlock) {
+    const size_t some = std::min(count - at, LowRank::kBlock);
+    for (size_t i = 0; i < some; ++i) {
+      std::memcpy(&items[i], row + order[at + i] * sizeof items[0], sizeof items[0]);
+    }
+    ops().to_f32(items, factor.type, some, to + at);
+  }
 }
 
 }  // namespace
@@ -52,7 +73,12 @@ void LowRank::expand(size_t begin, size_t end, size_t m, const float* p, size_t 
   float* const turned = raw + width(rank_) * kBlock;
   for (size_t at = begin; at < end; at += kBlock) {
     const size_t count = std::min(end - at, kBlock);
-    const float* const rows = read(b_, (expert_ * rows_ + at) * rank_, count * rank_, raw);
+    const float* rows = raw;
+    if (row_order_) {
+      read_b(at, count, raw, rank_);
+    } else {
+      rows = read(b_, (expert_ * rows_ + at) * rank_, count * rank_, raw);
+    }
     products().transpose(count, rank_, rows, rank_, turned, kBlock);
     products().gemm(m, count, rank_, p, p_row, 1, turned, kBlock, y + (at - begin), y_row);
   }
@@ -61,13 +87,19 @@ void LowRank::expand(size_t begin, size_t end, size_t m, const float* p, size_t 
 void LowRank::read_a(size_t first, size_t count, size_t begin, size_t end, float* to,
                      size_t stride) const {
   for (size_t r = 0; r < count; ++r) {
-    copy(a_, (expert_ * rank_ + first + r) * columns_ + begin, end - begin, to + r * stride);
+    const size_t row = (expert_ * rank_ + first + r) * columns_;
+    if (column_order_) {
+      gather(a_, row, column_order_ + begin, end - begin, to + r * stride);
+    } else {
+      copy(a_, row + begin, end - begin, to + r * stride);
+    }
   }
 }
 
 void LowRank::read_b(size_t first, size_t count, float* to, size_t stride) const {
   for (size_t r = 0; r < count; ++r) {
-    copy(b_, (expert_ * rows_ + first + r) * rank_, rank_, to + r * stride);
+    const size_t row = row_order_ ? row_order_[first + r] : first + r;
+    copy(b_, (expert_ * rows_ + row) * rank_, rank_, to + r * stride);
   }
 }
 

@@ -36,15 +36,23 @@ struct Lora {
   const Adapter* of(size_t token) const;
 };
 
-// Products with the factors of one expert's matrix [rows, columns].
+// Products with the factors of one expert's matrix [rows, columns]. Rows, or columns, that are said
+// to be in an order, which may be NULL, are counted in it: row i is row order[i] of the factor.
 class LowRank {
  public:
   // Columns of a matrix, or rows of it, that are multiplied at once.
   static constexpr size_t kBlock = 512;
 
   LowRank(size_t rank, const LoraFactor& a, const LoraFactor& b, size_t expert, size_t rows,
-          size_t columns)
-      : rank_(rank), a_(a), b_(b), expert_(expert), rows_(rows), columns_(columns) {}
+          size_t columns, const uint32_t* row_order, const uint32_t* column_order)
+      : rank_(rank),
+        a_(a),
+        b_(b),
+        expert_(expert),
+        rows_(rows),
+        columns_(columns),
+        row_order_(row_order),
+        column_order_(column_order) {}
 
   // Floats of a row that reduce() writes, the last of them zeros: whole vectors.
   static size_t width(size_t rank) { return (rank + 15) / 16 * 16; }
@@ -66,6 +74,7 @@ class LowRank {
   size_t rank_;
   const LoraFactor &a_, &b_;
   size_t expert_, rows_, columns_;
+  const uint32_t *row_order_, *column_order_;  // or NULL
 };
 
 // Calls part(adapter, first, count) for the runs of rows [first, first + m) of a route, whose

@@ -31,9 +31,10 @@ std::vector<RowBlock> row_blocks(const Route& route, size_t most) {
   return blocks;
 }
 
-LoraRows::LoraRows(const Lora& lora, const Config& config)
+LoraRows::LoraRows(const Lora& lora, const Config& config, const Weights& weights)
     : lora_(lora),
       config_(config),
+      weights_(weights),
       width_(LowRank::width(most_rank(lora))),
       own_low_rank_(own_.add(LowRank::own_bytes(width_))),
       own_x_(own_.add(kMaxRows, product(LowRank::kBlock, sizeof(float)))) {}
@@ -49,12 +50,18 @@ bool LoraRows::adapts(const Adapter& adapter, Part part) { return bool(part_of(a
 
 LowRank LoraRows::factors(const Adapter& adapter, Part part, size_t active) const {
   const size_t h = config_.hidden, i = config_.intermediate;
+  const size_t expert = route_->active[active].expert;
+  // Rows of gate and up are where down has its columns; x is as it comes.
+  const Order& order = weights_.order(expert).down;
+  const uint32_t* const inner = order ? order->data() : nullptr;
   return {adapter.rank,
           part_of(adapter.a, part),
           part_of(adapter.b, part),
-          route_->active[active].expert,
+          expert,
           part == kDown ? h : i,
-          part == kDown ? i : h};
+          part == kDown ? i : h,
+          part == kDown ? nullptr : inner,
+          part == kDown ? inner : nullptr};
 }
 
 void LoraRows::reduce_hidden(const RowBlock& block, const Rows& hidden, char* own) const {

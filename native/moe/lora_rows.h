@@ -24,7 +24,7 @@ class LoraRows {
   static constexpr size_t kMaxRows = 256;
   enum Part { kGate, kUp, kDown };
 
-  LoraRows(const Lora& lora, const Config& config);
+  LoraRows(const Lora& lora, const Config& config, const Weights& weights);
 
   // Memory for `route`, whose tokens are counted from `begin`.
   void place(const Route& route, size_t begin, Carver& shared);
@@ -61,6 +61,7 @@ class LoraRows {
  private:
   const Lora& lora_;
   const Config& config_;
+  const Weights& weights_;
   const Route* route_ = nullptr;
   size_t begin_ = 0, width_ = 0;
   std::vector<RowBlock> blocks_;

@@ -10,6 +10,7 @@
 // and tasks add what they mean to their columns.
 //
 // Gate and up read the same x, unless they want different activations; experts may have no gate.
+// Where experts want columns of x in orders of their own, each (token, expert) is encoded instead.
 // Routing weights are factors of the sums, or of the products of gate and up: x itself has none.
 // Zero experts add x as the caller gave it, behind all experts, to the sums of the first shard.
 // The first barrier is left out when there are so few tokens that every worker encodes them all. A
@@ -49,7 +50,7 @@ class ChunkRun {
         plan_(config, variant, weights),
         next_gate_up_(slices_.size()),
         next_down_(shards_.size()) {
-    if (request.lora) lora_.emplace(*request.lora, config);
+    if (request.lora) lora_.emplace(*request.lora, config, weights);
   }
 
   size_t max_tokens(size_t top_k) const { return plan_.max_tokens(top_k); }
@@ -93,7 +94,7 @@ class ChunkRun {
     if (lora_) reduce_hidden(own);
     if (variant_.enter) variant_.enter();
     if (plan_.private_x) {
-      encode(own, 0, plan_.tokens);
+      encode(own, 0, plan_.encoded);
     } else {
       encode_shared(own);
     }
@@ -165,27 +166,42 @@ class ChunkRun {
     constexpr size_t kBlock = 16;
     for (;;) {
       const size_t first = next_token_.fetch_add(kBlock, std::memory_order_relaxed);
-      if (first >= plan_.tokens) return;
-      encode(own, first, std::min(first + kBlock, plan_.tokens));
+      if (first >= plan_.encoded) return;
+      encode(own, first, std::min(first + kBlock, plan_.encoded));
     }
   }
 
+  // Tokens, or rows of the route where plan_.by_row.
   void encode(char* own, size_t first, size_t last) {
     const Parts<ktk_matrix>& matrix = slices_[0].matrix;
-    float* row = reinterpret_cast<float*>(own + plan_.own.row);
-    for (size_t token = first; token < last; ++token) {
-      ops_.to_f32(request_.hidden.at(begin_ + token), request_.hidden.type, config_.hidden, row);
+    float* const row = reinterpret_cast<float*>(own + plan_.own.row);
+    for (size_t at = first; at < last; ++at) {
+      const size_t token = begin_ + (plan_.by_row ? route_.tokens[at] : at);
+      ops_.to_f32(request_.hidden.at(token), request_.hidden.type, config_.hidden, row);
       for (size_t i = 0; i < plan_.num_acts; ++i) {
         const size_t stride = plan_.x_strides[i];
-        variant_.pack_act(i == 0 ? &matrix.gate : &matrix.up, 1, 0, config_.hidden, row,
-                          config_.hidden, x(i, own) + token * stride, stride);
+        variant_.pack_act(i == 0 ? &matrix.gate : &matrix.up, 1, 0, config_.hidden,
+                          weights_.has_orders() ? sorted(row, i, at, own) : row, config_.hidden,
+                          x(i, own) + at * stride, stride);
       }
     }
+  }
+
+  // A row as gate (0) or up (1) want its columns: all experts the same, or the expert of the row.
+  const float* sorted(const float* row, size_t act, size_t at, char* own) const {
+    const uint32_t expert = plan_.by_row ? route_.expert_of(at) : route_.active[0].expert;
+    const Parts<Order>& orders = weights_.order(expert);
+    const Order& order = act == 0 ? orders.gate : orders.up;
+    if (!order) return row;
+    float* const to = reinterpret_cast<float*>(own + plan_.own.sorted);
+    sort_columns(order, row, to);
+    return to;
   }
 
   // The encoded rows [first, first + m) of the route, one behind the other.
   const char* gather(size_t act, size_t first, size_t m, char* own) const {
     const char* from = x(act, own);
+    if (plan_.by_row) return from + first * plan_.x_strides[act];
     char* buffer = own + plan_.own.gather[act];
     const size_t stride = plan_.x_strides[act];
     const uint32_t* tokens = &route_.tokens[first];

@@ -30,9 +30,12 @@ Plan::Plan(const Config& config, const Variant& variant, const Weights& weights)
     : config_(config),
       variant_(variant),
       slices_(weights.slices()),
-      num_shards_(weights.shards().size()) {
+      num_shards_(weights.shards().size()),
+      has_orders_(weights.has_orders()) {
   const Parts<ktk_matrix>& matrix = slices_[0].matrix;
-  num_acts = variant.share_acts(matrix.gate, matrix.up) ? 1 : 2;
+  const bool alike = variant.share_acts(matrix.gate, matrix.up);
+  num_acts = alike && !weights.gate_up_orders_differ() ? 1 : 2;
+  by_row = weights.expert_orders_differ();
   x_strides[0] = variant.act_bytes(matrix.gate);
   x_strides[1] = variant.act_bytes(matrix.up);
   for (const Slice& slice : slices_) h_strides.push_back(variant.act_bytes(slice.matrix.down));
@@ -42,6 +45,7 @@ size_t Plan::pad(size_t rows) const { return round_up(rows, variant_.tile.m_step
 
 size_t Plan::max_tokens(size_t top_k) const {
   size_t bytes = std::accumulate(x_strides, x_strides + num_acts, size_t{0});
+  if (by_row) bytes = product(bytes, top_k);
   for (const size_t stride : h_strides) bytes = sum(bytes, product(top_k, stride));
   if (num_shards_ > 1) bytes = sum(bytes, product(num_shards_, config_.hidden, sizeof(float)));
   const size_t tokens_that_fit = std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
@@ -50,7 +54,8 @@ size_t Plan::max_tokens(size_t top_k) const {
 
 void Plan::make(const Route& route, size_t count, int workers) {
   tokens = count;
-  private_x = tokens <= kPrivateTokens;
+  encoded = by_row ? route.tokens.size() : tokens;
+  private_x = encoded <= kPrivateTokens;
   size_t most = 0;
   for (const Route::Active& active : route.active) most = std::max<size_t>(most, active.count);
   const size_t block_rows = std::min(most, kMaxRows);
@@ -76,7 +81,7 @@ void Plan::place_shared(size_t rows) {
   // Micro-kernels may read whole steps of rows, from any row on.
   const size_t padding = variant_.tile.m_step;
   for (size_t i = 0; i < num_acts; ++i) {
-    x[i] = shared.add(private_x ? 0 : tokens + padding, x_strides[i]);
+    x[i] = shared.add(private_x ? 0 : encoded + padding, x_strides[i]);
   }
   for (const size_t stride : h_strides) h.push_back(shared.add(rows + padding, stride));
   for (size_t s = 0; num_shards_ > 1 && s < num_shards_; ++s) {
@@ -92,9 +97,10 @@ void Plan::place_own(size_t block_rows) {
   const size_t rows = pad(block_rows);
   Carver carver;
   own.row = carver.add(config_.hidden, sizeof(float));
+  own.sorted = carver.add(has_orders_ ? config_.hidden : 0, sizeof(float));
   for (size_t i = 0; i < num_acts; ++i) {
-    own.x[i] = carver.add(private_x ? tokens + variant_.tile.m_step : 0, x_strides[i]);
-    own.gather[i] = carver.add(rows, x_strides[i]);
+    own.x[i] = carver.add(private_x ? encoded + variant_.tile.m_step : 0, x_strides[i]);
+    own.gather[i] = carver.add(by_row ? 0 : rows, x_strides[i]);
   }
   own.gate = carver.add(config_.gated ? rows : 0, product(panel_stride, sizeof(float)));
   own.up = carver.add(rows, product(panel_stride, sizeof(float)));

@@ -17,16 +17,20 @@ struct Plan {
   // Rows of an expert that are multiplied at once: bounds a worker's panels.
   static constexpr size_t kMaxRows = 512;
 
-  // Tokens are encoded for gate, and once more for up where that wants other activations.
+  // Tokens are encoded for gate, and once more for up where that wants other activations, or their
+  // columns in another order.
   static constexpr size_t kMaxActs = 2;
   size_t num_acts = 1;
+  // Experts want columns of x in several orders: not tokens are encoded, but rows of the route.
+  bool by_row = false;
 
   // Bytes of an encoded token, and per slice of an encoded intermediate.
   size_t x_strides[kMaxActs] = {};
   std::vector<size_t> h_strides;
 
   size_t tokens = 0;
-  // So few tokens that every worker encodes them all for itself, which saves a barrier.
+  size_t encoded = 0;  // tokens, or rows of the route
+  // So few encoded rows that every worker encodes them all for itself, which saves a barrier.
   bool private_x = false;
   size_t panel_columns = 0;                      // of gate and up that are computed at once
   size_t panel_stride = 0, down_stride = 0;      // floats between rows of panels
@@ -41,6 +45,7 @@ struct Plan {
   // Offsets in a worker's own memory.
   struct {
     size_t row;               // one f32 token
+    size_t sorted;            // the same, its columns in an order
     size_t x[kMaxActs];       // encoded tokens, when private
     size_t gather[kMaxActs];  // encoded rows of one expert
     size_t gate, up;          // f32 panels
@@ -69,6 +74,7 @@ struct Plan {
   const Variant& variant_;
   const std::vector<Slice>& slices_;
   size_t num_shards_;
+  bool has_orders_;
 };
 
 }  // namespace ktk

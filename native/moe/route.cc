@@ -11,6 +11,13 @@ std::span<const Route::Passed> Route::passed_of(size_t token) const {
   return {first, last};
 }
 
+uint32_t Route::expert_of(size_t row) const {
+  const auto behind =
+      std::upper_bound(active.begin(), active.end(), row,
+                       [](size_t value, const Active& one) { return value < one.first; });
+  return (behind - 1)->expert;
+}
+
 void Route::build(const Choice& choice, size_t begin, size_t end, const Config& config,
                   std::span<const uint8_t> skip) {
   const size_t experts = config.num_experts;

@@ -50,6 +50,9 @@ struct Route {
   // The zero experts of a token.
   std::span<const Passed> passed_of(size_t token) const;
 
+  // Of a row.
+  uint32_t expert_of(size_t row) const;
+
   bool weighs_input() const { return !input_weights.empty(); }
   float input_weight(size_t row) const { return weighs_input() ? input_weights[row] : 1; }
 

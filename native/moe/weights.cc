@@ -1,6 +1,7 @@
 #include "moe/weights.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "core/size.h"
 #include "core/worker_pool.h"
@@ -99,7 +100,8 @@ Weights::Weights(const Config& config, const Variant& variant, const Parts<ktk_f
       formats_(formats),
       states_(config.num_experts, State::kMissing),
       scales_differ_(config.num_experts, 0),
-      factors_(config.num_experts, {1, 1, 1}) {
+      factors_(config.num_experts, {1, 1, 1}),
+      orders_(config.num_experts) {
   const CutRules rules = cut_rules(variant.tile, formats, first);
   const size_t most = most_shards(config.intermediate, rules);
   if (nodes.size() > most) {
@@ -176,7 +178,13 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
   set_bias(down_bias_, source.down_bias, expert, config_.hidden);
   scales_differ_[expert] = chooses_scales(source);
   factors_[expert] = source.factor;
+  const Parts<Order>& order = source.order;
+  orders_[expert] = {};  // what was there is not shared
+  orders_[expert].up = shared(order.up);
+  orders_[expert].gate = config_.gated ? shared(order.gate) : orders_[expert].up;
+  orders_[expert].down = shared(order.down);
   states_[expert] = State::kLoaded;
+  compare_orders();
   if (gaps_) keep_gaps(expert);
 }
 
@@ -189,6 +197,29 @@ void Weights::keep_gaps(size_t expert) {
       if (states_[e] == State::kLeftOut || states_[e] == State::kUnloaded) slice.discard(e);
     }
     slice.memory.wish_huge(false);
+  }
+}
+
+// An order that some expert has already, or the one that is given.
+Order Weights::shared(const Order& order) const {
+  for (const Parts<Order>& known : orders_) {
+    for (const Order* const one : {&known.gate, &known.up, &known.down}) {
+      if (same(*one, order)) return *one;
+    }
+  }
+  return order;
+}
+
+void Weights::compare_orders() {
+  has_orders_ = gate_up_orders_differ_ = expert_orders_differ_ = false;
+  const Parts<Order>* first = nullptr;
+  for (size_t expert = 0; expert < states_.size(); ++expert) {
+    if (states_[expert] != State::kLoaded) continue;
+    const Parts<Order>& own = orders_[expert];
+    if (!first) first = &own;
+    has_orders_ |= own.gate || own.up;
+    gate_up_orders_differ_ |= own.gate != own.up;
+    expert_orders_differ_ |= own.gate != first->gate || own.up != first->up;
   }
 }
 
@@ -212,6 +243,8 @@ void Weights::discard(size_t expert, State state) {
   }
   gaps_ = true;
   states_[expert] = state;
+  orders_[expert] = {};
+  compare_orders();
 }
 
 void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
@@ -228,6 +261,13 @@ void Weights::unpack(size_t expert, float* gate, float* up, float* down) const {
     write(s.matrix.up, s.up_at(expert), factor.up, up + at, config_.hidden);
     write(s.matrix.down, s.down_at(expert), factor.down, down + s.begin, config_.intermediate);
   }
+  const Parts<Order>& order = orders_[expert];
+  for (const auto& [columns, out] : {std::pair{&order.gate, gate}, std::pair{&order.up, up}}) {
+    if (out == gate && !config_.gated) continue;
+    restore_columns(*columns, config_.intermediate, out, config_.hidden);
+    restore_rows(order.down, config_.hidden, out);
+  }
+  restore_columns(order.down, config_.hidden, down, config_.intermediate);
 }
 
 size_t Weights::expert_bytes() const {

@@ -9,6 +9,7 @@
 #include "moe/carver.h"
 #include "moe/config.h"
 #include "moe/cuts.h"
+#include "moe/order.h"
 #include "moe/table.h"
 
 namespace ktk {
@@ -23,9 +24,11 @@ struct Parts {
 };
 
 // The matrices of one expert as they are given, and what each product is multiplied with before the
-// bias is added. Biases are f32 and may be NULL.
+// bias is added. Biases are f32 and may be NULL. Rows of gate and up, and their biases, are given
+// in the order of down's columns.
 struct ExpertSource : Parts<ktk_source> {
   Parts<float> factor{1, 1, 1};
+  Parts<Order> order;
   const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
 };
 
@@ -115,7 +118,8 @@ class Weights {
   // Forgets an expert and gives its memory back. `state`: left out or unloaded.
   void discard(size_t expert, State state);
 
-  // Writes a matrix of an expert as stored, in f32: [I, H], [I, H] and [H, I], row-major.
+  // Writes a matrix of an expert as stored, in f32: [I, H], [I, H] and [H, I], row-major, with rows
+  // and columns where they were before anybody sorted them.
   void unpack(size_t expert, float* gate, float* up, float* down) const;
 
   const std::vector<Slice>& slices() const { return slices_; }
@@ -132,6 +136,16 @@ class Weights {
   size_t bytes() const;
 
   const Parts<float>& factor(size_t expert) const { return factors_[expert]; }
+
+  // In which order an expert's matrices have their columns. Rows of gate and up are in that of
+  // down's columns, which nobody sees but who looks at them: products of gate and up are what down
+  // multiplies.
+  const Parts<Order>& order(size_t expert) const { return orders_[expert]; }
+  bool has_orders() const { return has_orders_; }
+  // Whether gate and up of some expert want x in two orders, and whether experts want it in
+  // several.
+  bool gate_up_orders_differ() const { return gate_up_orders_differ_; }
+  bool expert_orders_differ() const { return expert_orders_differ_; }
   const float* gate_bias(size_t expert) const {
     return bias(gate_bias_, expert, config_.intermediate);
   }
@@ -144,6 +158,8 @@ class Weights {
   }
   void add_slice(size_t begin, size_t end, int node);
   bool chooses_scales(const ExpertSource& source) const;
+  Order shared(const Order& order) const;
+  void compare_orders();
   void set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n);
   void keep_gaps(size_t expert);
 
@@ -156,6 +172,8 @@ class Weights {
   bool gaps_ = false;  // experts were left out or unloaded
   std::vector<uint8_t> scales_differ_;
   std::vector<Parts<float>> factors_;
+  std::vector<Parts<Order>> orders_;
+  bool has_orders_ = false, gate_up_orders_differ_ = false, expert_orders_differ_ = false;
   std::vector<float> gate_bias_, up_bias_, down_bias_;  // empty until one is given
 };
 

@@ -35,14 +35,15 @@ std::shared_ptr<Linear> make_linear(nb::handle backend, std::shared_ptr<Engine> 
 // Rows of a weight as they come from Python, which stay alive with it.
 struct GivenPart {
   GivenPart(const std::string& name, nb::handle data_, nb::handle scale_, nb::handle zero_,
-            nb::handle bias_, nb::handle factor, const OptFormat& given, const OptFormat& stored,
-            size_t k)
+            nb::handle bias_, nb::handle factor, nb::handle order, const OptFormat& given,
+            const OptFormat& stored, size_t k)
       : data(input_from(name.c_str(), data_)),
         scale(optional_input_from((name + "_scale").c_str(), scale_)),
         zero(optional_input_from((name + "_zero").c_str(), zero_)) {
     part.factor = take_factor((name + "_scale").c_str(), given, scale) *
                   factor_from((name + "_factor").c_str(), factor);
     part.source = source_from(name.c_str(), data, scale, zero, given, -1, static_cast<int64_t>(k));
+    part.order = order_from((name + "_order").c_str(), order, k);
     part.n = data.shape(0);
     part.stored = stored;
     part.bias = bias_from((name + "_bias").c_str(), bias_, part.n, bias);
@@ -57,15 +58,15 @@ struct GivenPart {
 void load(Linear& linear, const std::vector<std::string>& names,
           const std::vector<nb::object>& data, const std::vector<nb::object>& scales,
           const std::vector<nb::object>& zeros, const std::vector<nb::object>& biases,
-          const std::vector<nb::object>& factors, const std::vector<OptFormat>& given,
-          const std::vector<OptFormat>& stored) {
+          const std::vector<nb::object>& factors, const std::vector<nb::object>& orders,
+          const std::vector<OptFormat>& given, const std::vector<OptFormat>& stored) {
   std::vector<std::unique_ptr<GivenPart>> kept;
   std::vector<DensePart> parts;
   size_t n = 0;
   for (size_t i = 0; i < names.size(); ++i) {
     kept.push_back(std::make_unique<GivenPart>(names.at(i), data.at(i), scales.at(i), zeros.at(i),
-                                               biases.at(i), factors.at(i), given.at(i),
-                                               stored.at(i), linear.k()));
+                                               biases.at(i), factors.at(i), orders.at(i),
+                                               given.at(i), stored.at(i), linear.k()));
     const DensePart& part = kept.back()->part;
     if (part.n == 0) throw nb::value_error((names[i] + " has no rows").c_str());
     parts.push_back(part);
@@ -147,7 +148,8 @@ F32Matrix unpack(const Linear& linear) {
   return all;
 }
 
-// Of each part: data, scales and zero points as bytes, and the factor of its products.
+// Of each part: data, scales and zero points as bytes, the factor of its products, and the order of
+// its columns.
 std::vector<nb::tuple> exported(const Linear& linear) {
   if (!linear.variant().export_weight) {
     throw nb::value_error((linear.variant().where + " cannot export weights").c_str());
@@ -156,10 +158,12 @@ std::vector<nb::tuple> exported(const Linear& linear) {
   if (!weights) throw nb::value_error("no weight is loaded");
   std::vector<size_t> rows(weights->formats().size());
   std::vector<float> factors(rows.size(), 1);
+  std::vector<Order> orders(rows.size());
   for (const DenseShard& shard : weights->shards()) {
     for (const DenseSlice& slice : shard.slices) {
       rows[slice.part] += slice.matrix.n;
       factors[slice.part] = slice.factor;
+      orders[slice.part] = weights->order_of(slice);
     }
   }
   std::vector<nb::tuple> parts;
@@ -171,7 +175,7 @@ std::vector<nb::tuple> exported(const Linear& linear) {
     const auto given = [](const auto& array) { return array.size() ? array.data() : nullptr; };
     weights->write_part(
         p, {given(data), given(scale), given(zero), data.shape(1), scale.shape(1), zero.shape(1)});
-    parts.push_back(nb::make_tuple(data, scale, zero, factors[p]));
+    parts.push_back(nb::make_tuple(data, scale, zero, factors[p], order_array(orders[p])));
   }
   return parts;
 }
@@ -212,14 +216,15 @@ void bind_linear(nb::module_& m) {
       .def(nb::new_(&make_linear), "backend"_a, "pool"_a, "in_features"_a, "out_features"_a,
            "variant"_a, "force"_a, "shards"_a)
       .def("load", &load, "names"_a, "data"_a, "scales"_a, "zeros"_a, "biases"_a, "factors"_a,
-           "given"_a, "stored"_a,
+           "orders"_a, "given"_a, "stored"_a,
            "Packs parts of a weight, whose rows lie one behind the other: an entry of each list\n"
            "for each part.")
       .def("forward", &call, "x"_a.none(), "out"_a.none())
       .def("look_up", &look_up, "ids"_a.none(), "out"_a.none())
       .def("unpack", &unpack)
       .def("exported", &exported,
-           "For each part its data, scales and zero points as bytes of rows, and its factor.\n"
+           "For each part its data, scales and zero points as bytes of rows, its factor, and the\n"
+           "order of its columns, int32 or None.\n"
            "ValueError if the backend cannot.")
       .def("bias", &bias, "The bytes of the bias, f32; none without one.")
       .def_prop_ro("variant", [](const Linear& l) { return l.variant().name; })

@@ -41,11 +41,13 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
                  nb::handle gate_zero, nb::handle up_zero, nb::handle down_zero,
                  nb::handle gate_bias, nb::handle up_bias, nb::handle down_bias,
                  nb::handle gate_factor, nb::handle up_factor, nb::handle down_factor,
+                 nb::handle gate_order, nb::handle up_order, nb::handle down_order,
                  const std::optional<PartFormats>& given) {
   const auto h = static_cast<int64_t>(layer.config().hidden);
   const auto i = static_cast<int64_t>(layer.config().intermediate);
   const bool gated = layer.config().gated;
-  for (const nb::handle of_gate : {gate, gate_scale, gate_zero, gate_bias, gate_factor}) {
+  for (const nb::handle of_gate :
+       {gate, gate_scale, gate_zero, gate_bias, gate_factor, gate_order}) {
     if (gated || of_gate.is_none()) continue;
     throw nb::value_error("the experts of this layer have no gate: gate must be None");
   }
@@ -75,6 +77,9 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
   source.gate_bias = bias_from("gate_bias", gate_bias, layer.config().intermediate, bias.gate);
   source.up_bias = bias_from("up_bias", up_bias, layer.config().intermediate, bias.up);
   source.down_bias = bias_from("down_bias", down_bias, layer.config().hidden, bias.down);
+  source.order = {order_from("gate_order", gate_order, layer.config().hidden),
+                  order_from("up_order", up_order, layer.config().hidden),
+                  order_from("down_order", down_order, layer.config().intermediate)};
   const size_t at = check_expert(layer, expert);
   const Unlocked unlocked;
   layer.load(at, source);
@@ -145,7 +150,10 @@ void bind_moe(nb::module_& m) {
            "gate_zero"_a = nb::none(), "up_zero"_a = nb::none(), "down_zero"_a = nb::none(),
            "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
            "gate_factor"_a = nb::none(), "up_factor"_a = nb::none(), "down_factor"_a = nb::none(),
-           "given"_a = nb::none())
+           "gate_order"_a = nb::none(), "up_order"_a = nb::none(), "down_order"_a = nb::none(),
+           "given"_a = nb::none(),
+           "An order is int32 [columns]: column i of what is given is column order[i] of the\n"
+           "matrix. Rows of gate and up, and their biases, are given in the order of down.")
       .def(
           "leave_out",
           [](Layer& layer, int64_t expert) {

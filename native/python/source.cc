@@ -1,6 +1,8 @@
 #include "python/source.h"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 #include "core/size.h"
 #include "format/elements.h"
@@ -174,6 +176,40 @@ float take_factor(const char* name, const OptFormat& given, std::optional<AnyArr
 float factor_from(const char* name, nb::handle given) {
   const std::optional<AnyArray> factor = optional_input_from(name, given);
   return factor ? one_float(name, *factor, "") : 1;
+}
+
+Order order_from(const char* name, nb::handle given, size_t k) {
+  const std::optional<AnyArray> array = optional_input_from(name, given);
+  if (!array) return nullptr;
+  check_array(name, *array, {static_cast<int64_t>(k)});
+  if (array->dtype() != nb::dtype<int32_t>()) {
+    throw nb::type_error(
+        (std::string(name) + " must be int32, got " + describe_array(*array)).c_str());
+  }
+  const auto* const from = static_cast<const int32_t*>(array->data());
+  std::vector<uint32_t> order(k);
+  std::vector<bool> seen(k);
+  bool sorted = false;
+  for (size_t i = 0; i < k; ++i) {
+    const size_t column = static_cast<uint32_t>(from[i]);
+    if (column >= k || seen[column]) {
+      throw nb::value_error((std::string(name) + " must have each of 0 to " +
+                             std::to_string(k - 1) + " once; " + std::to_string(from[i]) +
+                             (column < k ? " comes twice" : " is none of them"))
+                                .c_str());
+    }
+    seen[column] = true;
+    order[i] = static_cast<uint32_t>(column);
+    sorted |= column != i;
+  }
+  return sorted ? std::make_shared<const std::vector<uint32_t>>(std::move(order)) : nullptr;
+}
+
+nb::object order_array(const Order& order) {
+  if (!order) return nb::none();
+  auto bytes = new_bytes(1, order->size() * sizeof(uint32_t));
+  std::memcpy(bytes.data(), order->data(), bytes.nbytes());
+  return nb::cast(bytes).attr("reshape")(-1).attr("view")("int32");
 }
 
 Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats) {

@@ -28,6 +28,12 @@ float take_factor(const char* name, const std::optional<ktk_format>& given,
 // A factor of the whole matrix that is given as such: one f32; 1 for None.
 float factor_from(const char* name, nb::handle given);
 
+// The order that columns of a matrix are given in: int32 [k], each of 0 to k - 1 once. NULL for
+// None, and where they are as they were.
+Order order_from(const char* name, nb::handle given, size_t k);
+// The same for Python.
+nb::object order_array(const Order& order);
+
 // A format for gate, up and down, or one for each; None where dtypes tell.
 using OptFormat = std::optional<ktk_format>;
 using PartFormats = std::variant<ktk_format, std::tuple<OptFormat, OptFormat, OptFormat>>;

@@ -215,6 +215,12 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
         " shards, where columns that share a scale in a checkpoint have several: load the layer "
         "with shards=1 to write it");
   }
+  // Columns of down and rows of gate and up go together, whatever their order.
+  if (weights->order(expert).gate || weights->order(expert).up) {
+    throw std::invalid_argument("expert " + std::to_string(expert) +
+                                " wants columns of its input in an order of its own (desc_act), "
+                                "which kernels of GPUs are not told");
+  }
   const size_t intermediate = layer.config().intermediate;
   if (ranks.empty() || intermediate % ranks.size()) {
     throw std::invalid_argument("intermediate_size " + std::to_string(intermediate) +

@@ -52,8 +52,9 @@ class BackwardRun {
         transposing_(variant, floats, most_columns(config, slices_, forward.lora)),
         gradients_(config, request),
         wants_gradients_(gradients_.wanted()),
-        lora_(forward.lora ? std::optional<BackwardLora>(std::in_place, *forward.lora, config)
-                           : std::nullopt),
+        lora_(forward.lora
+                  ? std::optional<BackwardLora>(std::in_place, *forward.lora, config, weights)
+                  : std::nullopt),
         plan_(config, weights, transposing_, lora(), wants_gradients_ ? Gradients::own_bytes() : 0,
               weights.down_bias(0) != nullptr) {}
 
@@ -167,19 +168,22 @@ class BackwardRun {
     const size_t expert = route_.active[active].expert, s = piece.slice;
     const Slice& slice = slices_[s];
     const Parts<float>& factor = weights_.factor(expert);
+    // dh stays in the order of down's columns, which rows of gate and up are in, too.
+    const Parts<Order>& order = weights_.order(expert);
     char* const gate_up = matrix_at(active, plan_.expert.gate_up);
     switch (piece.of) {
       case Piece::kDown:
-        return transposing_.pack(
-            {&slice.matrix.down, slice.down_at(expert), factor.down, piece.begin, piece.end},
-            plan_.down[s], piece.begin, matrix_at(active, plan_.expert.down[s]), own);
+        return transposing_.pack({&slice.matrix.down, slice.down_at(expert), factor.down, nullptr,
+                                  piece.begin, piece.end},
+                                 plan_.down[s], piece.begin,
+                                 matrix_at(active, plan_.expert.down[s]), own);
       case Piece::kGate:
-        return transposing_.pack(
-            {&slice.matrix.gate, slice.gate_at(expert), factor.gate, piece.begin, piece.end},
-            plan_.gate_up, plan_.depth[0][s] + piece.begin, gate_up, own);
+        return transposing_.pack({&slice.matrix.gate, slice.gate_at(expert), factor.gate,
+                                  order.gate, piece.begin, piece.end},
+                                 plan_.gate_up, plan_.depth[0][s] + piece.begin, gate_up, own);
       case Piece::kUp:
         return transposing_.pack(
-            {&slice.matrix.up, slice.up_at(expert), factor.up, piece.begin, piece.end},
+            {&slice.matrix.up, slice.up_at(expert), factor.up, order.up, piece.begin, piece.end},
             plan_.gate_up, plan_.depth[1][s] + piece.begin, gate_up, own);
       case Piece::kTailOfDown:
         return lora_->pack_a(lora_->down(), active, slice.begin, transposing_, plan_.down[s],
@@ -296,7 +300,7 @@ class BackwardRun {
           load(part, task, column, columns, dh);  // which nobody reads any more
           add_dots(m, columns, panel(part, own), dh, input_dots);
         }
-        if (wants_gradients_) keep(first, m, column, columns, own);
+        if (wants_gradients_) keep(task, column, columns, own);
         if (lora_) lora_->reduce_down(task, column, column + columns, h, stride, low_rank);
         for (size_t part = first_part(); part < 2; ++part) {
           const size_t from = plan_.depth[part][s] + n;
@@ -360,13 +364,17 @@ class BackwardRun {
     }
   }
 
-  void keep(size_t first, size_t m, size_t column, size_t columns, char* own) const {
+  // Gradients are those of the checkpoint's rows and columns, in whatever order these are packed.
+  void keep(const RowBlock& task, size_t column, size_t columns, char* own) const {
     constexpr size_t kWhich[] = {0, 1, 3};  // gate, up, h
+    const Order& order = weights_.order(route_.active[task.active].expert).down;
     for (size_t which = first_part(); which < 3; ++which) {
       const float* const from = panel(kWhich[which], own);
-      for (size_t r = 0; r < m; ++r) {
-        std::memcpy(kept_row(which, first + r) + column, from + r * plan_.panel_stride,
-                    columns * sizeof(float));
+      for (size_t r = 0; r < task.count; ++r) {
+        const float* const row = from + r * plan_.panel_stride;
+        float* const to = kept_row(which, task.first + r);
+        if (!order) std::copy_n(row, columns, to + column);
+        for (size_t i = 0; order && i < columns; ++i) to[(*order)[column + i]] = row[i];
       }
     }
   }

@@ -84,9 +84,10 @@ class LinearBackward {
         if (Transposing::pad_depth(groups.back().depth) >= most) groups.emplace_back();
         Group& group = groups.back();
         const size_t depth = Transposing::pad_depth(group.depth);
-        group.pieces.push_back({{&slice->matrix, slice->packed, slice->factor, begin, end},
-                                slice->begin + begin,
-                                depth});
+        group.pieces.push_back(
+            {{&slice->matrix, slice->packed, slice->factor, weights_.order_of(*slice), begin, end},
+             slice->begin + begin,
+             depth});
         group.depth = depth + end - begin;
       }
     }

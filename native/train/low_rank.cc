@@ -6,8 +6,11 @@
 
 namespace ktk {
 
-BackwardLora::BackwardLora(const Lora& lora, const Config& config)
-    : adapter_(lora.adapters[0]), config_(config), forward_(lora, config), backward_(lora, config) {
+BackwardLora::BackwardLora(const Lora& lora, const Config& config, const Weights& weights)
+    : adapter_(lora.adapters[0]),
+      config_(config),
+      forward_(lora, config, weights),
+      backward_(lora, config, weights) {
   if (LoraRows::adapts(adapter_, LoraRows::kDown)) down_.push_back(LoraRows::kDown);
   for (const auto part : {LoraRows::kGate, LoraRows::kUp}) {
     if (LoraRows::adapts(adapter_, part)) gate_up_.push_back(part);

@@ -21,7 +21,7 @@ class BackwardLora {
   using Beside = std::vector<LoraRows::Part>;
 
   // `lora` has one adapter, for all tokens.
-  BackwardLora(const Lora& lora, const Config& config);
+  BackwardLora(const Lora& lora, const Config& config, const Weights& weights);
 
   // Memory for `route`, whose tokens are counted from `begin`.
   void place(const Route& route, size_t begin, Carver& shared);

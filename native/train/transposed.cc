@@ -72,12 +72,14 @@ TransposedMatrix Transposing::matrix(size_t columns, size_t depth) const {
 void Transposing::pack(const WeightRows& rows, const TransposedMatrix& to, size_t at, char* memory,
                        char* own) const {
   const size_t columns = rows.source->k;
-  if (&stored_ == &floats_.variant && rows.factor == 1) return turn(rows, to, at, memory);
+  const bool as_stored = rows.factor == 1 && !rows.order;
+  if (&stored_ == &floats_.variant && as_stored) return turn(rows, to, at, memory);
   float* const unpacked = buffer(own);
   for (size_t begin = rows.begin; begin < rows.end; begin += rows_, at += rows_) {
     const size_t count = std::min(rows.end - begin, rows_);
     stored_.unpack_weight(rows.source, rows.packed, begin, begin + count, unpacked, stride_);
     if (rows.factor != 1) ops().scale(rows.factor, count, columns, unpacked, stride_);
+    restore_columns(rows.order, count, unpacked, stride_);
     pack(unpacked, stride_, count, to, at, memory);
   }
 }

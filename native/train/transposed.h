@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "moe/carver.h"
+#include "moe/order.h"
 #include "moe/table.h"
 #include "ops/products.h"
 
@@ -51,6 +52,7 @@ struct WeightRows {
   const ktk_matrix* source = nullptr;
   const char* packed = nullptr;
   float factor = 1;
+  Order order;  // of the source's columns; they are restored
   size_t begin = 0, end = 0;
 };
 

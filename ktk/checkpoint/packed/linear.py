@@ -1,11 +1,12 @@
 """The file of one dense layer: `ktk.Linear.save` writes it, and `from_file` reads it.
 
-    | 8 bytes | JSON                              | tensors, without gaps                  |
-    | length  | __metadata__: ktk_linear, its xxh3 | 0.data 0.scale 0.zero 1.data ... bias |
+    | 8 bytes | JSON                              | tensors, without gaps                          |
+    | length  | __metadata__: ktk_linear, its xxh3 | 0.data 0.scale 0.zero 0.order 1.data ... bias |
 
 A tensor is the bytes of its rows, uint8 [rows, bytes], as a checkpoint would have them. Of backends
 whose packed bytes files keep (ktk.checkpoint.packed.layout), a part is one tensor, 0.packed, uint8
-[1, bytes]. The header says in which format each part of the weight is, and has the checksum of each
+[1, bytes]. Where a part's columns are in an order, as of `Matrix`, 0.order is that: the bytes of
+int32. The header says in which format each part of the weight is, and has the checksum of each
 tensor:
 
     ktk_linear       {"version": 1, "writer": "ktk 0.1.0", "backend": "AMXINT8",
@@ -47,6 +48,8 @@ from ktk.expert import Matrix
 from ktk.quantize import from_bytes
 
 VERSION = 1
+# Of files that have columns in an order, which readers of the first version would not restore.
+_ORDERED = 2
 _PIECES = ("data", "scale", "zero")
 _PACKED = "packed"
 _ENTRY = "ktk_linear"
@@ -87,8 +90,9 @@ def write_linear(path: Path, linear: Any) -> None:
     layout = kept_layout(linear.backend)
     tensors: dict[str, np.ndarray] = {}
     parts = []
+    version = VERSION
     for index, (fmt, found) in enumerate(zip(linear.formats, core.exported(), strict=True)):
-        *pieces, factor = found
+        *pieces, factor, order = found
         entry = {"rows": len(pieces[0]), "factor": factor, "format": format_entries(fmt)}
         if layout:
             packed = pack(linear.backend, from_bytes(fmt, *pieces), fmt, fmt)
@@ -100,11 +104,14 @@ def write_linear(path: Path, linear: Any) -> None:
                 for name, piece in zip(_PIECES, pieces, strict=True)
                 if piece.size
             }
+        if order is not None:
+            version = _ORDERED
+            tensors[f"{index}.order"] = order.view(np.uint8).reshape(1, -1)
         parts.append(entry)
     if linear.bias:
         tensors["bias"] = core.bias()
     document = {
-        "version": VERSION,
+        "version": version,
         "writer": writer(),
         "backend": linear.backend.name,
         "in_features": linear.in_features,
@@ -155,10 +162,10 @@ def _read(file: TensorFile) -> SavedLinear:
         raise EntryError("the checksum of its header is wrong")
     entries = parse_object(written.encode())
     version = integer("version", entries.get("version"))
-    if version != VERSION:
+    if version not in (VERSION, _ORDERED):
         raise CheckpointError(
             f"{path} has version {version} of ktk's files of dense layers, and this ktk reads "
-            f"version {VERSION}: it was written by {text('writer', entries.get('writer'))}"
+            f"versions up to {_ORDERED}: it was written by {text('writer', entries.get('writer'))}"
         )
     sums = table("xxh3", entries.get("xxh3"))
     if sums.keys() != file.tensors.keys():
@@ -209,7 +216,14 @@ def _part(
     else:
         made = from_bytes(fmt, data, scale, zero)
     factor = number("factor", entries.get("factor"))
-    return made if factor == 1 else replace(made, factor=torch.tensor([factor]))
+    if factor != 1:
+        made = replace(made, factor=torch.tensor([factor]))
+    order = tensors.get(f"{index}.order")
+    if order is None:
+        return made
+    if order.nbytes != columns * 4:
+        raise EntryError(f"part {index} has an order of {order.nbytes} bytes")
+    return replace(made, order=torch.from_numpy(order.reshape(-1)).view(torch.int32))
 
 
 def _checked(file: TensorFile, name: str, sums: Mapping[str, Any]) -> np.ndarray:

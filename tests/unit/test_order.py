@@ -1,0 +1,396 @@
+"""Columns in another order: what GPTQ's desc_act sorts is computed in its codes.
+
+An expert whose columns are sorted is, for a token, the same expert without an order, given the
+token's columns sorted and its rows of gate and up where down has its columns: bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ktk
+from ktk.checkpoint.safetensors.tensor_file import TensorFile
+from ktk.expert import Expert, Matrix
+from ktk.loading.cut import cut_columns, cut_expert
+from ktk.order import with_sorted_rows
+from ktk.quantize import dequantize, quantize
+from ktk.training import linear_backward
+
+H, I, E, K = 192, 160, 6, 3  # noqa: E741 - the names of the sizes everywhere
+SIZES = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+#: By backend: what it stores.
+FORMATS = {
+    "RAWINT4": "u4-f16-g32",
+    "AMXINT4": "u4-bf16-zero-u8-g32",
+    "AMXINT8": "i8-f32-row",
+    "FP8": "e4m3-f32-row",
+    "MXFP4": "e2m1-ue8m0-g32",
+    "BF16": "bf16",
+}
+#: Which matrices have an order of their own: x of gate and up, or what down is given.
+ORDERED = {
+    "x of each expert": ("gate", "up", "down"),
+    "down only": ("down",),
+    "x only": ("gate", "up"),
+    "up only": ("up",),
+}
+
+
+def permutation(k: int, seed: int) -> torch.Tensor:
+    return torch.randperm(k, generator=torch.Generator().manual_seed(seed)).int()
+
+
+def matrix(name: str, shape: tuple[int, int], seed: int) -> Matrix:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+    if name == "bf16":
+        return Matrix(ktk.Format("bf16"), values.bfloat16())
+    return quantize(values, name)
+
+
+def expert(name: str, seed: int, ordered: tuple[str, ...], *, joint: bool = True) -> Expert:
+    """Make an expert; gate and up have the same order if `joint`."""
+    made = {}
+    for i, (part, shape) in enumerate(SIZES.items()):
+        one = matrix(name, shape, 10 * seed + i)
+        bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(seed + i))
+        order = None
+        if part in ordered:
+            same = joint and part != "down"
+            order = permutation(shape[1], 100 + 10 * seed + (0 if same else i))
+        made[part] = replace(one, bias=bias, order=order)
+    return Expert(**made)
+
+
+def layer(backend: str, experts: list[Expert], **options: Any) -> ktk.MoE:
+    config: dict[str, Any] = {
+        "num_experts_per_tok": min(K, len(experts)),
+        "hidden_size": H,
+        "intermediate_size": I,
+    }
+    moe = ktk.load_backend(backend).moe(num_experts=len(experts), **config, **options)
+    for number, one in enumerate(experts):
+        moe.load_expert(number, one)
+    return moe
+
+
+def chosen(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, H, generator=generator)
+    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(tokens)])
+    return hidden, ids, torch.rand(tokens, K, generator=generator)
+
+
+def plain(one: Expert) -> Expert:
+    """The expert as it is in memory, without saying so."""
+    parts = with_sorted_rows(one).matrices
+    return Expert(**{part: replace(matrix, order=None) for part, matrix in parts.items()})
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("ordered", ["x of each expert", "down only", "x only"])
+@pytest.mark.parametrize("backend", FORMATS)
+def test_sorted_columns_are_those_of_sorted_tokens(backend: str, ordered: str, tokens: int) -> None:
+    experts = [expert(FORMATS[backend], e, ORDERED[ordered]) for e in range(E)]
+    moe, without = layer(backend, experts), layer(backend, [plain(one) for one in experts])
+    hidden, ids, weights = chosen(tokens)
+    y = moe(hidden, ids, weights)
+    # One expert at a time, in the order of experts, as the layer adds up.
+    want, terms = torch.zeros_like(y), torch.zeros_like(y)
+    for e, one in enumerate(experts):
+        order = one.gate.order if one.gate is not None else None
+        x = hidden if order is None else hidden[:, order.long()].contiguous()
+        single = torch.where(ids == e, ids, -1)
+        alone = torch.where(ids == e, weights, torch.zeros_like(weights))
+        term = without(x, single, alone)
+        want += term
+        terms += term.abs()
+    # f32: the layer multiplies and adds in one step, which rounds once where there were two.
+    assert ((y - want).abs() <= 2 * K * 2**-24 * terms).all()
+    if ordered == "down only":
+        assert torch.equal(y, without(hidden, ids, weights))
+    # One choice is no sum: bit by bit.
+    for e in range(E):
+        order = experts[e].gate.order
+        x = hidden if order is None else hidden[:, order.long()].contiguous()
+        one, weight = torch.full((tokens, 1), e), weights[:, :1].contiguous()
+        assert torch.equal(moe(hidden, one, weight), without(x, one, weight))
+
+
+def test_experts_that_share_an_order_encode_tokens_once_and_mean_the_same() -> None:
+    first = expert("u4-f16-g32", 0, ORDERED["x only"])
+    experts = [expert("u4-f16-g32", e, ()) for e in range(E)]
+    parts = [
+        {
+            part: replace(matrix, order=None if part == "down" else first.gate.order)
+            for part, matrix in one.matrices.items()
+        }
+        for one in experts
+    ]
+    moe = layer("RAWINT4", [Expert(**one) for one in parts])
+    without = layer("RAWINT4", experts)
+    hidden, ids, weights = chosen(40)
+    x = hidden[:, first.gate.order.long()].contiguous()
+    assert torch.equal(moe(hidden, ids, weights), without(x, ids, weights))
+    # Other experts change nothing of these: every expert has tokens encoded for itself now.
+    moe.load_expert(E - 1, expert("u4-f16-g32", 9, ORDERED["x of each expert"], joint=False))
+    known = ids.clamp(max=E - 2)
+    assert torch.equal(moe(hidden, known, weights), without(x, known, weights))
+    # And back.
+    moe.leave_out(E - 1)
+    assert torch.equal(moe(hidden, known, weights), without(x, known, weights))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("joint", [True, False], ids=["gate as up", "gate and up"])
+def test_a_row_has_the_same_bits_whatever_is_beside_it(
+    shards: int, threads: int, joint: bool
+) -> None:
+    experts = [expert("u4-bf16-zero-u8-g32", e, SIZES.keys(), joint=joint) for e in range(E)]
+    pool = ktk.WorkerPool(threads)
+    moe = layer("AMXINT4", experts, shards=shards, pool=pool)
+    hidden, ids, weights = chosen(600)
+    y = moe(hidden, ids, weights)
+    for begin, end in ((0, 1), (1, 4), (4, 40), (40, 600)):
+        part = moe(*(one[begin:end].contiguous() for one in (hidden, ids, weights)))
+        assert torch.equal(part, y[begin:end])
+    single = layer("AMXINT4", experts, shards=shards, pool=ktk.WorkerPool(1))
+    assert torch.equal(single(hidden, ids, weights), y)
+
+
+@pytest.mark.parametrize("ordered", ORDERED)
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("backend", FORMATS)
+def test_unpacked_experts_are_as_they_were(backend: str, ordered: str, shards: int) -> None:
+    one = expert(FORMATS[backend], 3, ORDERED[ordered], joint=False)
+    moe = layer(backend, [one], shards=shards)
+    for part, values in zip(SIZES, moe.unpack_expert(0), strict=True):
+        np.testing.assert_array_equal(values, dequantize(one.matrices[part]).float())
+
+
+def test_values_mean_what_the_order_says() -> None:
+    one = quantize(torch.randn(4, 64), "u4-f16-g32")
+    order = permutation(64, 1)
+    values = dequantize(replace(one, order=order))
+    for i, column in enumerate(order.tolist()):
+        assert torch.equal(values[:, column], dequantize(one)[:, i])
+
+
+@pytest.mark.parametrize("joint", [True, False], ids=["gate as up", "gate and up"])
+def test_a_layer_is_within_its_bound(joint: bool) -> None:
+    """BF16 multiplies tokens that are rounded each by itself: their order matters to sums only."""
+    experts = [expert("bf16", e, SIZES.keys(), joint=joint) for e in range(E)]
+    moe = layer("BF16", experts)
+    unsorted = layer(
+        "BF16",
+        [
+            Expert(
+                **{
+                    part: Matrix(ktk.Format("bf16"), dequantize(m).bfloat16(), bias=m.bias)
+                    for part, m in one.matrices.items()
+                }
+            )
+            for one in experts
+        ],
+    )
+    hidden, ids, weights = chosen(33)
+    y, want = moe(hidden, ids, weights), unsorted(hidden, ids, weights)
+    # Two orders of the same f32 sums, and what rounding h to bf16 makes of their difference.
+    allowed = 2**-7 * want.abs().amax()
+    assert ((y - want).abs() <= allowed).all()
+    assert not torch.equal(y, want)
+
+
+# --- adapters and gradients ---------------------------------------------------------------------
+
+
+def adapter(dtype: torch.dtype, seed: int = 5, rank: int = 5) -> ktk.Lora:
+    generator = torch.Generator().manual_seed(seed)
+    factors = {}
+    for part, (n, k) in SIZES.items():
+        factors[f"{part}_a"] = (torch.randn(E, rank, k, generator=generator) * 0.3).to(dtype)
+        factors[f"{part}_b"] = (torch.randn(E, n, rank, generator=generator) * 0.3).to(dtype)
+    return ktk.Lora(**factors, scale=0.5)
+
+
+def pair(*, joint: bool) -> tuple[ktk.MoE, ktk.MoE]:
+    """BF16 with and without orders, of the same values."""
+    experts = [expert("bf16", e, SIZES.keys(), joint=joint) for e in range(E)]
+    values = [
+        Expert(
+            **{
+                part: Matrix(ktk.Format("bf16"), dequantize(m).bfloat16(), bias=m.bias)
+                for part, m in one.matrices.items()
+            }
+        )
+        for one in experts
+    ]
+    return layer("BF16", experts, shards=2), layer("BF16", values, shards=2)
+
+
+def close(got: Any, want: Any, what: str) -> None:
+    """Sums in two orders, of factors that are rounded to bf16 on their way: 8 bits, three times."""
+    got, want = torch.as_tensor(got).float(), torch.as_tensor(want).float()
+    assert (got - want).abs().max() <= 2**-6 * want.abs().max(), what
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("joint", [True, False], ids=["gate as up", "gate and up"])
+def test_adapters_see_rows_and_columns_as_they_were(dtype: torch.dtype, joint: bool) -> None:
+    moe, unsorted = pair(joint=joint)
+    hidden, ids, weights = chosen(33)
+    lora = adapter(dtype)
+    # What the adapter changes, which rows elsewhere would not.
+    y, want = (
+        one(hidden, ids, weights, lora=lora) - one(hidden, ids, weights) for one in (moe, unsorted)
+    )
+    close(y, want, "y")
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["products kept", "computed again"])
+@pytest.mark.parametrize("joint", [True, False], ids=["gate as up", "gate and up"])
+def test_gradients_are_of_rows_and_columns_as_they_were(joint: bool, kept: bool) -> None:
+    hidden, ids, weights = chosen(33)
+    lora = adapter(torch.float32)
+    dy = torch.randn(33, H, generator=torch.Generator().manual_seed(8))
+    found = []
+    for moe in pair(joint=joint):
+        call: dict[str, Any] = {"lora": lora}
+        if kept:
+            _, call["saved"] = moe.forward_train(hidden, ids, weights, lora=lora)
+        found.append(moe.backward(dy, hidden, ids, weights, weight_grads=True, **call))
+    got, want = found
+    close(got.hidden, want.hidden, "hidden")
+    close(got.topk_weights, want.topk_weights, "topk_weights")
+    for name, values in want.lora.factors():
+        close(dict(got.lora.factors())[name], values, name)
+    for part in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
+        close(getattr(got.weights, part), getattr(want.weights, part), part)
+
+
+# --- dense layers -------------------------------------------------------------------------------
+
+
+def parts(fmt: str) -> list[Matrix]:
+    """q and k in one order, v in another, and one in none."""
+    first, second = permutation(H, 1), permutation(H, 2)
+    made = [matrix(fmt, (rows, H), rows) for rows in (96, 64, 32, 64)]
+    return [
+        replace(one, order=order)
+        for one, order in zip(made, (first, first, second, None), strict=True)
+    ]
+
+
+def values(weight: list[Matrix]) -> torch.Tensor:
+    return torch.cat([dequantize(one).float() for one in weight])
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+@pytest.mark.parametrize("backend", FORMATS)
+def test_dense_layers_sort_their_input(backend: str, tokens: int) -> None:
+    weight = parts(FORMATS[backend])
+    linear = ktk.Linear(backend, H, 256).load(weight)
+    x = torch.randn(tokens, H, generator=torch.Generator().manual_seed(3))
+    for one, y in zip(weight, linear(x).split([96, 64, 32, 64], -1), strict=True):
+        plain = ktk.Linear(backend, H, y.shape[1]).load(replace(one, order=None))
+        sort = x if one.order is None else x[:, one.order.long()].contiguous()
+        assert torch.equal(y, plain(sort))
+    np.testing.assert_array_equal(linear.unpack(), values(weight))
+    ids = torch.tensor([255, 0, 100, 170, 0])
+    assert torch.equal(linear.rows(ids), values(weight)[ids])
+
+
+@pytest.mark.parametrize("backend", [*FORMATS, "BF16Z"])
+def test_files_of_dense_layers_keep_orders(backend: str, tmp_path: Path) -> None:
+    weight = parts(FORMATS.get(backend, "bf16"))
+    linear = ktk.Linear(backend, H, 256).load(weight)
+    linear.save(tmp_path / "layer")
+    again = ktk.Linear.from_file(tmp_path / "layer")
+    np.testing.assert_array_equal(again.unpack(), values(weight))
+    x = torch.randn(7, H)
+    assert torch.equal(again(x), linear(x))
+
+
+def test_a_reader_that_knows_no_orders_refuses_their_files(tmp_path: Path) -> None:
+    """It would multiply sorted columns with columns that are not."""
+    for name, weight in (("sorted", parts("bf16")), ("plain", [matrix("bf16", (256, H), 1)])):
+        ktk.Linear("BF16", H, 256).load(weight).save(tmp_path / name)
+        version = 2 if name == "sorted" else 1
+        entry = TensorFile(tmp_path / name).metadata["ktk_linear"]
+        assert json.loads(entry)["version"] == version
+
+
+def test_gradients_of_dense_layers_are_of_columns_as_they_were() -> None:
+    weight = parts("bf16")
+    plain = [Matrix(ktk.Format("bf16"), dequantize(one).bfloat16().contiguous()) for one in weight]
+    dy = torch.randn(20, 256)
+    # Blocks of weights are restored before they are multiplied: bit by bit.
+    got, want = (
+        linear_backward(ktk.Linear("BF16", H, 256).load(one), dy, torch.empty(20, H))
+        for one in (weight, plain)
+    )
+    assert torch.equal(got, want)
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("order", "wanted"),
+    [
+        (torch.arange(H).int() // 2, "must have each of 0 to 191 once; 0 comes twice"),
+        (torch.arange(H).int() + 1, "192 is none of them"),
+        (-torch.arange(H).int(), "-1 is none of them"),
+        (torch.arange(H - 1).int(), r"expected \(192\)|192"),
+    ],
+)
+def test_what_is_no_order_is_refused(order: torch.Tensor, wanted: str) -> None:
+    one = expert("bf16", 0, ())
+    assert one.gate is not None
+    moe = layer("BF16", [one])
+    with pytest.raises(ValueError, match=wanted):
+        moe.load_expert(0, replace(one, gate=replace(one.gate, order=order)))
+    with pytest.raises(ValueError, match=wanted):
+        ktk.Linear("BF16", H, I).load(replace(one.gate, order=order, bias=None))
+
+
+def test_rows_that_share_scales_stay_where_they_are() -> None:
+    made = {part: quantize(torch.randn(256, 256), "e4m3-f32-128x128") for part in SIZES}
+    down = replace(made["down"], order=permutation(256, 1))
+    moe = ktk.load_backend("FP8").moe(
+        num_experts=1, num_experts_per_tok=1, hidden_size=256, intermediate_size=256
+    )
+    with pytest.raises(ValueError, match=r"128 rows of up share a scale .* give down without"):
+        moe.load_expert(0, Expert(**{**made, "down": down}))
+
+
+# --- parts of experts ---------------------------------------------------------------------------
+
+
+def test_ranks_have_parts_of_sorted_columns() -> None:
+    """Columns of down go to ranks in their order, and the same rows of gate and up."""
+    one = expert("u4-f16-g32", 2, SIZES.keys(), joint=False)
+    order = one.down.order.long()
+    for rank, (first, behind) in enumerate(((0, 64), (64, 160))):
+        cut = cut_expert(one, first, behind, rank)
+        assert cut.down.order is None
+        there = order[first:behind]
+        assert torch.equal(dequantize(cut.down), dequantize(one.down)[:, there])
+        for part in ("gate", "up"):
+            mine, whole = cut.matrices[part], one.matrices[part]
+            assert torch.equal(dequantize(mine), dequantize(whole)[there])
+            assert torch.equal(mine.bias, whole.bias[there])
+
+
+def test_columns_of_a_sorted_matrix_are_cut_as_floats() -> None:
+    one = replace(quantize(torch.randn(32, H), "u4-f16-g32"), order=permutation(H, 4))
+    cut = cut_columns(one, 64, 128)
+    assert cut.format == ktk.Format("f32")
+    assert torch.equal(cut.data, dequantize(one)[:, 64:128])
