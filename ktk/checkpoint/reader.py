@@ -76,6 +76,14 @@ class LayerReader(ABC):
         )
 
     @property
+    def orders(self) -> tuple[str, ...]:
+        """Those of gate, up and down whose columns are in an order, as `Matrix` has it.
+
+        Of some experts at least; but of those that are read as f32.
+        """
+        return ()
+
+    @property
     @abstractmethod
     def storage(self) -> Storage:
         """How the experts are stored, for people."""

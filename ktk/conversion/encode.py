@@ -71,7 +71,7 @@ class Encoder:
                 except ValueError as error:
                     raise CheckpointError(f"{part} of expert {number}: {error}") from error
                 bias = None if matrix.bias is None else matrix.bias.to(torch.float32)
-                matrices[part] = replace(made, bias=bias)
+                matrices[part] = replace(made, bias=bias, order=self._order(part, matrix))
         return Expert(**matrices)
 
     def sized(self, run: Callable[[Callable[[int], Sizes], range], Iterable[Sizes]]) -> Encoder:
@@ -90,6 +90,12 @@ class Encoder:
             for part, spec in self.layout.packed.items()
         }
         return replace(self, layout=replace(self.layout, packed=packed))
+
+    def _order(self, part: str, matrix: Matrix) -> torch.Tensor | None:
+        """Return the order of a matrix, which the file has of all experts or of none."""
+        if part not in self.layout.orders or matrix.order is not None:
+            return matrix.order
+        return torch.arange(self.route.given[part].k, dtype=torch.int32)
 
     def _sizes(self, number: int) -> Sizes:
         matrices = self.route.read(number).matrices
@@ -163,7 +169,9 @@ def plan_layer(
         for part, matrix in first.items()
         if getattr(matrix, factor_name(route.stored[part])) is not None
     )
-    layout = Layout(layer.config, route.stored, biases, factors, _packed_parts(route, factors))
+    packed = _packed_parts(route, factors)
+    orders = tuple(part for part in layer.orders if not route.decodes(part))
+    layout = Layout(layer.config, route.stored, biases, factors, packed, orders)
     return Encoder(number, layout, route)
 
 

@@ -62,7 +62,7 @@ class Route:
     def how(self) -> str:
         """What happens to the weights, for people: "stored as they are", "rounded" ..."""
         given = self.given
-        decoded = self.layer.decodes or any(map(self._decodes, given))
+        decoded = self.layer.decodes or any(map(self.decodes, given))
         if not any(self._changes(part, given, fmt) for part, fmt in self.stored.items()):
             return "decoded to f32" if decoded else "stored as they are"
         plain = all(fmt.scale == "none" for fmt in self.stored.values())
@@ -76,7 +76,7 @@ class Route:
         return any(
             fmt.element not in FLOATS
             and (self.layer.decodes or self.source[part].format.element not in FLOATS)
-            and (self._decodes(part) or self._changes(part, self.given, fmt))
+            and (self.decodes(part) or self._changes(part, self.given, fmt))
             for part, fmt in self.stored.items()
         )
 
@@ -87,9 +87,13 @@ class Route:
         each = ((self.stored[part], one.n, one.k) for part, one in self.given.items())
         return sum(int(core.packed_size(fmt, n, k)) for fmt, n, k in each)
 
+    def decodes(self, part: str) -> bool:
+        """Whether a matrix is read as f32, though the files have it otherwise."""
+        return self.given[part].format == _F32 != self.source[part].format
+
     def read(self, number: int) -> Expert:
         """Read an expert as `given` says."""
-        matrices = self.layer.expert(number, [*filter(self._decodes, self.given)]).matrices
+        matrices = self.layer.expert(number, [*filter(self.decodes, self.given)]).matrices
         for part, one in self.given.items():
             if matrices[part].format != one.format:
                 matrices[part] = regrouped(matrices[part], one.format, one.k)
@@ -120,9 +124,6 @@ class Route:
     def _changes(self, part: str, before: Mapping[str, MatrixInfo], after: Format) -> bool:
         one = before[part]
         return not one.format.same_as(after, one.n, one.k)
-
-    def _decodes(self, part: str) -> bool:
-        return self.given[part].format == _F32 != self.source[part].format
 
     def _takes(self, part: str) -> bool:
         return takes(self.backend, self.given[part], self.stored[part])

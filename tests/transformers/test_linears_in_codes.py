@@ -88,10 +88,19 @@ def test_codes_become_others_if_that_is_asked_for(tmp_path: Path) -> None:
     assert {one.linear.backend.name for one in packed_linears(model).values()} == {"AMXINT8"}
 
 
+DESC_ACT = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
+
+
+def desc_act(size: tuple[int, int]) -> tuple[schemes.Tensors, np.ndarray]:
+    one = written.random(size, 4, 32, np.random.default_rng(sum(size)), zeros=True, sort=True)
+    return written.gptq(one, 4), one.values
+
+
 #: How packages store all of a model, who computes dense layers of it, and what of, exactly.
 PACKAGES: dict[str, tuple[Any, Any, str, torch.dtype]] = {
     "nf4": (partial(written.four_bits, "nf4", block=64, nested=True), written.BNB_4BIT, *BF16),
     "fp4": (partial(written.four_bits, "fp4", block=64, nested=False), written.BNB_4BIT, *BF16),
+    "desc_act": (desc_act, DESC_ACT, "AMXINT4", torch.float32),
     "LLM.int8": (written.llm_int8, written.BNB_8BIT, "AMXINT8", torch.float32),
     "HQQ": (partial(written.hqq, **HQQ_OPTIONS), written.HQQ, *BF16),
 }

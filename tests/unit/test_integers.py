@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,70 +17,12 @@ import torch
 from meanings import F32, assert_loads, assert_means, save
 from safetensors.torch import save_file
 from schemes import CONFIG, PREFIX, SIZES, E, Tensors, ct
+from written import Integers, all_random, gptq, stream, values
 
 import ktk
 from ktk import Format
 from ktk.checkpoint import describe, open_checkpoint
 from ktk.errors import CheckpointError
-
-
-@dataclass
-class Integers:
-    """A matrix of random integers: codes [n, k], scales and zero points [n, groups], order [k]."""
-
-    codes: np.ndarray
-    scale: torch.Tensor
-    zero: np.ndarray
-    order: np.ndarray
-
-    @property
-    def values(self) -> np.ndarray:
-        scale = self.scale.double().numpy()[:, self.order]
-        return (self.codes - self.zero[:, self.order]) * scale
-
-
-def random(
-    shape: tuple[int, int],
-    bits: int,
-    group: int,
-    rng: np.random.Generator,
-    *,
-    zeros: bool = False,
-    sort: bool = False,
-    dtype: torch.dtype = torch.float16,
-) -> Integers:
-    n, k = shape
-    columns = group or k
-    groups = -(-k // columns)
-    scale = torch.from_numpy(rng.uniform(0.001, 0.01, (n, groups))).to(dtype)
-    middle = 1 << bits - 1
-    zero = rng.integers(1, 1 << bits, (n, groups)) if zeros else np.full((n, groups), middle)
-    order = np.arange(k) // columns
-    if sort:
-        order = rng.permutation(order)
-    return Integers(rng.integers(0, 1 << bits, (n, k)), scale, zero, order)
-
-
-def stream(codes: np.ndarray, bits: int) -> torch.Tensor:
-    """Pack each row as one number, code i at bit bits * i, in words of 32 bits."""
-    n, k = codes.shape
-    words = -(-k * bits // 32)
-    rows = [int("".join(f"{code:0{bits}b}" for code in row[::-1]), 2) for row in codes]
-    packed = b"".join(row.to_bytes(4 * words, "little") for row in rows)
-    return torch.from_numpy(np.frombuffer(packed, "<i4").reshape(n, words).copy())
-
-
-def gptq(one: Integers, bits: int, *, zeros: bool = True, order: bool = True) -> Tensors:
-    """AutoGPTQ's first format: words along the depth, zero points less one, along the rows."""
-    found = {
-        ".qweight": stream(one.codes, bits).T.contiguous(),
-        ".scales": one.scale.T.contiguous(),
-    }
-    if zeros:
-        found[".qzeros"] = stream(one.zero.T - 1, bits)
-    if order:
-        found[".g_idx"] = torch.from_numpy(one.order).int()
-    return found
 
 
 def compressed(one: Integers, bits: int, *, zeros: bool = False, order: bool = False) -> Tensors:
@@ -96,19 +37,6 @@ def compressed(one: Integers, bits: int, *, zeros: bool = False, order: bool = F
     if order:
         found[".weight_g_idx"] = torch.from_numpy(one.order).int()
     return found
-
-
-def all_random(bits: int, group: int, **options: Any) -> dict[tuple[str, int], Integers]:
-    rng = np.random.default_rng(bits * 1000 + group)
-    return {
-        (part, e): random(size, bits, group, rng, **options)
-        for part, size in SIZES.items()
-        for e in range(E)
-    }
-
-
-def values(made: dict[tuple[str, int], Integers]) -> dict[tuple[str, int], np.ndarray]:
-    return {key: one.values for key, one in made.items()}
 
 
 def config(bits: int, group: int, **more: Any) -> dict[str, Any]:
@@ -130,6 +58,25 @@ def test_gptq_with_columns_in_order_of_activations(tmp_path: Path, bits: int, ze
         {key: gptq(one, bits) for key, one in made.items()},
         config(bits, 32, desc_act=True, sym=not zeros),
     )
+    fmt = Format("u4", "f16", "u8" if zeros else "none", 1, 32)
+    if bits == 8:
+        fmt = F32 if zeros else Format("i8", "f32", "none", 1, 32)
+    assert_means(tmp_path, values(made), fmt)
+    kept = "AMXINT4" if zeros else "RAWINT4"
+    backend, dtype = ("BF16", torch.bfloat16) if bits == 8 else (kept, torch.float32)
+    assert_loads(tmp_path, values(made), backend, dtype)
+
+
+def uneven(one: Integers) -> Integers:
+    """Give a column of the last group to the first."""
+    one.order[np.flatnonzero(one.order == one.order.max())[0]] = 0
+    return one
+
+
+def test_groups_that_are_not_of_one_size_are_decoded(tmp_path: Path) -> None:
+    made = all_random(4, 32, sort=True)
+    uneven(made["down", 1])
+    save(tmp_path, {key: gptq(one, 4) for key, one in made.items()}, config(4, 32, desc_act=True))
     assert_means(tmp_path, values(made), F32)
     assert_loads(tmp_path, values(made), "BF16", torch.bfloat16)
     assert str(describe(tmp_path)).endswith("integers by gptq, in layers 3")
@@ -137,6 +84,7 @@ def test_gptq_with_columns_in_order_of_activations(tmp_path: Path, bits: int, ze
 
 def test_what_is_decoded_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = all_random(4, 32, sort=True)
+    uneven(made["gate", 0])
     save(tmp_path, {key: gptq(one, 4) for key, one in made.items()}, config(4, 32, desc_act=True))
     caplog.set_level(logging.INFO, "ktk")
     ktk.MoE.from_checkpoint(tmp_path, 3)
@@ -152,7 +100,8 @@ def test_the_first_expert_may_be_the_one_in_order(tmp_path: Path) -> None:
     for part in SIZES:
         made[part, 0].order = np.sort(made[part, 0].order)
     save(tmp_path, {key: gptq(one, 4) for key, one in made.items()}, config(4, 32))
-    assert_means(tmp_path, values(made), F32)
+    assert_means(tmp_path, values(made), Format("u4", "f16", "none", 1, 32))
+    assert_loads(tmp_path, values(made), "RAWINT4", torch.float32)
 
 
 def test_columns_of_groups_that_are_none_are_refused(tmp_path: Path) -> None:
@@ -285,8 +234,8 @@ def test_compressed_tensors_in_order_of_activations(tmp_path: Path) -> None:
         {key: compressed(one, 4, zeros=True, order=True) for key, one in made.items()},
         packed(4, 32, symmetric=False, actorder="group"),
     )
-    assert_means(tmp_path, values(made), F32)
-    assert_loads(tmp_path, values(made), "BF16", torch.bfloat16)
+    assert_means(tmp_path, values(made), Format("u4", "f16", "u8", 1, 32))
+    assert_loads(tmp_path, values(made), "AMXINT4", torch.float32)
 
 
 @pytest.mark.parametrize("said", [True, False], ids=["config says 8", "config says nothing"])

@@ -1,16 +1,92 @@
-"""Random matrices as bitsandbytes and HQQ write them, by the descriptions of their formats."""
+"""Random matrices as GPTQ, bitsandbytes and HQQ write them, by descriptions of these formats."""
 
 from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from schemes import Tensors
+from schemes import SIZES, E, Tensors
 
 RNG = np.random.default_rng(1)
+
+# --- integers, and GPTQ -------------------------------------------------------------------------
+
+
+@dataclass
+class Integers:
+    """A matrix of random integers: codes [n, k], scales and zero points [n, groups], order [k]."""
+
+    codes: np.ndarray
+    scale: torch.Tensor
+    zero: np.ndarray
+    order: np.ndarray
+
+    @property
+    def values(self) -> np.ndarray:
+        scale = self.scale.double().numpy()[:, self.order]
+        return (self.codes - self.zero[:, self.order]) * scale
+
+
+def random(
+    shape: tuple[int, int],
+    bits: int,
+    group: int,
+    rng: np.random.Generator,
+    *,
+    zeros: bool = False,
+    sort: bool = False,
+    dtype: torch.dtype = torch.float16,
+) -> Integers:
+    n, k = shape
+    columns = group or k
+    groups = -(-k // columns)
+    scale = torch.from_numpy(rng.uniform(0.001, 0.01, (n, groups))).to(dtype)
+    middle = 1 << bits - 1
+    zero = rng.integers(1, 1 << bits, (n, groups)) if zeros else np.full((n, groups), middle)
+    order = np.arange(k) // columns
+    if sort:
+        order = rng.permutation(order)
+    return Integers(rng.integers(0, 1 << bits, (n, k)), scale, zero, order)
+
+
+def stream(codes: np.ndarray, bits: int) -> torch.Tensor:
+    """Pack each row as one number, code i at bit bits * i, in words of 32 bits."""
+    n, k = codes.shape
+    words = -(-k * bits // 32)
+    rows = [int("".join(f"{code:0{bits}b}" for code in row[::-1]), 2) for row in codes]
+    packed = b"".join(row.to_bytes(4 * words, "little") for row in rows)
+    return torch.from_numpy(np.frombuffer(packed, "<i4").reshape(n, words).copy())
+
+
+def gptq(one: Integers, bits: int, *, zeros: bool = True, order: bool = True) -> Tensors:
+    """AutoGPTQ's first format: words along the depth, zero points less one, along the rows."""
+    found = {
+        ".qweight": stream(one.codes, bits).T.contiguous(),
+        ".scales": one.scale.T.contiguous(),
+    }
+    if zeros:
+        found[".qzeros"] = stream(one.zero.T - 1, bits)
+    if order:
+        found[".g_idx"] = torch.from_numpy(one.order).int()
+    return found
+
+
+def all_random(bits: int, group: int, **options: Any) -> dict[tuple[str, int], Integers]:
+    rng = np.random.default_rng(bits * 1000 + group)
+    return {
+        (part, e): random(size, bits, group, rng, **options)
+        for part, size in SIZES.items()
+        for e in range(E)
+    }
+
+
+def values(made: dict[tuple[str, int], Integers]) -> dict[tuple[str, int], np.ndarray]:
+    return {key: one.values for key, one in made.items()}
+
 
 # --- bitsandbytes --------------------------------------------------------------------------------
 

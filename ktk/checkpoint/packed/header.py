@@ -3,7 +3,7 @@
     ktk        {"version": 1, "writer": "ktk 0.1.0", "backend": "AMXINT4", "layer": 3,
                 "source": "...", "read": "16 digits", "config": {...},
                 "formats": {"gate": {...}, ...},
-                "biases": [...], "factors": [...],
+                "biases": [...], "factors": [...], "orders": [...],
                 "packed": {"gate": "a layout", ...}, "sizes": {"gate": [bytes per expert], ...},
                 "xxh3": {"gate": "16 digits per expert", ...}}
     ktk_xxh3   the checksum of that text
@@ -33,6 +33,8 @@ from ktk.checkpoint.packed.layout import ALIGNMENT, Layout, PackedSpec
 from ktk.config import PARTS, MoEConfig
 
 VERSION = 1
+# Of files that have columns in an order, which readers of the first version would not restore.
+_ORDERED = 2
 # Files are named by layers of five digits.
 LAST_LAYER = 99_999
 _MOST_BYTES = 1 << 48
@@ -132,10 +134,10 @@ def from_metadata(metadata: Mapping[str, str] | None) -> Header:
 
 def _read(entries: Mapping[str, Any]) -> Header:
     found = integer("version", entries.get("version"))
-    if found != VERSION:
+    if found not in (VERSION, _ORDERED):
         raise HeaderError(
-            f"has version {found} of ktk's packed files, and this ktk reads version {VERSION}: it "
-            f"was written by {text('writer', entries.get('writer'))}"
+            f"has version {found} of ktk's packed files, and this ktk reads versions up to "
+            f"{_ORDERED}: it was written by {text('writer', entries.get('writer'))}"
         )
     formats = table("formats", entries.get("formats"))
     config = _config(table("config", entries.get("config")))
@@ -145,6 +147,7 @@ def _read(entries: Mapping[str, Any]) -> Header:
         _parts("biases", entries.get("biases")),
         _parts("factors", entries.get("factors")),
         _packed(entries, config.num_experts),
+        _parts("orders", entries.get("orders", [])),
     )
     checksums = table("xxh3", entries.get("xxh3"))
     experts = layout.config.num_experts
@@ -226,7 +229,7 @@ def _entries(header: Header) -> dict[str, Any]:
         "sizes": {part: spec.sizes for part, spec in layout.packed.items()},
     }
     return {
-        "version": VERSION,
+        "version": _ORDERED if layout.orders else VERSION,
         "writer": writer(),
         "backend": header.backend,
         "layer": header.layer,
@@ -236,6 +239,7 @@ def _entries(header: Header) -> dict[str, Any]:
         "formats": {part: format_entries(fmt) for part, fmt in layout.formats.items()},
         "biases": list(layout.biases),
         "factors": list(layout.factors),
+        **({"orders": list(layout.orders)} if layout.orders else {}),
         **(packed if layout.packed else {}),
         "xxh3": {
             name: "".join(map(hex_of, header.checksums.get(name, none))) for name in layout.specs

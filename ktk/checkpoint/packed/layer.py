@@ -59,6 +59,10 @@ class PackedLayer(LayerReader):
         formats = dict.fromkeys(map(str, self.header.layout.formats.values()))
         return Storage(f"packed for {self.recorded_backend}", ", ".join(formats))
 
+    @property
+    def orders(self) -> tuple[str, ...]:
+        return self.header.layout.orders
+
     def pieces(self, number: int) -> Iterator[Piece]:
         """Read one expert byte by byte: its part of each tensor."""
         elements, checksums = element_of(self.header.layout), self.header.checksums
@@ -111,6 +115,11 @@ class PackedLayer(LayerReader):
                 tensors |= self._unpacked(name, spec.layout, found, self.where(name, number))
             else:
                 tensors[name] = found.view(spec.torch_dtype).reshape(spec.shape)
+        for part in layout.orders:
+            order = tensors[f"{part}_order"]
+            if not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype)):
+                where = self.where(part, number)
+                raise DamagedLayer(f"{where} has an order that lacks columns; {_AGAIN}")
         return layout.expert(tensors)
 
     def _bytes(self, name: str, number: int) -> torch.Tensor:
@@ -168,6 +177,8 @@ def element_of(layout: Layout) -> dict[str, str]:
     """Return what the tensors of a file hold; biases and factors, which are f32, are left out."""
     found: dict[str, str] = {}
     for part, fmt in layout.formats.items():
+        if part in layout.orders:
+            found[f"{part}_order"] = ""
         if part in layout.packed:
             found[part] = ""
             continue

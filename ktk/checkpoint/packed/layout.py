@@ -42,6 +42,7 @@ _DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "I32": torch.int32,
     "I8": torch.int8,
     "U8": torch.uint8,
 }
@@ -125,6 +126,9 @@ class Layout:
         of ggml's blocks, ``gate_scale``.
     packed
         Which of gate, up and down are packed bytes.
+    orders
+        Which of them have their columns in an order, int32 [columns]: ``gate_order`` and so on, as
+        `Matrix` has it.
     """
 
     config: ExpertConfig
@@ -132,6 +136,7 @@ class Layout:
     biases: tuple[str, ...] = ()
     factors: tuple[str, ...] = ()
     packed: Mapping[str, PackedSpec] = field(default_factory=dict)
+    orders: tuple[str, ...] = ()
 
     @cached_property
     def specs(self) -> dict[str, Spec | PackedSpec]:
@@ -142,11 +147,13 @@ class Layout:
                 found[part] = self.packed[part]
             else:
                 found |= _matrix(part, fmt, *extents(self.config, part))
-            n, _ = extents(self.config, part)
+            n, k = extents(self.config, part)
             if part in self.biases:
                 found[f"{part}_bias"] = Spec("F32", (n,))
             if part in self.factors:
                 found[f"{part}_{factor_name(fmt)}"] = Spec("F32", (1,))
+            if part in self.orders:
+                found[f"{part}_order"] = Spec("I32", (k,))
         # Wide elements first, so that each tensor begins at a multiple of its element.
         return dict(
             sorted(found.items(), key=lambda item: (-item[1].torch_dtype.itemsize, item[0]))

@@ -13,10 +13,14 @@ matrix becomes:
     2 to 4 bits          u4, with the zero points as they are, or the middle moved to 8
     5 to 8 bits          i8: code - zero
     5 to 8 bits, zeros   decoded
-    out of order         decoded: the columns of a group are no neighbours
+
+Where the columns of a group are no neighbours (desc_act, or actorder), they are put side by side,
+and the matrix has an order; groups that are not of one size are decoded.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -54,9 +58,20 @@ def pack_u4(codes: torch.Tensor) -> torch.Tensor:
 
 def out_of_order(order: torch.Tensor, layout: Layout) -> bool:
     """Whether groups have other columns than neighbours: desc_act, or actorder, of GPTQ."""
-    expected = torch.arange(layout.k) // (layout.group or layout.k)
     # Minus one everywhere is how compressed-tensors says that nothing was reordered.
-    return not torch.equal(order.long(), expected) and not bool((order == -1).all())
+    return not torch.equal(order.long(), _neighbours(layout)) and not bool((order == -1).all())
+
+
+def uneven(order: torch.Tensor, layout: Layout) -> bool:
+    """Whether groups cannot be put side by side: not all of them have as many columns."""
+    return out_of_order(order, layout) and not torch.equal(
+        order.long().sort().values, _neighbours(layout)
+    )
+
+
+def _neighbours(layout: Layout) -> torch.Tensor:
+    """Return the group of each column where groups are neighbours, [k]."""
+    return torch.arange(layout.k) // (layout.group or layout.k)
 
 
 def integers(
@@ -87,10 +102,11 @@ def integers(
     bits, middle = layout.bits, 1 << layout.bits - 1
     if not 2 <= bits <= 8:
         raise StorageError(f"has integers of {bits} bits; ktk reads those of 2 to 8")
-    reordered = order is not None and out_of_order(order, layout)
-    if reordered or (bits > 4 and zero is not None):
-        group = order if reordered else torch.arange(layout.k) // (layout.group or layout.k)
-        assert group is not None
+    sort = None
+    if order is not None and not out_of_order(order, layout):
+        order = None
+    if (order is not None and uneven(order, layout)) or (bits > 4 and zero is not None):
+        group = _neighbours(layout) if order is None else order
         if not 0 <= int(group.min()) <= int(group.max()) < scale.shape[1]:
             raise StorageError(
                 f"sorts columns into groups {int(group.min())} to {int(group.max())}, and has "
@@ -103,13 +119,33 @@ def integers(
             return (unpack(rows, bits, layout.k).float() - least) * scale.float()[:, group]
 
         return decoded(layout, rows, values)
+    if order is not None:
+        sort = order.long().argsort(stable=True)
+    made = _stored(layout, rows, scale, zero, sort)
+    return made if sort is None else replace(made, order=sort.int())
+
+
+def _stored(
+    layout: Layout,
+    rows: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    sort: torch.Tensor | None,
+) -> Matrix:
+    """Return what backends take of codes, whose columns are sorted first if `sort` says how."""
+    bits, middle = layout.bits, 1 << layout.bits - 1
+
+    def codes() -> torch.Tensor:
+        found = unpack(rows, bits, layout.k)
+        return found if sort is None or found.is_meta else found[:, sort]
+
     if bits > 4:
-        codes = (unpack(rows, bits, layout.k) - middle).view(torch.int8)
-        return Matrix(Format("i8", "f32", "none", 1, layout.group), codes, scale.float())
+        signed = (codes() - middle).view(torch.int8)
+        return Matrix(Format("i8", "f32", "none", 1, layout.group), signed, scale.float())
     data = rows[:, : -(-layout.k // 2)]
-    if bits < 4:
+    if bits < 4 or sort is not None:
         moved = 0 if zero is not None else _U4_MIDDLE - middle
-        data = pack_u4(unpack(rows, bits, layout.k) + moved)
+        data = pack_u4(codes() + moved)
     kind = "none" if zero is None else "u8"
     fmt = Format("u4", element_name(scale.dtype), kind, 1, layout.group)
     return Matrix(fmt, data, scale.contiguous(), None if zero is None else zero.contiguous())

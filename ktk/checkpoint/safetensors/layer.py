@@ -13,6 +13,7 @@ from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.pieces import ELEMENTS, Piece, flat
 from ktk.checkpoint.reader import LayerReader, Storage, decoded
 from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.checkpoint.safetensors.integers import out_of_order
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias, weight_parts
 from ktk.checkpoint.safetensors.scheme import FLOAT, StorageError
 from ktk.checkpoint.safetensors.split import split_tensor
@@ -64,6 +65,24 @@ class SafetensorsLayer(LayerReader):
             if max(shape, default=1) == 1:
                 fmt = Format(fmt.element, fmt.scale, fmt.zero, 0, 0)
         return dict.fromkeys(self.config.parts, fmt)
+
+    @cached_property
+    def orders(self) -> tuple[str, ...]:
+        """Those of gate, up and down whose columns are sorted; reads which group each is of."""
+        if self.format == FLOAT or "order" not in self.names.scheme.tensors:
+            return ()
+        found: dict[str, None] = {}
+        for part, expert in self.names.tensors():
+            if is_bias(part) or not self._sorts(part, expert):
+                continue
+            found |= dict.fromkeys(("gate", "up") if part == "gate_up" else (part,))
+        return tuple(part for part in self.config.parts if part in found)
+
+    def _sorts(self, part: str, expert: int) -> bool:
+        name = self.names.name(part, expert, "order")
+        return name in self._index and out_of_order(
+            self._index.tensor(name), self.names.layout(part)
+        )
 
     @property
     def storage(self) -> Storage:

@@ -22,7 +22,7 @@ _EXPONENTS = ("U8", "F8_E8M0")
 _WORDS = ("I32",)
 _BY_ROW = "N 1 | N | 1 1 | 1 |"
 # Which group a column is of.
-_ORDER = {"order": integers.out_of_order}
+_ORDER = {"order": integers.uneven}
 
 PLAIN = Scheme(
     "plain",
