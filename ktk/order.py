@@ -11,10 +11,13 @@ input of down is what gate and up make, so that their rows are sorted in its pla
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ktk.arrays import Array, is_tensor
 from ktk.expert import Expert, Matrix
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def with_sorted_rows(expert: Expert) -> Expert:
@@ -23,18 +26,29 @@ def with_sorted_rows(expert: Expert) -> Expert:
     Raises
     ------
     ValueError
-        Rows share scales, so that they cannot go elsewhere.
+        Rows share scales, so that they cannot go elsewhere, or what is given is no order of them.
     """
-    order = expert.down.order
-    if order is None:
+    if expert.down.order is None:
         return expert
+    order = _checked(expert.down.order, len(expert.up.data))
     up = _sorted("up", expert.up, order)
     gate = None if expert.gate is None else _sorted("gate", expert.gate, order)
     return replace(expert, gate=gate, up=up)
 
 
-def _sorted(name: str, matrix: Matrix, order: Array) -> Matrix:
+def _checked(given: Array, rows: int) -> np.ndarray:
+    import numpy as np
+
+    order = np.asarray(given)
+    if order.dtype.kind != "i" or not np.array_equal(np.sort(order, axis=None), np.arange(rows)):
+        raise ValueError(f"down_order must be integers that have each of 0 to {rows - 1} once")
+    return order.reshape(-1).astype(np.int64)
+
+
+def _sorted(name: str, matrix: Matrix, order: np.ndarray) -> Matrix:
     fmt, n = matrix.format, len(matrix.data)
+    if n != len(order):
+        return matrix  # of another shape than up: an error of who loads it
     if fmt is not None and fmt.scale != "none" and fmt.group_n > 1:
         raise ValueError(
             f"{fmt.group_n} rows of {name} share a scale ({fmt}), and cannot be put into the order "
@@ -50,12 +64,11 @@ def _sorted(name: str, matrix: Matrix, order: Array) -> Matrix:
     return replace(matrix, **arrays)
 
 
-def _rows(array: Any, order: Array) -> Any:
+def _rows(array: Any, order: np.ndarray) -> Any:
     import numpy as np
 
-    index = np.asarray(order).astype(np.int64)
     if not is_tensor(array):
-        return np.asarray(array)[index]
+        return np.asarray(array)[order]
     import torch
 
-    return array[torch.from_numpy(index)]
+    return array[torch.from_numpy(order)]

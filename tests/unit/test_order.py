@@ -9,88 +9,33 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ordered import (
+    FORMATS,
+    ORDERED,
+    SIZES,
+    UNGATED,
+    E,
+    H,
+    I,
+    K,
+    chosen,
+    expert,
+    layer,
+    matrix,
+    permutation,
+    plain,
+)
 
 import ktk
 from ktk.checkpoint.safetensors.tensor_file import TensorFile
 from ktk.expert import Expert, Matrix
 from ktk.loading.cut import cut_columns, cut_expert
-from ktk.order import with_sorted_rows
 from ktk.quantize import dequantize, quantize
 from ktk.training import linear_backward
-
-H, I, E, K = 192, 160, 6, 3  # noqa: E741 - the names of the sizes everywhere
-SIZES = {"gate": (I, H), "up": (I, H), "down": (H, I)}
-#: By backend: what it stores.
-FORMATS = {
-    "RAWINT4": "u4-f16-g32",
-    "AMXINT4": "u4-bf16-zero-u8-g32",
-    "AMXINT8": "i8-f32-row",
-    "FP8": "e4m3-f32-row",
-    "MXFP4": "e2m1-ue8m0-g32",
-    "BF16": "bf16",
-}
-#: Which matrices have an order of their own: x of gate and up, or what down is given.
-ORDERED = {
-    "x of each expert": ("gate", "up", "down"),
-    "down only": ("down",),
-    "x only": ("gate", "up"),
-    "up only": ("up",),
-}
-
-
-def permutation(k: int, seed: int) -> torch.Tensor:
-    return torch.randperm(k, generator=torch.Generator().manual_seed(seed)).int()
-
-
-def matrix(name: str, shape: tuple[int, int], seed: int) -> Matrix:
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.05
-    if name == "bf16":
-        return Matrix(ktk.Format("bf16"), values.bfloat16())
-    return quantize(values, name)
-
-
-def expert(name: str, seed: int, ordered: tuple[str, ...], *, joint: bool = True) -> Expert:
-    """Make an expert; gate and up have the same order if `joint`."""
-    made = {}
-    for i, (part, shape) in enumerate(SIZES.items()):
-        one = matrix(name, shape, 10 * seed + i)
-        bias = torch.randn(shape[0], generator=torch.Generator().manual_seed(seed + i))
-        order = None
-        if part in ordered:
-            same = joint and part != "down"
-            order = permutation(shape[1], 100 + 10 * seed + (0 if same else i))
-        made[part] = replace(one, bias=bias, order=order)
-    return Expert(**made)
-
-
-def layer(backend: str, experts: list[Expert], **options: Any) -> ktk.MoE:
-    config: dict[str, Any] = {
-        "num_experts_per_tok": min(K, len(experts)),
-        "hidden_size": H,
-        "intermediate_size": I,
-    }
-    moe = ktk.load_backend(backend).moe(num_experts=len(experts), **config, **options)
-    for number, one in enumerate(experts):
-        moe.load_expert(number, one)
-    return moe
-
-
-def chosen(tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(tokens, H, generator=generator)
-    ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(tokens)])
-    return hidden, ids, torch.rand(tokens, K, generator=generator)
-
-
-def plain(one: Expert) -> Expert:
-    """The expert as it is in memory, without saying so."""
-    parts = with_sorted_rows(one).matrices
-    return Expert(**{part: replace(matrix, order=None) for part, matrix in parts.items()})
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 70])
@@ -183,6 +128,24 @@ def test_values_mean_what_the_order_says() -> None:
         assert torch.equal(values[:, column], dequantize(one)[:, i])
 
 
+def test_experts_without_a_gate_sort_their_tokens() -> None:
+    experts = [expert("u4-f16-g32", e, tuple(UNGATED), sizes=UNGATED) for e in range(E)]
+    moe = layer("RAWINT4", experts)
+    without = layer("RAWINT4", [plain(one) for one in experts])
+    hidden, ids, weights = chosen(40)
+    y = moe(hidden, ids, weights)
+    for e, one in enumerate(experts):
+        x = hidden[:, one.up.order.long()].contiguous()
+        single, weight = torch.full((40, 1), e), weights[:, :1].contiguous()
+        assert torch.equal(moe(hidden, single, weight), without(x, single, weight))
+        up, down = moe.unpack_expert(e)[-2:]
+        np.testing.assert_array_equal(up, dequantize(one.up).float())
+        np.testing.assert_array_equal(down, dequantize(one.down).float())
+    for begin, end in ((0, 1), (1, 7), (7, 40)):
+        rows = (one[begin:end].contiguous() for one in (hidden, ids, weights))
+        assert torch.equal(moe(*rows), y[begin:end])
+
+
 @pytest.mark.parametrize("joint", [True, False], ids=["gate as up", "gate and up"])
 def test_a_layer_is_within_its_bound(joint: bool) -> None:
     """BF16 multiplies tokens that are rounded each by itself: their order matters to sums only."""
@@ -206,73 +169,6 @@ def test_a_layer_is_within_its_bound(joint: bool) -> None:
     allowed = 2**-7 * want.abs().amax()
     assert ((y - want).abs() <= allowed).all()
     assert not torch.equal(y, want)
-
-
-# --- adapters and gradients ---------------------------------------------------------------------
-
-
-def adapter(dtype: torch.dtype, seed: int = 5, rank: int = 5) -> ktk.Lora:
-    generator = torch.Generator().manual_seed(seed)
-    factors = {}
-    for part, (n, k) in SIZES.items():
-        factors[f"{part}_a"] = (torch.randn(E, rank, k, generator=generator) * 0.3).to(dtype)
-        factors[f"{part}_b"] = (torch.randn(E, n, rank, generator=generator) * 0.3).to(dtype)
-    return ktk.Lora(**factors, scale=0.5)
-
-
-def pair(*, joint: bool) -> tuple[ktk.MoE, ktk.MoE]:
-    """BF16 with and without orders, of the same values."""
-    experts = [expert("bf16", e, SIZES.keys(), joint=joint) for e in range(E)]
-    values = [
-        Expert(
-            **{
-                part: Matrix(ktk.Format("bf16"), dequantize(m).bfloat16(), bias=m.bias)
-                for part, m in one.matrices.items()
-            }
-        )
-        for one in experts
-    ]
-    return layer("BF16", experts, shards=2), layer("BF16", values, shards=2)
-
-
-def close(got: Any, want: Any, what: str) -> None:
-    """Sums in two orders, of factors that are rounded to bf16 on their way: 8 bits, three times."""
-    got, want = torch.as_tensor(got).float(), torch.as_tensor(want).float()
-    assert (got - want).abs().max() <= 2**-6 * want.abs().max(), what
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("joint", [True, False], ids=["gate as up", "gate and up"])
-def test_adapters_see_rows_and_columns_as_they_were(dtype: torch.dtype, joint: bool) -> None:
-    moe, unsorted = pair(joint=joint)
-    hidden, ids, weights = chosen(33)
-    lora = adapter(dtype)
-    # What the adapter changes, which rows elsewhere would not.
-    y, want = (
-        one(hidden, ids, weights, lora=lora) - one(hidden, ids, weights) for one in (moe, unsorted)
-    )
-    close(y, want, "y")
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["products kept", "computed again"])
-@pytest.mark.parametrize("joint", [True, False], ids=["gate as up", "gate and up"])
-def test_gradients_are_of_rows_and_columns_as_they_were(joint: bool, kept: bool) -> None:
-    hidden, ids, weights = chosen(33)
-    lora = adapter(torch.float32)
-    dy = torch.randn(33, H, generator=torch.Generator().manual_seed(8))
-    found = []
-    for moe in pair(joint=joint):
-        call: dict[str, Any] = {"lora": lora}
-        if kept:
-            _, call["saved"] = moe.forward_train(hidden, ids, weights, lora=lora)
-        found.append(moe.backward(dy, hidden, ids, weights, weight_grads=True, **call))
-    got, want = found
-    close(got.hidden, want.hidden, "hidden")
-    close(got.topk_weights, want.topk_weights, "topk_weights")
-    for name, values in want.lora.factors():
-        close(dict(got.lora.factors())[name], values, name)
-    for part in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
-        close(getattr(got.weights, part), getattr(want.weights, part), part)
 
 
 # --- dense layers -------------------------------------------------------------------------------
@@ -359,6 +255,24 @@ def test_what_is_no_order_is_refused(order: torch.Tensor, wanted: str) -> None:
         moe.load_expert(0, replace(one, gate=replace(one.gate, order=order)))
     with pytest.raises(ValueError, match=wanted):
         ktk.Linear("BF16", H, I).load(replace(one.gate, order=order, bias=None))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [torch.arange(I).int() // 2, torch.arange(I).int() + 1, -torch.arange(I), torch.arange(I - 1)],
+)
+def test_rows_of_gate_and_up_need_an_order(order: torch.Tensor) -> None:
+    one = expert("bf16", 0, ())
+    moe = layer("BF16", [one])
+    wanted = "down_order must be integers that have each of 0 to 159 once"
+    for given in (order, order.numpy(), order.float()):
+        with pytest.raises(ValueError, match=wanted):
+            moe.load_expert(0, replace(one, down=replace(one.down, order=given)))
+    hidden, _, weights = chosen(3)
+    zeros = torch.zeros(3, 1, dtype=torch.int64)
+    weights = weights[:, :1].contiguous()
+    want = layer("BF16", [one])(hidden, zeros, weights)
+    assert torch.equal(moe(hidden, zeros, weights), want)  # nothing is lost
 
 
 def test_rows_that_share_scales_stay_where_they_are() -> None:
