@@ -12,13 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ktk.cost.table import CostTable, measured_tokens, memory_difference
 from ktk.system import last_level_cache_bytes
-
-if TYPE_CHECKING:
-    pass
 
 #: Numbers of rows that are measured. Kernels take up to 16 rows at once, so they are dense there;
 #: beyond 512 a layer takes an expert's rows in pieces of so many.
