@@ -179,32 +179,14 @@ class PackedMatrix {
     return decode(rows, x.shape(0));
   }
 
-  F32Matrix matmul(nb::handle x_, size_t n_begin, std::optional<size_t> n_end,
+  F32Matrix matmul(nb::handle x, size_t n_begin, std::optional<size_t> n_end,
                    std::optional<size_t> ukernel) const {
-    const F32Input x = f32_from(x_);
-    const size_t m = x.shape(0), end = n_end.value_or(n());
-    check_columns(n_begin, end);
-    const Lent rows = acts(nullptr, m);
-    encode(x, 0, k(), rows);
-    const size_t stride = round_up(round_up(end - n_begin, variant_.tile.n_step), 16);
-    const Lent panel = dst(nullptr, m, end - n_begin, stride);
-    run(rows, m, n_begin, end, panel, stride, ukernel, false);
-    F32Matrix out = new_matrix(m, end - n_begin);
-    for (size_t row = 0; row < m; ++row) {
-      std::copy_n(floats(panel) + row * stride, end - n_begin, out.data() + row * (end - n_begin));
-    }
-    return out;
+    return multiply(x, n_begin, n_end, ukernel, false);
   }
 
-  void check_registers(nb::handle x_, size_t n_begin, std::optional<size_t> n_end,
+  void check_registers(nb::handle x, size_t n_begin, std::optional<size_t> n_end,
                        std::optional<size_t> ukernel) const {
-    const F32Input x = f32_from(x_);
-    const size_t m = x.shape(0), end = n_end.value_or(n());
-    check_columns(n_begin, end);
-    const Lent rows = acts(nullptr, m);
-    encode(x, 0, k(), rows);
-    const size_t stride = round_up(round_up(end - n_begin, variant_.tile.n_step), 16);
-    run(rows, m, n_begin, end, dst(nullptr, m, end - n_begin, stride), stride, ukernel, true);
+    multiply(x, n_begin, n_end, ukernel, true);
   }
 
   void run_raw(nb::handle act_, size_t m, size_t n_begin, size_t n_end, nb::handle dst_,
@@ -228,6 +210,24 @@ class PackedMatrix {
   }
 
  private:
+  // `watched`: throws std::runtime_error where a function leaves registers changed that are ours.
+  F32Matrix multiply(nb::handle x_, size_t n_begin, std::optional<size_t> n_end,
+                     std::optional<size_t> ukernel, bool watched) const {
+    const F32Input x = f32_from(x_);
+    const size_t m = x.shape(0), end = n_end.value_or(n());
+    check_columns(n_begin, end);
+    const Lent rows = acts(nullptr, m);
+    encode(x, 0, k(), rows);
+    const size_t stride = round_up(round_up(end - n_begin, variant_.tile.n_step), 16);
+    const Lent panel = dst(nullptr, m, end - n_begin, stride);
+    run(rows, m, n_begin, end, panel, stride, ukernel, watched);
+    F32Matrix out = new_matrix(m, end - n_begin);
+    for (size_t row = 0; row < m; ++row) {
+      std::copy_n(floats(panel) + row * stride, end - n_begin, out.data() + row * (end - n_begin));
+    }
+    return out;
+  }
+
   Lent output(size_t bytes, size_t align) const {
     return lender_.lend(Operand::kOutput, nullptr, bytes, align);
   }

@@ -77,7 +77,9 @@ def test_a_cell_between_stays_undecided() -> None:
     assert decide([1.05 + chance.uniform(-0.1, 0.1) for _ in range(128)]).state == "undecided"
 
 
-def test_what_cannot_run_is_left_out() -> None:
+def test_what_could_not_run_is_left_out_and_what_can_no_longer_fails() -> None:
     nothing: Callable[[], float | None] = lambda: None  # noqa: E731
     assert compare(nothing, lambda: 1.0, 0.05) is None
-    assert compare(lambda: 1.0, nothing, 0.05) is None
+    lost = compare(lambda: 1.0, nothing, 0.05)
+    assert lost is not None
+    assert lost.state == "fails"

@@ -3,13 +3,15 @@
 python tools/bench/gate OLD NEW      # Pythons of two environments, each with its own ktk
 
 Both stay loaded and take turns, old new and new old, in each cell: a backend and a number of
-tokens. Exit status 0: nothing is lost; 1: a cell has lost more; 3: a cell is undecided.
+tokens. Exit status 0: nothing is lost; 1: a cell has lost more, or a backend that the old build
+has; 2: nothing was compared; 3: a cell is undecided.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -55,9 +57,11 @@ class Build:
 
 
 def compare(old: Sample, new: Sample, loss: float) -> Verdict | None:
-    """Sample a cell by turns until it is decided; None where a build cannot compute it."""
-    if old() is None or new() is None:  # also loads weights
+    """Sample a cell by turns until it is decided; None where the old build cannot compute it."""
+    if old() is None:  # also loads weights
         return None
+    if new() is None:
+        return Verdict("fails", math.inf, math.inf, math.inf)
     ratios: list[float] = []
     for look in LOOKS:
         while len(ratios) < look:
@@ -110,4 +114,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except RuntimeError as error:
-        sys.exit(f"gate: {error}")
+        print(f"gate: {error}", file=sys.stderr)
+        sys.exit(2)
