@@ -28,7 +28,7 @@ struct Parts {
 // in the order of down's columns.
 struct ExpertSource : Parts<ktk_source> {
   Parts<float> factor{1, 1, 1};
-  Parts<Order> order;
+  Parts<Order> order{};
   const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
 };
 
