@@ -53,6 +53,7 @@ KT_WRITTEN: Mapping[str, tuple[Format, ...]] = {
     "FP8_PERCHANNEL": (Format("e4m3", "f32", "none", 1, 0),),
     "RAWINT4": tuple(Format("u4", "bf16", "none", 1, group) for group in (32, 64, 128, 256)),
     "MXFP4": (Format("e2m1", "ue8m0", "none", 1, 32),),
+    "NVFP4": (Format("e2m1", "e4m3", "none", 1, 16),),
     "MXFP8": (Format("e4m3", "ue8m0", "none", 1, 32),),
 }
 

@@ -12,11 +12,19 @@ FP8             e4m3 [2 I_r, H]      f32 [2 I_r/128,      e4m3 [H, I_r]      f32
 FP8_PERCHANNEL  e4m3 [2 I_r, H]      f32 [2 I_r]          e4m3 [H, I_r]      f32 [H]
 RAWINT4         4 bits [2 I_r, H/2]  bf16 [2 I_r, H/gs]   4 bits [H, I_r/2]  bf16 [H, I_r/gs]
 MXFP4           e2m1 [2 I_r, H/2]    bf16 [2 I_r, H/32]   e2m1 [H, I_r/2]    bf16 [H, I_r/32]
+NVFP4           e2m1 [2 I_r, H/2]    bf16 [2 I_r, H/16]   e2m1 [H, I_r/2]    bf16 [H, I_r/16]
 MXFP8           e4m3 [2 I_r, H]      ue8m0 [2 I_r, H/32]  e4m3 [H, I_r]      ue8m0 [H, I_r/32]
 ==============  ===================  ===================  =================  ==============
 
 where w13 has rows ``[r I_r, (r+1) I_r)`` of gate, then the same rows of up, and w2 the columns of
 these numbers of down; of two 4-bit elements in a byte, the even column is the low one.
+
+The scales of NVFP4 are the only numbers here that a checkpoint does not have: each is the E4M3
+scale times the f32 of its matrix, rounded to f32 and then to bf16. That is what kt-kernel 0.7.2
+keeps of them when it loads (NVFP4SafeTensorLoader), and what the class that computes its method
+NVFP4 (AVX2MXFP4_MOE with group_size 16) writes. Its SGLang, sglang-kt 0.7.2, does not know the
+method: it takes ModelOpt's tensors for FP8_PERCHANNEL and has a byte for each scale, which these
+writes would overrun. In a process that has loaded it, NVFP4 is refused.
 
 Addresses say nothing about sizes: the engine has allocated what its method and its own model mean.
 So a method writes its own format, and only where the weights were loaded in it.
@@ -25,6 +33,7 @@ So a method writes its own format, and only where the weights were loaded in it.
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 
 from ktk import _core
@@ -35,6 +44,10 @@ from ktk.names import KT_WRITTEN
 
 #: Formats of gate, up and down.
 Formats = tuple[Format, Format, Format]
+
+
+# Of sglang-kt: allocates what is written to.
+_SGLANG = "sglang.srt.layers.moe.kt_ep_wrapper"
 
 
 def method_of(formats: Formats) -> str | None:
@@ -75,6 +88,8 @@ def check_method(method: str, stored: Formats, given: Formats | None) -> None:
         own = KT_WRITTEN[method][0]
         why = f"writes {own}, but the layer holds {described(stored)}"
         why += f", which is method {found}" if found else ""
+    elif method == "NVFP4" and _SGLANG in sys.modules:
+        why = "writes scales as bf16, and sglang-kt has allocated a byte for each"
     elif given is None:
         why = (
             "writes what a checkpoint holds, but weight_path is a folder that ktk convert made, "
@@ -137,7 +152,7 @@ def submit_write(
             raise ValueError(f"{name} has an address that is none: {addresses}")
         if not all(addresses) and (scaled or "scale" not in name):
             raise ValueError(f"{name} has an address of 0, but {stored[0]} needs memory there")
-    # Engines stage the scales of MXFP4 as bf16, those of MXFP8 as exponents.
+    # Engines stage the scales of 4-bit floats as bf16, those of MXFP8 as exponents.
     wide = stored[0].element == "e2m1"
     ranks = list(zip(*lists, strict=True))
     return _core.submit_write(moe._core, expert_id, ranks, wide)

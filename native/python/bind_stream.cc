@@ -136,7 +136,7 @@ JobHandle* submit_write(std::shared_ptr<Layer> layer, size_t expert,
     targets.push_back({at(0), at(1), at(2), at(3)});
   }
   const Unlocked unlocked;
-  check_write(*layer, expert, targets);
+  check_write(*layer, expert, targets, wide_scales);
   Engine& engine = *layer->engine();
   return new JobHandle(engine, [layer = std::move(layer), expert, targets, wide_scales] {
     write_expert(*layer, expert, targets, wide_scales);

@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 
@@ -13,17 +15,38 @@
 namespace ktk {
 namespace {
 
-// Copies scales as they are, or makes bf16 of their exponents: 2^(e - 127) is the bits of a bf16,
-// but for 2^-127, which is subnormal, and NaN.
-void put_scales(const char* from, size_t count, ktk_element type, bool wide, char* to) {
-  if (!wide || type != KTK_UE8M0) {
+// 2^(e - 127) is the bits of a bf16, but for 2^-127, which is subnormal, and NaN.
+uint16_t bf16_from_ue8m0(uint8_t e) {
+  return static_cast<uint16_t>(e == 0 ? 0x0040 : e == 255 ? 0x7fc0 : e << 7);
+}
+
+float f32_from_e4m3(uint8_t x) {
+  const int exponent = x >> 3 & 15, fraction = x & 7;
+  float size = std::ldexp(static_cast<float>(exponent ? 8 + fraction : fraction),
+                          std::max(exponent, 1) - 10);
+  if ((x & 127) == 127) size = std::numeric_limits<float>::quiet_NaN();
+  return x & 128 ? -size : size;
+}
+
+// Whether scales are folded with the factor of their matrix, and rounded twice: to f32 and to bf16.
+bool is_folded(ktk_element scale, bool wide) { return wide && scale == KTK_E4M3; }
+
+// Copies scales as they are or, where they are to be wide, makes bf16 of them.
+void put_scales(const char* from, size_t count, ktk_element type, bool wide, float factor,
+                char* to) {
+  if (!wide || (type != KTK_UE8M0 && type != KTK_E4M3)) {
     std::memcpy(to, from, count * element_bits(type) / 8);
     return;
   }
-  for (size_t i = 0; i < count; ++i) {
-    const auto e = static_cast<uint8_t>(from[i]);
-    const auto bits = static_cast<uint16_t>(e == 0 ? 0x0040 : e == 255 ? 0x7fc0 : e << 7);
-    std::memcpy(to + 2 * i, &bits, sizeof bits);
+  for (size_t i = 0; i < count; ++i, to += 2) {
+    const auto code = static_cast<uint8_t>(from[i]);
+    if (is_folded(type, wide)) {
+      const float folded = f32_from_e4m3(code) * factor;
+      ops().from_f32(&folded, KTK_BF16, 1, to);
+    } else {
+      const uint16_t bits = bf16_from_ue8m0(code);
+      std::memcpy(to, &bits, sizeof bits);
+    }
   }
 }
 
@@ -86,8 +109,10 @@ class Writer {
            : part == 1 ? slice.up_at(expert_)
                        : slice.down_at(expert_);
   }
+  const Parts<float>& factor() const { return weights_.factor(expert_); }
   size_t scale_size(const ktk_format& format) const {
-    return wide_ && format.scale == KTK_UE8M0 ? 2 : element_bits(format.scale) / 8;
+    const bool grows = format.scale == KTK_UE8M0 || format.scale == KTK_E4M3;
+    return wide_ && grows ? 2 : element_bits(format.scale) / 8;
   }
 
   Stored exported(const ktk_matrix& matrix, const char* packed, size_t begin, size_t end) const {
@@ -129,6 +154,7 @@ class Writer {
       if (f.scale != KTK_NONE && at % group == 0) {
         put_scales(rows.scale.data() + (n - begin) / group * rows.shape.scale_bytes,
                    groups_of(stop - n, f.group_n) * scales, f.scale, wide_,
+                   part == 0 ? factor().gate : factor().up,
                    static_cast<char*>(ranks_[rank].w13_scale) + row / group * scale_bytes);
       }
       n = stop;
@@ -158,7 +184,7 @@ class Writer {
     if (f.scale == KTK_NONE || f.group_k || slice.begin) return;
     const size_t group = std::max<uint32_t>(f.group_n, 1);
     for (const RankTarget& rank : ranks_) {
-      put_scales(rows.scale.data(), rows.shape.groups_n, f.scale, wide_,
+      put_scales(rows.scale.data(), rows.shape.groups_n, f.scale, wide_, factor().down,
                  static_cast<char*>(rank.w2_scale) + begin / group * scale_size(f));
     }
   }
@@ -174,7 +200,7 @@ class Writer {
     const char* from = rows.scale.data() + k / f.group_k * element_bits(f.scale) / 8;
     for (size_t g = 0; g < rows.shape.groups_n; ++g) {
       put_scales(from + g * rows.shape.scale_bytes, groups_of(stop - k, f.group_k), f.scale, wide_,
-                 to + (begin / group + g) * row_bytes);
+                 factor().down, to + (begin / group + g) * row_bytes);
     }
   }
 
@@ -196,7 +222,8 @@ void check_groups(const char* name, size_t step, const std::string& format, size
 
 }  // namespace
 
-void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget>& ranks) {
+void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget>& ranks,
+                 bool wide_scales) {
   if (!layer.variant().export_weight) {
     throw std::invalid_argument("the backend " + layer.table().name +
                                 " cannot write weights as a checkpoint has them");
@@ -233,6 +260,16 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
     if (f.scale == KTK_NONE || f.group_n) continue;
     throw std::invalid_argument("weights are stored as " + describe(f) +
                                 ", but GPUs take scales of some rows each, not of all");
+  }
+  const Parts<float>& factor = weights->factor(expert);
+  const auto has_factor = [&](float value, const ktk_format& f) {
+    return value != 1 && !is_folded(f.scale, wide_scales);
+  };
+  if (has_factor(factor.gate, formats.gate) || has_factor(factor.up, formats.up) ||
+      has_factor(factor.down, formats.down)) {
+    throw std::invalid_argument("expert " + std::to_string(expert) +
+                                " has a factor beside the scales of a matrix, for which GPUs have "
+                                "no place");
   }
   const auto rows = [&](const char* name, const ktk_format& f) {
     if (f.scale != KTK_NONE) {

@@ -22,11 +22,12 @@ struct RankTarget {
 };
 
 // Throws std::invalid_argument unless the backend can write what it stores, the expert is loaded,
-// and each rank gets whole groups and bytes.
-void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget>& ranks);
+// and each rank gets whole groups and bytes. A factor beside a matrix has to have a place.
+void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget>& ranks,
+                 bool wide_scales);
 
-// Writes the stored bytes, with the workers of the layer. `wide_scales`: power-of-two scales (one
-// byte, UE8M0) are written as bf16.
+// Writes the stored bytes, with the workers of the layer. `wide_scales`: scales of one byte are
+// written as bf16, those of E4M3 times the factor of their matrix.
 void write_expert(Layer& layer, size_t expert, const std::vector<RankTarget>& ranks,
                   bool wide_scales);
 

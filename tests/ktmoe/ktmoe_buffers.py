@@ -42,7 +42,14 @@ def wanted(parts: Mapping[str, Quantized], ranks: int, rank: int) -> tuple[Bytes
     if stored.scale == "none":
         return raw(w13), None, raw(w2), None
     scales = {name: matrix.scale for name, matrix in parts.items() if matrix.scale is not None}
-    if stored.element == "e2m1":
+    if stored.scale == "e4m3":
+        # kt-kernel keeps the product with the factor, in bf16.
+        for name, codes in scales.items():
+            number = codes.view(torch.float8_e4m3fn).float()
+            factor = parts[name].factor
+            assert factor is not None
+            scales[name] = (number * factor.reshape(())).bfloat16()
+    elif stored.element == "e2m1":
         # Engines stage these as bf16.
         scales = {n: torch.exp2(s.double() - 127).bfloat16() for n, s in scales.items()}
     w13_scale = torch.cat([rows(scales["gate"]), rows(scales["up"])])

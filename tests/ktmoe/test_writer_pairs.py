@@ -23,6 +23,7 @@ OWN = {
     "MXFP8": {"mxfp8"},
     "RAWINT4": {"int4 by 32", "int4 by 128", "int4 by 256"},
     "MXFP4": {"mxfp4"},
+    "NVFP4": {"nvfp4"},
 }
 OTHERS = ("AMXINT4", "AMXINT8", "MOE_INT4", "MOE_INT8", "GPTQ_INT4", "LLAMAFILE", "AMXBF16")
 REFUSED = r"method {} .*--kt-gpu-prefill-token-threshold"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ FORMATS = {
     "FP8_PERCHANNEL": Format("e4m3", "f32", "none", 1, 0),
     "RAWINT4": Format("u4", "bf16", "none", 1, 32),
     "MXFP4": Format("e2m1", "ue8m0", "none", 1, 32),
+    "NVFP4": Format("e2m1", "e4m3", "none", 1, 16),
     "MXFP8": Format("e4m3", "ue8m0", "none", 1, 32),
 }
 
@@ -37,6 +40,14 @@ def experts(method: str) -> list[dict[str, Quantized]]:
     if data.dtype == torch.uint8:
         data[0, :64], data[1, :64] = torch.arange(64), torch.arange(64, 128)
         data[2, :64], data[3, :64] = torch.arange(128, 192), torch.arange(192, 256)
+    if method == "NVFP4":
+        # Every scale that is a number, and gate and up with factors of their own.
+        numbers = torch.tensor([code for code in range(256) if code & 127 != 127])
+        for part in ("gate", "up", "down"):
+            scale = made[0][part].scale
+            assert scale is not None
+            scale.view(-1)[: len(numbers)] = numbers.to(scale.dtype)
+        assert len({float(made[0][part].factor) for part in ("gate", "up", "down")}) == 3
     return made
 
 
@@ -53,6 +64,7 @@ def loaded(method: str, made: list[dict[str, Quantized]], shards: int) -> KTMoEW
     for number, parts in enumerate(made):
         arrays = {part: matrix.data for part, matrix in parts.items()}
         arrays |= {f"{part}_scale": m.scale for part, m in parts.items() if m.scale is not None}
+        arrays |= {f"{part}_factor": m.factor for part, m in parts.items() if m.factor is not None}
         moe.load_expert(number, **arrays, given=FORMATS[method])
     layer._use((moe, (FORMATS[method],) * 3))
     return layer
@@ -76,6 +88,33 @@ def test_ranks_get_the_bytes_of_the_checkpoint(method: str, ranks: int, shards: 
                     assert part is buffer
                     continue
                 np.testing.assert_array_equal(buffer, part.ravel())
+
+
+def test_nvfp4_is_not_written_for_an_engine_that_has_too_little_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """sglang-kt 0.7.2 has a byte for each scale: such buffers stay as they are."""
+    made = experts("NVFP4")
+    layer = loaded("NVFP4", made, 1)
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.moe.kt_ep_wrapper", types.ModuleType("kt"))
+    w13, w13_scale, w2, w2_scale = (part.size for part in wanted(made[0], 1, 0) if part is not None)
+    buffers = Guarded([[w13, w13_scale // 2, w2, w2_scale // 2]])
+    with pytest.raises(NotImplementedError, match="method NVFP4 writes scales as bf16"):
+        layer.submit_write_weight_scale_to_buffer(1, 0, *buffers.pointers)
+    assert buffers.untouched()
+
+
+def test_factors_that_no_gpu_is_told_are_refused() -> None:
+    made = experts("MXFP8")
+    layer = loaded("MXFP8", made, 1)
+    assert layer.moe is not None
+    arrays = {part: matrix.data for part, matrix in made[0].items()}
+    arrays |= {f"{part}_scale": m.scale for part, m in made[0].items() if m.scale is not None}
+    layer.moe.load_expert(
+        0, **arrays, up_factor=np.array([0.5], np.float32), given=FORMATS["MXFP8"]
+    )
+    with pytest.raises(ValueError, match="expert 0 has a factor beside the scales"):
+        layer.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
 
 
 def test_what_cannot_be_written_says_why() -> None:
