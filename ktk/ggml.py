@@ -70,7 +70,7 @@ def block(element: str) -> tuple[int, int]:
         Name of a type: q4_k, say.
     """
     if element in ik_types.TYPES:
-        return ik_types.COLUMNS, ik_types.TYPES[element].nbytes
+        return ik_types.TYPES[element].columns, ik_types.TYPES[element].nbytes
     columns, nbytes = GGML_QUANT_SIZES[_type(element)]
     return int(columns), int(nbytes)
 

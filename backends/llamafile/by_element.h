@@ -1,11 +1,12 @@
-// One variant made of three tables: that of block types, that of F16 and F32, and that of the BF16
-// backend, whose code the build compiles for the same instruction set. The element of a matrix says
-// which one a call is for.
+// One variant made of four tables: that of block types, that of block types which are computed as
+// floats, that of F16 and F32, and that of the BF16 backend, whose code the build compiles for the
+// same instruction set. The element of a matrix says which one a call is for.
 #pragma once
 
 #include "codec/act_rows.h"
 #include "ktk/backend.h"
 #include "llamafile/act.h"
+#include "llamafile/floats/blocks.h"
 #include "llamafile/floats/codec.h"
 #include "llamafile/gguf/weight_codec.h"
 
@@ -53,12 +54,13 @@ struct FloatVariant {
   static constexpr ktk_ukernel kUkernels[] = {ukernel("gemm_f32", kRun)};
 };
 
-template <const ktk_variant& kBlocks, const ktk_variant& kFloats>
+template <const ktk_variant& kBlocks, const ktk_variant& kFloatBlocks, const ktk_variant& kFloats>
 struct ByElement {
   static const ktk_variant& table_of(const ktk_matrix* matrix) {
     const ktk_element element = matrix->format.element;
     if (element == KTK_BF16) return KTK_VARIANT(bf16);
-    return element == KTK_F32 || element == KTK_F16 ? kFloats : kBlocks;
+    if (element == KTK_F32 || element == KTK_F16) return kFloats;
+    return floats::find_float_block(element) ? kFloatBlocks : kBlocks;
   }
 
   // A function of a table, which takes a matrix first.

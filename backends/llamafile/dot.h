@@ -7,6 +7,7 @@
 //   kMaxRowsInRegisters, kMaxHalfRowsInRegisters   of a tile that also holds dst in registers
 //   broadcast_row<at>(act, stride, row)   four bytes of a row of act, row < 3
 //   add_from(x, bytes)     x plus as many bytes of memory
+//   sum_of_bytes<begin>(x) begin + the four bytes of each dword, none above 127
 //   keep_where(bits, x)    dwords of x where there is a bit, 0 elsewhere
 //   shuffle_by_bit<bit>(lower, upper, index, bytes)   upper[index] where a byte of memory has that
 //                          bit, lower[index] elsewhere
@@ -82,6 +83,10 @@ struct Dot : Zmm {
   [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(weight), "v"(act));
     return acc;
+  }
+  template <int kBegin>
+  static Int sum_of_bytes(Int x) {
+    return dot(set1_int(kBegin), x, set1_byte(1));
   }
   template <int kMask>
   static Int mask_bytes(Int x) {
@@ -162,6 +167,10 @@ struct Dot : Ymm {
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(weight), "x"(act));
     return acc;
   }
+  template <int kBegin>
+  static Int sum_of_bytes(Int x) {
+    return dot(set1_int(kBegin), x, set1_byte(1));
+  }
 #else
   // vpmaddubsw takes unsigned weights: the sign of a weight goes to the activation, and two
   // products of 128 * 127 at most fit into a word.
@@ -176,6 +185,11 @@ struct Dot : Ymm {
     asm("vpmaddwd %2, %1, %0" : "=x"(sum) : "x"(pairs), "m"(kOnes));
     asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(sum));
     return acc;
+  }
+  template <int kBegin>
+  static Int sum_of_bytes(Int x) {
+    const Int pairs = _mm256_maddubs_epi16(x, set1_byte(1));
+    return add(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)), set1_int(kBegin));
   }
 #endif
 };

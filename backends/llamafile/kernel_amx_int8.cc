@@ -2,7 +2,7 @@
 // are decoded as they are read.
 #include "llamafile/amx.h"
 #include "llamafile/by_element.h"
-#include "llamafile/floats/kernel.h"
+#include "llamafile/floats/blocks_kernel.h"
 #include "llamafile/gemm.h"
 #include "llamafile/gemv.h"
 
@@ -19,9 +19,10 @@ struct Blocks {
   };
 };
 constexpr ktk_variant kBlocks = make_variant<Blocks>();
+constexpr ktk_variant kFloatBlocks = make_variant<floats::BlocksVariant>();
 constexpr ktk_variant kFloats = make_variant<FloatVariant<floats::multiply<Dot>>>();
 
-struct Variant : ByElement<kBlocks, kFloats>, AmxVariant {
+struct Variant : ByElement<kBlocks, kFloatBlocks, kFloats>, AmxVariant {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
       ukernel<1>("gemm_4x32_avx512_vnni", Dot::kMaxRows),

@@ -49,10 +49,14 @@ size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
   return many_rows_of(matrix).scratch_size(matrix, m);
 }
 
-using Shared = ByElement<ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni>;
+using Shared =
+    ByElement<ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni>;
 constexpr ktk_ukernel kSharedFew = Shared::ukernel<1>(""), kSharedMany = Shared::ukernel<2>("");
 
-bool has_blocks(const ktk_matrix* matrix) { return matrix->format.element >= KTK_GGML; }
+bool has_blocks(const ktk_matrix* matrix) {
+  const ktk_element element = matrix->format.element;
+  return element >= KTK_GGML && !floats::find_float_block(element);
+}
 
 void multiply_few(const ktk_matmul* mm) {
   (has_blocks(mm->matrix) ? multiply : kSharedFew.run)(mm);

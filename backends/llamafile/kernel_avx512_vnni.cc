@@ -1,7 +1,7 @@
 // AVX-512 with vpdpbusd: Cascade Lake, Ice Lake and what follows on them, where instructions on
 // 512-bit registers have two ports. Zen 4 and Zen 5 are avx512_bf16.
 #include "llamafile/by_element.h"
-#include "llamafile/floats/kernel.h"
+#include "llamafile/floats/blocks_kernel.h"
 #include "llamafile/gemm.h"
 #include "llamafile/gemm_decoded_i16.h"
 #include "llamafile/gemv.h"
@@ -47,9 +47,10 @@ struct Blocks {
   };
 };
 constexpr ktk_variant kBlocks = make_variant<Blocks>();
+constexpr ktk_variant kFloatBlocks = make_variant<floats::BlocksVariant>();
 constexpr ktk_variant kFloats = make_variant<FloatVariant<floats::multiply<Dot>>>();
 
-struct Variant : ByElement<kBlocks, kFloats> {
+struct Variant : ByElement<kBlocks, kFloatBlocks, kFloats> {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
       ukernel<1>("gemm_12x32_avx512_vnni", kFewRows),

@@ -1,6 +1,6 @@
 // 256 bits: plain AVX2, and AVX-VNNI, which client CPUs without AVX-512 have.
 #include "llamafile/by_element.h"
-#include "llamafile/floats/kernel.h"
+#include "llamafile/floats/blocks_kernel.h"
 #include "llamafile/gemm.h"
 
 namespace ktk::llamafile {
@@ -14,9 +14,10 @@ struct Blocks {
   static constexpr ktk_ukernel kUkernels[] = {ukernel(kName, multiply)};
 };
 constexpr ktk_variant kBlocks = make_variant<Blocks>();
+constexpr ktk_variant kFloatBlocks = make_variant<floats::BlocksVariant>();
 constexpr ktk_variant kFloats = make_variant<FloatVariant<floats::multiply<Dot>>>();
 
-struct Variant : ByElement<kBlocks, kFloats> {
+struct Variant : ByElement<kBlocks, kFloatBlocks, kFloats> {
   static constexpr ktk_ukernel kUkernels[] = {ukernel<0>(kName)};
 };
 

@@ -1,6 +1,7 @@
 // LLAMAFILE: ggml's block types and floats, exactly as GGUF files hold them.
 #include "ktk/module.h"
 
+#include "llamafile/floats/blocks.h"
 #include "llamafile/gguf/types.h"
 
 namespace {
@@ -9,7 +10,9 @@ using namespace ktk::llamafile;
 
 // Blocks are self-contained: what is given is what is stored.
 constexpr ktk_format format(ktk_element element) {
-  return {element, KTK_NONE, KTK_NONE, 1, block_type(element).block};
+  const uint32_t block =
+      floats::find_float_block(element) ? kSuperBlock : block_type(element).block;
+  return {element, KTK_NONE, KTK_NONE, 1, block};
 }
 
 constexpr ktk_format float_format(ktk_element element) {
@@ -26,6 +29,8 @@ constexpr ktk_format kFormats[] = {
     float_format(KTK_F16), float_format(KTK_BF16), format(kIQ2_K),   format(kIQ3_K),
     format(kIQ4_K),        format(kIQ5_K),         format(kIQ2_KS),  format(kIQ3_KS),
     format(kIQ4_KS),       format(kIQ5_KS),        format(kIQ4_KSS), format(kIQ2_KL),
+    format(kQ6_0),         format(kQ8_KV),         format(kIQ6_K),   format(kIQ1_KT),
+    format(kIQ2_KT),       format(kIQ3_KT),        format(kIQ4_KT),
 };
 constexpr uint32_t kNumFormats = sizeof kFormats / sizeof *kFormats;
 

@@ -27,16 +27,28 @@ struct Ymm {
   static Int shift_left_int(Int x) {
     return _mm256_slli_epi32(x, kBits);
   }
+  // Zeros come in.
+  template <int kBits>
+  static Int shift_right_int(Int x) {
+    return _mm256_srli_epi32(x, kBits);
+  }
+  static Int multiply_int(Int a, Int b) { return _mm256_mullo_epi32(a, b); }
   static Int max_int(Int a, Int b) { return _mm256_max_epi32(a, b); }
   static Float as_float(Int bits) { return _mm256_castsi256_ps(bits); }
   // a where x < limit, b elsewhere.
   static Float select_below(Int x, int limit, Float a, Float b) {
     return _mm256_blendv_ps(b, a, as_float(_mm256_cmpgt_epi32(set1_int(limit), x)));
   }
+  // x with the highest bit of `bits` for its sign.
+  static Float with_sign(Float x, Int bits) {
+    const Float is_sign = set1(-0.0f);
+    return _mm256_or_ps(_mm256_andnot_ps(is_sign, x), _mm256_and_ps(is_sign, as_float(bits)));
+  }
   static Float set1(float x) { return _mm256_set1_ps(x); }
   static Float load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Float x) { _mm256_storeu_ps(p, x); }
   static Float convert(Int x) { return _mm256_cvtepi32_ps(x); }
+  static Float add(Float a, Float b) { return _mm256_add_ps(a, b); }
   static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   // The low and the high four bits of every byte.
@@ -61,6 +73,9 @@ struct Ymm {
   }
   static Int load_u8_int(const void* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+  }
+  static Int load_u16_int(const void* p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
   }
   static Float load_u8(const void* p) { return convert(load_u8_int(p)); }
   static Float load_bf16(const uint16_t* p) {

@@ -25,16 +25,28 @@ struct Zmm {
   static Int shift_left_int(Int x) {
     return _mm512_slli_epi32(x, kBits);
   }
+  // Zeros come in.
+  template <int kBits>
+  static Int shift_right_int(Int x) {
+    return _mm512_srli_epi32(x, kBits);
+  }
+  static Int multiply_int(Int a, Int b) { return _mm512_mullo_epi32(a, b); }
   static Int max_int(Int a, Int b) { return _mm512_max_epi32(a, b); }
   static Float as_float(Int bits) { return _mm512_castsi512_ps(bits); }
   // a where x < limit, b elsewhere.
   static Float select_below(Int x, int limit, Float a, Float b) {
     return _mm512_mask_blend_ps(_mm512_cmplt_epi32_mask(x, set1_int(limit)), b, a);
   }
+  // x with the highest bit of `bits` for its sign.
+  static Float with_sign(Float x, Int bits) {
+    const Int is_sign = set1_int(INT32_MIN);
+    return as_float(_mm512_ternarylogic_epi32(is_sign, bits, _mm512_castps_si512(x), 0xca));
+  }
   static Float set1(float x) { return _mm512_set1_ps(x); }
   static Float load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Float x) { _mm512_storeu_ps(p, x); }
   static Float convert(Int x) { return _mm512_cvtepi32_ps(x); }
+  static Float add(Float a, Float b) { return _mm512_add_ps(a, b); }
   static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   // The low and the high four bits of every byte.
@@ -59,6 +71,9 @@ struct Zmm {
   }
   static Int load_u8_int(const void* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  }
+  static Int load_u16_int(const void* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(p)));
   }
   static Float load_u8(const void* p) { return convert(load_u8_int(p)); }
   static Float load_bf16(const uint16_t* p) {

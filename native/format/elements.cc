@@ -52,16 +52,23 @@ constexpr Element kElements[] = {
     {KTK_GGML + 40, "nvfp4", {64, 36}},
     // Of ik_llama.cpp. Where files have a scale for a row, each of its blocks is here behind a
     // copy.
+    {KTK_GGML + 133, "q6_0", {32, 26}},
     {KTK_GGML + 137, "iq2_k", {256, 76}},
     {KTK_GGML + 138, "iq3_k", {256, 110}},
     {KTK_GGML + 139, "iq4_k", {256, 144}},
     {KTK_GGML + 140, "iq5_k", {256, 176}},
+    {KTK_GGML + 141, "iq6_k", {256, 212}},
     {KTK_GGML + 144, "iq4_ks", {256, 140}},
     {KTK_GGML + 145, "iq2_ks", {256, 72}},
     {KTK_GGML + 146, "iq4_kss", {256, 132}},
+    {KTK_GGML + 151, "q8_kv", {32, 36}},
     {KTK_GGML + 152, "iq5_ks", {256, 172}},
+    {KTK_GGML + 153, "iq2_kt", {256, 72}},
+    {KTK_GGML + 154, "iq3_kt", {256, 104}},
+    {KTK_GGML + 155, "iq4_kt", {256, 132}},
     {KTK_GGML + 156, "iq3_ks", {256, 104}},
     {KTK_GGML + 157, "iq2_kl", {256, 88}},
+    {KTK_GGML + 158, "iq1_kt", {256, 60}},
 };
 constexpr const char* kNone = "none";
 constexpr const char* kGgml = "ggml:";

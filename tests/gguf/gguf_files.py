@@ -48,9 +48,8 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         """Its extents, if it has one of ik_llama.cpp's types."""
         assert isinstance(self.type, IkType)
-        prefix = self.type.row_prefix
-        blocks = (self.data.shape[-1] - prefix) // (self.type.nbytes - prefix)
-        return (*self.data.shape[:-1], blocks * ik_types.COLUMNS)
+        blocks = (self.data.shape[-1] - self.type.row_prefix) // self.type.file_nbytes
+        return (*self.data.shape[:-1], blocks * self.type.columns)
 
     def __getitem__(self, index: Any) -> Tensor:
         return Tensor(np.ascontiguousarray(self.data[index]), self.type)
@@ -73,7 +72,7 @@ def tensor(shape: tuple[int, ...], kind: str, seed: int) -> Tensor:
 def ik_rows(kind: IkType, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Make random rows of a type of ik_llama.cpp as files have them, with values below one."""
     rows = rng.integers(0, 256, (*shape[:-1], kind.row_nbytes(shape[-1])), dtype=np.uint8)
-    step = rows.shape[-1] if kind.of_row else kind.nbytes
+    step = rows.shape[-1] if kind.row_prefix else kind.nbytes
     each = rows.reshape(-1, step)
     d = rng.uniform(2.0**-15, 2.0**-14, (len(each), 1)).astype(kind.d)
     each[:, : d.itemsize] = d.view(np.uint8)

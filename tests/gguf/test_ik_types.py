@@ -24,7 +24,16 @@ from ktk.errors import CheckpointError
 from ktk.ik_types import TYPES
 
 VECTORS = np.load(Path(__file__).parent / "ik_blocks.npz")
-WITH_PREFIX = [name for name, kind in TYPES.items() if kind.of_row]
+#: What LLAMAFILE multiplies as floats, and the bytes of memory that 256 of its values take.
+BYTES_OF_MEMORY = {"iq6_k": 212, "iq1_kt": 76, "iq2_kt": 76, "iq3_kt": 108, "iq4_kt": 140}
+AS_FLOATS = [name for name in TYPES if name in BYTES_OF_MEMORY]
+SIZES = {
+    "num_experts": E,
+    "num_experts_per_tok": files.TOP,
+    "hidden_size": H,
+    "intermediate_size": I,
+}
+WITH_PREFIX = [name for name, kind in TYPES.items() if kind.row_prefix]
 needs_backend = pytest.mark.skipif(
     not ktk.backends()["LLAMAFILE"].built, reason="LLAMAFILE is not part of this build"
 )
@@ -57,7 +66,11 @@ def test_packed_values_are_those_of_ik_llama_cpp(name: str) -> None:
 def test_elements_have_the_sizes_of_the_types(name: str) -> None:
     kind, fmt = TYPES[name], Format(name)
     assert fmt == Format(f"ggml:{kind.number}")
-    assert (fmt.element, fmt.block, fmt.group_k) == (name, (256, kind.nbytes), 256)
+    assert (fmt.element, fmt.block, fmt.group_k) == (
+        name,
+        (kind.columns, kind.nbytes),
+        kind.columns,
+    )
 
 
 def layer_of(parts: dict[str, files.Tensor], x: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -66,6 +79,62 @@ def layer_of(parts: dict[str, files.Tensor], x: np.ndarray, ids: np.ndarray) -> 
     gated = np.einsum("th,tjih->tji", x, gate)
     inner = gated / (1 + np.exp(-gated)) * np.einsum("th,tjih->tji", x, up)
     return np.einsum("tji,tjhi->th", inner, down)
+
+
+def f32_rows(name: str, n: int, k: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Make random rows of blocks of a type, and what they mean."""
+    made = files.tensor((n, k), name.upper(), seed)
+    return TYPES[name].blocks_of(made.data), made.values.astype(np.float32)
+
+
+@needs_backend
+@pytest.mark.parametrize("name", AS_FLOATS)
+def test_types_that_int8_would_round_are_multiplied_as_f32(name: str) -> None:
+    """The bits of a product with F32, whose blocks are those values: in any tile, over any runs."""
+    backend = ktk.load_backend("LLAMAFILE")
+    rows, values = f32_rows(name, 70, 5 * 256, 1)
+    x = np.random.default_rng(2).standard_normal((29, 5 * 256)).astype(np.float32)
+    for variant in backend.variants:
+        if variant.runnable:
+            packed = _core.PackedMatrix(backend.core, variant.name, rows, given=Format(name))
+            as_f32 = _core.PackedMatrix(backend.core, variant.name, values)
+            for m in (1, 2, 5, 13, 29):
+                same_bits(packed.matmul(x[:m]), as_f32.matmul(x[:m]))
+
+
+@needs_backend
+@pytest.mark.parametrize("name", AS_FLOATS)
+def test_dense_layers_multiply_them(name: str) -> None:
+    rows, values = f32_rows(name, 70, 512, 3)
+    x = torch.from_numpy(np.random.default_rng(4).standard_normal((5, 512)).astype(np.float32))
+    results = []
+    for data, given in ((rows, name), (values, "f32")):
+        linear = ktk.Linear("LLAMAFILE", 512, 70, weight_format=given)
+        linear.load(torch.from_numpy(data), given=given)
+        results.append(linear(x))
+    assert torch.equal(*results)
+    # In f32: a chain of 512 sums for each output.
+    exact = x.double() @ torch.from_numpy(values).double().T
+    size = x.double().abs() @ torch.from_numpy(values).double().abs().T
+    assert (
+        (results[0].double() - exact).abs() <= 512 * 2.0**-24 / (1 - 512 * 2.0**-24) * size
+    ).all()
+
+
+@needs_backend
+@pytest.mark.parametrize("name", AS_FLOATS)
+def test_packed_folders_hold_them(tmp_path: Path, name: str) -> None:
+    path = files.write(tmp_path / "m.gguf", files.stacked(files.experts(name)))
+    shown = CliRunner().invoke(
+        app, ["convert", str(path), str(tmp_path / "packed"), "--backend", "LLAMAFILE"]
+    )
+    assert shown.exit_code == 0, shown.output
+    direct, packed = (ktk.MoE.from_checkpoint(p, 0) for p in (path, tmp_path / "packed"))
+    assert (packed.backend.name, packed.format) == ("LLAMAFILE", Format(name))
+    # Rows of 32 n, a header among 256 of k: as large as the file but for what the types say.
+    assert packed.nbytes == direct.nbytes <= BYTES_OF_MEMORY[name] / 256 * (3 * E * I * H)
+    for got, wanted in zip(packed.unpack_expert(1), direct.unpack_expert(1), strict=True):
+        same_bits(got, wanted)
 
 
 @needs_backend
@@ -88,6 +157,10 @@ def test_layers_of_files_are_computed_in_any_shards(tmp_path: Path, name: str) -
         # As for ggml's types (test_ggml.py): three matrices, each of which int8 activations cost
         # no more than 0.012.
         assert np.linalg.norm(got - exact) <= 3**0.5 * 0.012 * np.linalg.norm(exact)
+        if name in AS_FLOATS:
+            as_f32 = moe.backend.moe(**SIZES, shards=shards, weight_format="f32")
+            as_f32.load(*(parts[part].values.astype(np.float32) for part in files.PARTS))
+            same_bits(got, as_f32(x, ids, np.ones(ids.shape, np.float32)))
 
 
 @pytest.mark.parametrize("name", ["iq4_ks", "iq2_kl", "iq4_k"])
@@ -123,6 +196,15 @@ def test_faults_are_found_in_the_scale_of_a_row(tmp_path: Path) -> None:
     assert shown.exit_code != 0
     assert "ffn_up_exps.weight" in shown.output
     assert "1 elements that are infinite or not a number" in " ".join(shown.output.split())
+
+
+def test_sums_of_rows_are_no_floats(tmp_path: Path) -> None:
+    """Q8_KV has an integer behind its scale, which may be the bits of a NaN."""
+    parts = files.experts("q8_kv")
+    parts["up"].data[:, :, 4:8] = np.array([np.nan], np.float32).view(np.uint8)
+    path = files.write(tmp_path / "m.gguf", files.stacked(parts))
+    shown = CliRunner().invoke(app, ["verify", str(path)])
+    assert shown.exit_code == 0, shown.output
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ inline void multiply_add(Float& sum, Float a, Float w) {
   asm("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(w));
 }
 
-// V: registers, see simd/zmm.h and simd/ymm.h.
-template <class V, ktk_element kElement>
+// V: registers, see simd/zmm.h and simd/ymm.h. kFetches: tiles fetch the weights that come next.
+template <class V, ktk_element kElement, bool kFetches = true>
 class Kernel {
   static constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
   static constexpr size_t kLines = floats::kNr * kBytes / kLine;  // per k
@@ -40,7 +40,13 @@ class Kernel {
   size_t slabs() const { return k_; }
   static size_t offset(size_t slab) { return slab * kNr * kBytes; }
   static constexpr size_t passes(size_t rows) { return V::kLanes == 16 || rows <= 2 ? 1 : 2; }
-  static void tile(const Tile& t) { kTiles[t.rows](t); }
+  static void tile(const Tile& t) {
+    multiply(t, t.block + offset(t.begin), t.begin, t.end - t.begin);
+  }
+  // What a tile does, for `depth` of k from `begin` on.
+  static void multiply(const Tile& t, const char* weights, size_t begin, size_t depth) {
+    kTiles[t.rows](t, {weights, begin, depth});
+  }
 
  private:
   static typename V::Float load(const char* weight) {
@@ -48,12 +54,17 @@ class Kernel {
     return V::load_f16(reinterpret_cast<const uint16_t*>(weight));
   }
 
+  struct Weights {
+    const char* at;
+    size_t begin, depth;
+  };
+
   // The registers of n of one pass.
   template <size_t kRows>
-  static void multiply_pass(const Tile& t, size_t pass, Fetch& fetch) {
+  static void multiply_pass(const Tile& t, const Weights& weights, size_t pass, Fetch& fetch) {
     constexpr size_t kAtOnce = kVectors / passes(kRows);
     const size_t n = pass * kAtOnce * V::kLanes;
-    const char* weight = t.block + offset(t.begin) + n * kBytes;
+    const char* weight = weights.at + n * kBytes;
     float* dst = t.dst + n;
     typename V::Float acc[kRows][kAtOnce];
 #pragma GCC unroll 12
@@ -63,12 +74,13 @@ class Kernel {
         acc[i][j] = t.is_first() ? V::set1(0) : V::load(dst + i * t.dst_stride + j * V::kLanes);
       }
     }
-    RowPointers<kRows> act(t.act + t.begin * sizeof(float), t.act_stride);
-    const size_t depth = t.end - t.begin;
+    RowPointers<kRows> act(t.act + weights.begin * sizeof(float), t.act_stride);
 #pragma GCC unroll 1
-    for (size_t k = 0; k < depth; ++k) {
+    for (size_t k = 0; k < weights.depth; ++k) {
+      if constexpr (kFetches) {
 #pragma GCC unroll 2
-      for (size_t i = 0; i < kLines; ++i) fetch.next();
+        for (size_t i = 0; i < kLines; ++i) fetch.next();
+      }
       typename V::Float w[kAtOnce];
 #pragma GCC unroll 4
       for (size_t j = 0; j < kAtOnce; ++j) w[j] = load(weight + j * V::kLanes * kBytes);
@@ -91,10 +103,11 @@ class Kernel {
   }
 
   template <size_t kRows>
-  static void multiply_tile(const Tile& t) {
+  static void multiply_tile(const Tile& t, const Weights& weights) {
     Fetch fetch = t.fetch;
     fetch.step = ceil_div(fetch.step, passes(kRows));
-    for (size_t pass = 0; pass < passes(kRows); ++pass) multiply_pass<kRows>(t, pass, fetch);
+    for (size_t pass = 0; pass < passes(kRows); ++pass)
+      multiply_pass<kRows>(t, weights, pass, fetch);
   }
 
   static constexpr auto kTiles = row_table<kMr>([]<size_t kRows> { return &multiply_tile<kRows>; });

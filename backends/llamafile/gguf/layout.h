@@ -1,6 +1,7 @@
 // "ggml-n32k256+bf16-n32k32": where a weight of any block type is in a packed matrix.
 // The same for all instruction sets. It holds what the blocks hold, in about as many bytes: nothing
-// is rounded. Floats are elsewhere: BF16 in bf16/layout.h, F16 and F32 in floats/layout.h.
+// is rounded. Floats are elsewhere: BF16 in bf16/layout.h, F16 and F32 in floats/layout.h,
+// and blocks that are computed as floats in floats/blocks.h.
 //
 //   packed       [n / 32 blocks][k / 256 super-blocks]                one sequential stream
 //
@@ -37,8 +38,8 @@
 //   3     1-bit | 2-bit | 2-bit                              Q3_K, IQ1_*, IQ2_*, IQ3_K, IQ3_KS
 //   4     4-bit 4-bit | 4-bit 4-bit                          Q4_*, IQ3_*, IQ4_*, MXFP4, NVFP4
 //   5     1-bit | 4-bit 4-bit | 4-bit 4-bit                  Q5_*, IQ5_*
-//   6     2-bit 4-bit 4-bit | 2-bit 4-bit 4-bit              Q6_K
-//   8     8-bit 8-bit 8-bit 8-bit | 8-bit 8-bit 8-bit 8-bit  Q8_0
+//   6     2-bit 4-bit 4-bit | 2-bit 4-bit 4-bit              Q6_K, Q6_0
+//   8     8-bit 8-bit 8-bit 8-bit | 8-bit 8-bit 8-bit 8-bit  Q8_0, Q8_KV
 //
 // The highest bits of a code are in the plane that comes first. A step of any plane is then one
 // operand of vpdpbusd for as many n as a register has dwords, after at most two shifts. n is padded

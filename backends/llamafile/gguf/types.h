@@ -1,4 +1,5 @@
 // What each block type is in the normal form: ggml's, and those that ik_llama.cpp adds to them.
+// Types that are computed as floats have none (floats/blocks.h).
 #pragma once
 
 #include "llamafile/gguf/normal.h"
@@ -32,16 +33,23 @@ enum : ktk_element {
   kMXFP4 = KTK_GGML + 39,
   kNVFP4 = KTK_GGML + 40,
   // Of ik_llama.cpp.
+  kQ6_0 = KTK_GGML + 133,
   kIQ2_K = KTK_GGML + 137,
   kIQ3_K = KTK_GGML + 138,
   kIQ4_K = KTK_GGML + 139,
   kIQ5_K = KTK_GGML + 140,
+  kIQ6_K = KTK_GGML + 141,
   kIQ4_KS = KTK_GGML + 144,
   kIQ2_KS = KTK_GGML + 145,
   kIQ4_KSS = KTK_GGML + 146,
+  kQ8_KV = KTK_GGML + 151,
   kIQ5_KS = KTK_GGML + 152,
+  kIQ2_KT = KTK_GGML + 153,
+  kIQ3_KT = KTK_GGML + 154,
+  kIQ4_KT = KTK_GGML + 155,
   kIQ3_KS = KTK_GGML + 156,
   kIQ2_KL = KTK_GGML + 157,
+  kIQ1_KT = KTK_GGML + 158,
 };
 
 // d * (code - offset), one d per 32 values.
@@ -183,6 +191,8 @@ constexpr BlockType kTypes[] = {
     with_f32_d(shifted_type(kIQ4_KSS, 132, 4, 32, kNonlinear, 4)),
     with_f32_d(shifted_type(kIQ5_KS, 172, 5, 32, kIk5, 2)),
     codebook_type(kIQ2_KL, 88, 3, 32, 1, kIk3),
+    plain_type(kQ6_0, 26, 6, 32),
+    with_f32_d(plain_type(kQ8_KV, 36, 8, 128)),
 };
 
 // Where the types are in the table, by the number that ggml gives them.

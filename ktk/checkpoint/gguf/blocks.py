@@ -35,8 +35,7 @@ class _Type:
 @functools.cache
 def _known(number: int) -> _Type | None:
     if ours := ik_types.NUMBERS.get(number):
-        in_file = ours.nbytes - ours.row_prefix
-        return _Type(ours.name.upper(), ik_types.COLUMNS, in_file, ours.row_prefix)
+        return _Type(ours.name.upper(), ours.columns, ours.file_nbytes, ours.row_prefix)
     try:
         kind = GGMLQuantizationType(number)
         columns, nbytes = GGML_QUANT_SIZES[kind]
@@ -76,7 +75,9 @@ def row_nbytes(info: TensorInfo) -> int:
 def row_scale(info: TensorInfo) -> tuple[str, int]:
     """Return the element and the bytes of the scale in front of a row; 0 bytes: there is none."""
     ours = ik_types.NUMBERS.get(info.type)
-    return ("f16" if ours.d == "<f2" else "f32", ours.row_prefix) if ours else ("", 0)
+    if ours is None or ours.row_prefix == 0:
+        return "", 0
+    return "f16" if ours.d == "<f2" else "f32", ours.d_nbytes
 
 
 def as_blocks(info: TensorInfo, rows: np.ndarray) -> np.ndarray:

@@ -77,6 +77,10 @@ inline Decode* decoder(ktk_element element) {
       return decode_iq4_kss;
     case kIQ2_KL:
       return decode_iq2_kl;
+    case kQ6_0:
+      return decode_legacy<kQ6_0>;
+    case kQ8_KV:
+      return decode_legacy<kQ8_KV>;
   }
   __builtin_unreachable();
 }
