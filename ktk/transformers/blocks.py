@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ktk.backend import Backend
-from ktk.checkpoint.gguf.blocks import FLOATS, format_of
+from ktk.checkpoint.gguf.blocks import FLOATS, as_blocks, format_of
 from ktk.checkpoint.gguf.header import TensorInfo
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.errors import BackendError
@@ -98,7 +98,7 @@ def load_blocks(tensors: TensorSet, model: Any, kept: Kept, bias: torch.Tensor |
     tensors.check(kept.tensor)
     info = tensors.info(kept.tensor)
     fmt = format_of(info)
-    data = torch.from_numpy(tensors.rows(kept.tensor, 0, info.shape[0]))
+    data = torch.from_numpy(as_blocks(info, tensors.rows(kept.tensor, 0, info.shape[0])))
     if kept.order is not None:
         data = data[kept.order]
     if fmt.element in FLOATS:

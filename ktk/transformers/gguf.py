@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ktk.checkpoint.gguf.blocks import FLOATS, format_of, row_nbytes
+from ktk.checkpoint.gguf.blocks import FLOATS, as_blocks, format_of, row_nbytes
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.errors import CheckpointError
@@ -103,7 +103,8 @@ def _decoded(tensors: TensorSet, name: str, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(rows, info.shape[-1], dtype=dtype)
     step = max(_CHUNK // row_nbytes(info), 1)
     for begin in range(0, rows, step):
-        data = torch.from_numpy(tensors.rows(name, begin, min(step, rows - begin)))
+        stored = tensors.rows(name, begin, min(step, rows - begin))
+        data = torch.from_numpy(as_blocks(info, stored))
         if fmt.element in FLOATS:
             out[begin : begin + step] = data.view(FLOATS[fmt.element])
         else:

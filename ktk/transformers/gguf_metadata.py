@@ -14,10 +14,15 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf.gguf_reader import ReaderTensor
 
 
 class PlainReader(gguf.GGUFReader):
-    """Reads what `gguf.GGUFReader` reads, from a plain array over the same memory map."""
+    """Reads what `gguf.GGUFReader` reads, from a plain array over the same memory map.
+
+    It refuses files with tensors of a type that it does not know, such as those of ik_llama.cpp.
+    Here these have a name and no data, which is all that is asked for of them.
+    """
 
     @property
     def data(self) -> Any:
@@ -27,6 +32,28 @@ class PlainReader(gguf.GGUFReader):
     @data.setter
     def data(self, mapped: Any) -> None:
         self._plain = np.asarray(mapped)
+
+    def _build_tensors(self, start_offs: int, fields: list[Any]) -> None:
+        types = {int(kind) for kind in gguf.GGMLQuantizationType}
+        known: list[Any] = []
+        others: list[Any] = []
+        for field in fields:
+            (known if int(field.parts[4][0]) in types else others).append(field)
+        super()._build_tensors(start_offs, known)
+        for field in others:
+            _, name, _, shape, kind, offset = field.parts
+            self.tensors.append(
+                ReaderTensor(
+                    name=bytes(name).decode(),
+                    tensor_type=kind[0],
+                    shape=shape,
+                    n_elements=0,
+                    n_bytes=0,
+                    data_offset=start_offs + int(offset[0]),
+                    data=np.empty(0, np.uint8),
+                    field=field,
+                )
+            )
 
 
 @contextmanager

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import tiny
 import torch
 from gguf import GGMLQuantizationType as Type
+
+from ktk import ik_types
+from ktk.testing.ggml import random_blocks
 
 WIDE = 256  # blocks of some types
 SIZES: dict[str, Any] = {
@@ -25,8 +29,14 @@ TIED = tiny.Family("Qwen3MoeForCausalLM", {**QWEN3.extra, "tie_word_embeddings":
 GPT_OSS = tiny.Family("GptOssForCausalLM", {**SIZES, "sliding_window": 128})
 
 
-def write(folder: Path, family: tiny.Family = QWEN3, **split: int) -> tuple[Path, Any]:
-    """Write it; return the first file, and the model in float32 that its blocks mean."""
+def write(
+    folder: Path, family: tiny.Family = QWEN3, dense: str = "q8_0", **split: int
+) -> tuple[Path, Any]:
+    """Write it; return the first file, and the model in float32 that its blocks mean.
+
+    `dense` is the type of all matrices but those of experts: q8_0, or one of ik_llama.cpp, whose
+    values are random.
+    """
     exact = family.make()
     config = exact.config
     arch = gguf.MODEL_ARCH.GPT_OSS if family is GPT_OSS else gguf.MODEL_ARCH.QWEN3MOE
@@ -58,6 +68,9 @@ def write(folder: Path, family: tiny.Family = QWEN3, **split: int) -> tuple[Path
             elif not (name == "lm_head.weight" and family is TIED):
                 kind = Type.Q8_0 if values.ndim > 1 else Type.F32
                 known = f"{names.get_name(stem)}.{suffix}"
+                if values.ndim > 1 and dense in ik_types.TYPES:
+                    put_random(writer, known, values, ik_types.TYPES[dense])
+                    continue
                 put(
                     writer,
                     f"{block}.attn_sinks.weight" if suffix == "sinks" else known,
@@ -108,6 +121,23 @@ def put(writer: Any, name: str, values: torch.Tensor, kind: Type) -> None:
     data = gguf.quants.quantize(values.contiguous().numpy(), kind)
     writer.add_tensor(name, data, raw_dtype=kind)
     values.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)))
+
+
+def put_random(writer: Any, name: str, values: torch.Tensor, kind: ik_types.IkType) -> None:
+    """Write random blocks of a size, and put what they mean in the place of a tensor's values."""
+    rng = np.random.default_rng(len(name))
+    n, d = len(values), kind.d_nbytes
+    blocks = random_blocks(kind.name, (n, values.shape[1]), 0.05, rng)
+    blocks = blocks.reshape(n, -1, kind.nbytes)
+    if kind.row_prefix:
+        assert kind.row_prefix == d
+        blocks[:, 1:, :d] = blocks[:, :1, :d]
+        rows = np.concatenate([blocks[:, 0, :d], blocks[:, :, d:].reshape(n, -1)], axis=1)
+    else:
+        rows = blocks.reshape(n, -1)
+    number: Any = kind.number
+    writer.add_tensor(name, rows.view(np.int8), raw_shape=values.shape, raw_dtype=number)
+    values.copy_(torch.from_numpy(kind.values(blocks.reshape(n, -1))))
 
 
 def add_tokenizer(writer: Any, size: int) -> None:

@@ -27,6 +27,15 @@ def test_what_is_read_is_what_gguf_reads(tmp_path: Path) -> None:
         assert np.array_equal(one.data, other.data)
 
 
+def test_tensors_of_types_that_gguf_does_not_know_have_names(tmp_path: Path) -> None:
+    path, _ = gguf_model.write(tmp_path, dense="iq6_k")
+    with pytest.raises(ValueError, match="141"):
+        gguf.GGUFReader(path)
+    reader = PlainReader(path)
+    assert {"output.weight", "output_norm.weight"} <= {one.name for one in reader.tensors}
+    assert int(reader.fields["GGUF.tensor_count"].parts[-1][0]) == len(reader.tensors)
+
+
 def test_a_model_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = gguf_model.write(tmp_path)
     read = []

@@ -48,6 +48,26 @@ def test_matrices_of_a_gguf_file_stay_in_their_blocks(gguf_file: tuple[Path, Any
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["iq4_ks", "iq6_k", "iq4_kt"])
+def test_types_of_ik_llama_cpp_stay_in_their_blocks(tmp_path: Path, kind: str) -> None:
+    """With a scale in front of each row, and without; the router's matrix is decoded."""
+    path, exact = gguf_model.write(tmp_path, dense=kind)
+    model = ktk.transformers.load(path, dtype=torch.float32)
+    linears = packed_linears(model)
+    assert len(linears) == 9
+    for name, one in linears.items():
+        assert one.linear.formats[0] == ktk.Format(kind)
+        assert torch.equal(torch.from_numpy(one.linear.unpack()), exact.get_submodule(name).weight)
+    ids = tiny.tokens()
+    embedding = model.get_input_embeddings()
+    assert torch.equal(embedding(ids), exact.get_input_embeddings()(ids))
+    for name, router in exact.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            assert torch.equal(model.get_parameter(name), router)
+    check_linears(model, ids)
+
+
+@pytest.mark.slow
 def test_a_gguf_file_may_be_requantised_if_that_is_asked_for(gguf_file: tuple[Path, Any]) -> None:
     path, exact = gguf_file
     model = ktk.transformers.load(path, linears="AMXINT8", head="BF16")
