@@ -398,10 +398,11 @@ def act_error(largest: np.ndarray, act: Any) -> np.ndarray:
         return np.zeros_like(largest)
     if act.element == "bf16":
         return largest * 2**-9 + 2**-134
-    assert act.element == "i8", act
+    largest_code = {"i8": 127, "i16": 32767}[act.element]
     group = act.group_k or len(largest)
     error = np.empty_like(largest)
     for begin in range(0, len(largest), group):
-        # Half a step of absmax / 127, and a little for the division in f32.
-        error[begin : begin + group] = largest[begin : begin + group].max() * (0.5 / 127) * 1.001
+        # Half a step of absmax / 127 (32767), and a little for the division in f32.
+        half = largest[begin : begin + group].max() * (0.5 / largest_code)
+        error[begin : begin + group] = half * 1.001
     return error
