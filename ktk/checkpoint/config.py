@@ -28,7 +28,7 @@ _NAMES = {
         *("moe_topk", "moe_top_k", "moe_k", "top_k_experts", "moe_num_active_primary_experts"),
     ),
     # Of the experts: models with a latent width project what goes into them and comes out.
-    "hidden_size": ("moe_latent_size", "d_model", "hidden_size"),
+    "hidden_size": ("moe_latent_size", "routed_expert_hidden_size", "d_model", "hidden_size"),
     "intermediate_size": (
         *("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"),
         *("intermediate_size", "ffn_hidden_size", "d_ff", "encoder_ffn_dim"),
@@ -57,8 +57,9 @@ WEIGHT_ON_INPUT = ("llama4", "llama4_text")
 # Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.
 _LIMITS_OF_LAYERS = ("expert_swiglu_limit_list", "swiglu_limits")
 
-# Inkling-2, whose hidden_act says silu.
+# Of gate and up: Inkling-2, whose hidden_act says silu, and Kimi-K3, whose says situ.
 _SOFTCAPS = ("mlp_gate_softcap", "mlp_up_softcap")
+_SITU = ("activation_situ_beta", "activation_situ_linear_beta")
 
 # gpt-oss published its weights before transformers wrote these two into config.json.
 _OAI_ALPHA = 1.702
@@ -240,8 +241,9 @@ def _activation(entries: dict[str, Any]) -> dict[str, Any]:
         limits = tuple(number(key, one or 0) for one in items(key, entries.get(key) or []))
         if any(limits) and activation_called(name) == "silu":
             return {"activation": "silu", "limits": limits}
-    if entries.get(_SOFTCAPS[0]) is not None:
-        caps = [number(key, entries.get(key)) for key in _SOFTCAPS]
+    softcapped = entries.get(_SOFTCAPS[0]) is not None
+    if softcapped or name == "situ":
+        caps = [number(key, entries.get(key)) for key in (_SOFTCAPS if softcapped else _SITU)]
         return {"activation": "situ", "gate_softcap": caps[0], "up_softcap": caps[1]}
     limit, alpha = (
         None if value is None else number(key, value)

@@ -138,8 +138,8 @@ def write(
     writer.add_token_list([f"token {i}" for i in range(50)])
     writer.add_token_scores([0.5] * 50)
     for name, value in fields.items():
-        add = writer.add_array if isinstance(value, list) else writer.add_uint32
-        add(f"{arch}.{name}", value)
+        scalar = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        (writer.add_array if isinstance(value, list) else scalar)(f"{arch}.{name}", value)
     writer.add_tensor("token_embd.weight", np.zeros((3, H), np.float32))
     for name, one in tensors.items():
         if isinstance(one.type, IkType):

@@ -45,6 +45,10 @@ def swigluoai(gate: Values, up: Values) -> Values:
     return gate * sigmoid(1.702 * gate) * (up + 1)
 
 
+def situ(gate: Values, up: Values) -> Values:
+    return 2 * np.tanh(gate / 2) * sigmoid(gate) * 3 * np.tanh(up / 3)
+
+
 def expected(
     parts: dict[str, Tensor], activation: Any, hidden: Values, ids: Any, weights: Values
 ) -> Values:
@@ -88,6 +92,16 @@ CASES = {
     "mixtral": ("llama", files.single, files.experts("Q4_0", down="Q5_1"), silu),
     "gemma4": ("gemma4", files.fused, files.experts("Q8_0"), gelu_tanh),
     "gpt-oss": ("gpt-oss", files.stacked, files.experts("MXFP4", bias=True), swigluoai),
+    "kimi-k3": ("kimi-k3", files.stacked, files.experts("MXFP4"), situ),
+}
+# What llama.cpp writes of Kimi-K3: experts are narrower than the model.
+OWN: dict[str, dict[str, Any]] = {
+    "kimi-k3": {
+        "embedding_length": 2 * H,
+        "expert_latent_length": H,
+        "activation.situ_beta": 2.0,
+        "activation.situ_linear_beta": 3.0,
+    }
 }
 
 
@@ -95,7 +109,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_layer_is_that_of_float64(tmp_path: Path, case: str, backend: str) -> None:
     arch, layout, parts, activation = CASES[case]
-    path = files.write(tmp_path / "m.gguf", layout(parts), arch=arch)
+    fields = files.FIELDS | OWN.get(case, {})
+    path = files.write(tmp_path / "m.gguf", layout(parts), arch=arch, fields=fields)
     moe = ktk.MoE.from_checkpoint(path, 0, backend)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(9, H, generator=generator).bfloat16()

@@ -3,28 +3,25 @@
 Most of their classes take no other implementation, or have several parts with experts.
 
 Each family's own block of experts is made with random weights, written as its checkpoints have
-them, and compared in float64. Where transformers has no such class, the formula stands here.
+them, and compared in float64.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from loaded import LAYER, Case, E, H, I, K, Tensors, check, known, under
 from torch.nn import functional
 from transformers.models.beam.modeling_beam import BeamExperts
 from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 from transformers.models.inkling2.modeling_inkling2 import Inkling2Experts
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
+from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeTalkerTextExperts,
@@ -36,37 +33,6 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 import ktk
-from ktk.checkpoint.open import open_checkpoint
-from ktk.testing import bounds
-from ktk.testing.reference import Expert, bounded_layer
-
-E, K, H, I, TOKENS = 4, 2, 64, 32, 9  # noqa: E741 - the names of the tables
-LAYER = 1
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A family: its block of experts, its tensors, how the block is called, and its config.json."""
-
-    make: Callable[[], torch.nn.Module]
-    stored: Callable[[torch.nn.Module], Tensors]
-    config: dict[str, Any]
-    call: Callable[..., torch.Tensor] = lambda block, x, ids, w: block(x, ids, w)
-    module: str | None = None
-    top_k: int = K
-    more: Tensors = field(default_factory=dict)
-
-
-def under(prefix: str) -> Callable[[torch.nn.Module], Tensors]:
-    """Name a block's tensors as they are, behind a prefix."""
-    return lambda block: {f"{prefix}{name}": one for name, one in block.state_dict().items()}
-
-
-def known(kind: Any, **options: Any) -> dict[str, Any]:
-    """Return config.json as transformers writes it."""
-    return json.loads(kind(**options).to_json_string(use_diff=False))
-
 
 DBRX: dict[str, Any] = {
     "d_model": H,
@@ -178,29 +144,24 @@ def eager(config: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**config, _experts_implementation="eager")
 
 
-class SmallThinker(torch.nn.Module):
-    """What SmallThinker computes: down (relu(gate x) * up x)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = (torch.nn.Parameter(torch.empty(E, I, H)) for _ in range(2))
-        self.down = torch.nn.Parameter(torch.empty(E, H, I))
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        rows = []
-        for token, chosen, weights in zip(x, ids.tolist(), w, strict=True):
-            hidden = [torch.relu(self.gate[e] @ token) * (self.up[e] @ token) for e in chosen]
-            each = [self.down[e] @ one for e, one in zip(chosen, hidden, strict=True)]
-            rows.append(sum(weight * one for weight, one in zip(weights, each, strict=True)))
-        return torch.stack(rows)  # type: ignore[arg-type]
+# Inkling-2 adds experts up in float32, and Beam computes gates so: a few roundings of values below
+# 8, which sums of 32 carry on.
+IN_FLOAT32 = 2**-18
+LLAMA: dict[str, Any] = {
+    "hidden_size": H,
+    "intermediate_size": I,
+    "intermediate_size_mlp": 2 * I,
+    "num_local_experts": E,
+    "num_experts_per_tok": K,
+}
 
 
-def smallthinker(block: Any) -> Tensors:
-    return {
-        f"model.layers.1.block_sparse_moe.experts.{e}.{part}.weight": getattr(block, part)[e]
-        for part in ("gate", "up", "down")
-        for e in range(E)
-    }
+def llama(block: Any, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Call the block as its layer does: all tokens for each expert, times their routing weights."""
+    weights = torch.zeros(len(x), E, dtype=x.dtype).scatter(1, ids, w)
+    rows = x.repeat(E, 1) * weights.T.reshape(-1, 1)
+    result: torch.Tensor = block(rows).reshape(E, *x.shape).sum(0)
+    return result
 
 
 CASES = {
@@ -239,17 +200,25 @@ CASES = {
         "encoder",
         1,
     ),
+    "llama-4": Case(
+        lambda: Llama4TextExperts(transformers.Llama4TextConfig(**LLAMA)),
+        under("language_model.model.layers.1.feed_forward.experts."),
+        {"model_type": "llama4", "text_config": known(transformers.Llama4TextConfig, **LLAMA)},
+        llama,
+    ),
     "inkling-2": Case(
         lambda: Inkling2Experts(
             transformers.Inkling2TextConfig(**INKLING, experts_implementation="eager")
         ),
         inkling,
         known(transformers.Inkling2TextConfig, **INKLING),
+        rounding=IN_FLOAT32,
     ),
     "beam": Case(
         lambda: BeamExperts(eager(OMNI)),
         lambda block: each(block, "model.layers.1.mlp.experts."),
         OMNI | {"model_type": "beam"},
+        rounding=IN_FLOAT32,
     ),
     **{
         f"qwen3-omni {part}": Case(
@@ -275,76 +244,13 @@ CASES = {
         step,
         STEP | {"swiglu_limits": [0.0, 0.5]},
     ),
-    "smallthinker": Case(
-        SmallThinker,
-        smallthinker,
-        {
-            "model_type": "smallthinker",
-            "hidden_size": H,
-            "moe_ffn_hidden_size": I,
-            "moe_num_primary_experts": E,
-            "moe_num_active_primary_experts": K,
-        },
-    ),
 }
-
-
-OTHER = {"encoder": "decoder", "decoder": "encoder", "thinker": "talker", "talker": "thinker"}
-
-
-def _cut(name: str, weight: torch.Tensor, by: int) -> torch.Tensor:
-    """Leave out a part of the intermediate size."""
-    return (weight[:, : I // by] if "down" in name else weight[: I // by]) if by > 1 else weight
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_experts_are_loaded_and_computed_as_their_family_does(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
-    torch.manual_seed(0)
-    block = case.make().eval()
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.copy_(torch.randn_like(parameter) * H**-0.5 * 1.5)
-    block.bfloat16()
-    tensors = {key: one.contiguous() for key, one in case.stored(block).items()}
-    others = {}
-    if case.module:  # the same names on the other side, with other weights
-        other = OTHER[case.module]
-        smaller = 2 if other in ("thinker", "talker") else 1
-        others = {
-            key.replace(case.module, other): 2 * _cut(key, one, smaller)
-            for key, one in tensors.items()
-        }
-    save_file(tensors | others | case.more, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(case.config))
-
-    x = torch.randn(TOKENS, H).bfloat16().double()
-    weights, ids = torch.rand(TOKENS, E).topk(case.top_k)
-    with torch.no_grad():
-        exact = case.call(block.double(), x, ids, weights.double()).numpy()
-    with open_checkpoint(tmp_path, module=case.module) as checkpoint:
-        assert checkpoint.layers() == [LAYER]
-        layer = checkpoint.layer(LAYER)
-        read = [Expert.of(layer.values(e).arrays()) for e in range(E)]
-    moe = ktk.MoE.from_checkpoint(tmp_path, LAYER, "BF16", module=case.module)
-    got = moe(x.float(), ids, weights).numpy()
-    [variant] = [one for one in moe.backend.variants if one.name == moe.variant]
-    bounded = bounded_layer(
-        x.numpy(),
-        ids.numpy(),
-        weights.double().numpy(),
-        read,
-        moe.config,
-        (variant.act,) * 3,
-        moe.shard_widths,
-    )
-    # Both are float64: sums of 64 values below 2, in any order, over three products.
-    # Inkling-2 adds experts up in float32, and Beam computes gates so: a few roundings of values
-    # below 8, which sums of 32 carry on.
-    exactly = 2**-18 if name in ("inkling-2", "beam") else 2**-40
-    np.testing.assert_allclose(bounded.value, exact, rtol=0, atol=exactly)
-    bounds.check(got, bounded.value, bounded.error, name)
-    if case.module in ("encoder", "decoder"):
+    check(name, CASES[name], tmp_path)
+    if CASES[name].module in ("encoder", "decoder"):
         both = r"under .*coder\..* and under .*coder\."
         with pytest.raises(ktk.errors.CheckpointError, match=both):
             ktk.MoE.from_checkpoint(tmp_path, LAYER)

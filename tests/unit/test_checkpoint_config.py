@@ -65,6 +65,23 @@ def test_softcaps_are_those_of_the_configuration(tmp_path: Path) -> None:
     assert (layer.activation, layer.gate_softcap, layer.up_softcap) == ("situ", 4.0, 25.0)
 
 
+def test_situ_has_the_sizes_that_kimi_k3_says(tmp_path: Path) -> None:
+    sizes = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25}
+    layer = read(tmp_path, {**CONFIG, **sizes, "hidden_act": "situ"}).layer()
+    assert (layer.activation, layer.gate_softcap, layer.up_softcap) == ("situ", 4.0, 25.0)
+    # Checkpoints that are cut out of it for tests keep them beside another function.
+    assert read(tmp_path, {**CONFIG, **sizes}).layer().activation == "silu"
+    for name in sizes:
+        with pytest.raises(CheckpointError, match=f"{name} is None, expected a number"):
+            read(tmp_path, {**CONFIG, **sizes, "hidden_act": "situ", name: None})
+
+
+@pytest.mark.parametrize("name", ["moe_latent_size", "routed_expert_hidden_size"])
+def test_experts_may_be_narrower_than_their_model(tmp_path: Path, name: str) -> None:
+    assert read(tmp_path, {**CONFIG, name: H // 2}).hidden_size == H // 2
+    assert read(tmp_path, {**CONFIG, name: None}).hidden_size == H
+
+
 @pytest.mark.parametrize(
     ("entries", "name"),
     [

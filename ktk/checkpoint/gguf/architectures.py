@@ -44,7 +44,12 @@ ACTIVATIONS = {
 # Whose experts have no gate.
 _UNGATED = ("nemotron_h_moe", "nomic-bert-moe")
 # The width of experts where it is not that of the model, which projects what goes in and comes out.
-_LATENT = "{arch}.moe_latent_size"
+_LATENT = ("{arch}.moe_latent_size", "{arch}.expert_latent_length")
+# The sizes that Kimi-K3 keeps gate and up below.
+_SOFTCAPS = {
+    "gate_softcap": "{arch}.activation.situ_beta",
+    "up_softcap": "{arch}.activation.situ_linear_beta",
+}
 # The metadata lacks the clamp of swigluoai; it is 7 in all models that have it.
 _OAI_LIMIT = 7.0
 # Younger than the oldest gguf package that will do.
@@ -100,8 +105,8 @@ class Metadata:
 
     def hidden_size(self) -> int | None:
         """Return the width of what goes into experts; None where tensors alone say it."""
-        latent = self._fields.get(_LATENT.format(arch=self.architecture))
-        return self._size(_LATENT if latent else Keys.LLM.EMBEDDING_LENGTH, needed=self.known)
+        keys = (key for key in _LATENT if self._fields.get(key.format(arch=self.architecture)))
+        return self._size(next(keys, Keys.LLM.EMBEDDING_LENGTH), needed=self.known)
 
     def intermediate_size(self, layer: int) -> int | None:
         """Return what the metadata says of a layer's experts; some files do not."""
@@ -118,6 +123,11 @@ class Metadata:
             limit = _OAI_LIMIT
         elif limit and activation == "silu" and self.architecture not in _CLAMPED_BEFORE:
             activation = "swiglustep"
+        caps: dict[str, Any] = {
+            name: self._of_layer(key, layer) or None
+            for name, key in _SOFTCAPS.items()
+            if activation == "situ"
+        }
         try:
             return ExpertConfig(
                 model_type=self.architecture,
@@ -127,6 +137,7 @@ class Metadata:
                 intermediate_size=intermediate_size,
                 activation=activation,
                 activation_limit=limit,
+                **caps,
                 gated=gated,
                 apply_router_weight_on_input=self.architecture in WEIGHT_ON_INPUT,
                 num_layers=self._num_layers(),

@@ -97,7 +97,7 @@ FAMILIES = (
     _per_expert(
         "per-expert",
         "Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3-Omni, Qwen3.5-MoE, DeepSeek V2, V3, V3.2, "
-        "Kimi-K2, K2-Thinking, K2.5, GLM-4.5 to 5, OLMoE, Ernie-4.5, dots1, Hunyuan-A13B, Hy3, "
+        "Kimi-K2, K2-Thinking, K2.5, GLM-4.5 to 5.3, OLMoE, Ernie-4.5, dots1, Hunyuan-A13B, Hy3, "
         "MiMo-V2, AFMoE, EXAONE-MoE, LongCat-Flash, Ling, Jamba, Nemotron-H, Nemotron-3 and most "
         "others",
         gate="{e}.gate_proj",
@@ -106,8 +106,8 @@ FAMILIES = (
     ),
     _per_expert(
         "mixtral",
-        "Mixtral, MiniMax-Text-01, M2, M3, Phi-3.5-MoE, Kimi-Linear, LFM2-MoE, DeepSeek-V4, "
-        "Mistral's own files",
+        "Mixtral, MiniMax-Text-01, M2, M3, Phi-3.5-MoE, Kimi-Linear, Kimi-K3, LFM2-MoE, "
+        "DeepSeek-V4, V4.1, Mistral's own files, Mistral-Large-4",
         gate="{e}.w1",
         up="{e}.w3",
         down="{e}.w2",
@@ -121,8 +121,8 @@ FAMILIES = (
     ),
     _shared(
         "fused",
-        "Qwen3.5-MoE, Mistral-4, Hy4, Gemma-4, Granite SWA, and what transformers 5 keeps in "
-        "memory",
+        "Qwen3.5-MoE, Mistral-4, Hy4, Gemma-4, DiffusionGemma, Zaya, Granite SWA, and what "
+        "transformers 5 keeps in memory",
         gate_up=("experts.gate_up_proj", "E 2I H"),
         down=("experts.down_proj", "E H I"),
     ),
