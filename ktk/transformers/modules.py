@@ -15,6 +15,7 @@ from ktk.config import MoEConfig
 from ktk.transformers.activation import activation_of
 from ktk.transformers.layout import Layout, is_experts
 from ktk.transformers.packed import leave_alone, packed_of
+from ktk.transformers.ties import tied_experts
 from ktk.transformers.unmarked import mark
 
 _log = logging.getLogger("ktk.transformers")
@@ -49,12 +50,14 @@ class Experts:
 def experts_of(model: torch.nn.Module) -> list[Experts]:
     """Return the modules with experts that ktk can compute and has not packed yet.
 
-    Modules that it cannot compute are left to transformers, which a warning says once.
+    Modules that it cannot compute are left to transformers, which a warning says once. Of modules
+    that have the same weights there is one (`ties`).
     """
     mark()
     found, other = [], []
+    tied = tied_experts(model)
     for name, module in model.named_modules():
-        if not is_experts(module) or packed_of(module) is not None:
+        if not is_experts(module) or packed_of(module) is not None or name in tied:
             continue
         described = describe(name, module)
         if described is None:

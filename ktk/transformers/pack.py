@@ -11,6 +11,7 @@ from ktk.transformers.modules import experts_of
 from ktk.transformers.packed import packed_modules
 from ktk.transformers.packing import DEFAULT_BACKEND, pack_module
 from ktk.transformers.quantizer import attach
+from ktk.transformers.ties import share, tied_experts
 
 
 def pack(
@@ -49,7 +50,7 @@ def pack(
         The backend cannot be used here.
     """
     backend = load_backend(backend) if isinstance(backend, str) else backend
-    found = experts_of(model)
+    found, tied = experts_of(model), tied_experts(model)
     if not found and linears is None and head is None:
         earlier = packed_modules(model)
         raise ValueError(
@@ -60,6 +61,7 @@ def pack(
         )
     for one in found:
         pack_module(one, backend)
+    share(model, tied)
     pack_linears(model, linears, head)
     attach(model)
     return model

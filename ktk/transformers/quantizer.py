@@ -7,7 +7,7 @@ its own, for checkpoints whose other weights are quantised, goes on doing what i
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ktk.transformers.linears import pack_linears
 from ktk.transformers.modules import Experts, experts_of, say_once
 from ktk.transformers.packed import drop_weights, packed_modules, packed_of
 from ktk.transformers.packing import pack_module
+from ktk.transformers.ties import drop_tied, named_once, share, tied_experts
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,15 @@ class Loading:
         All that ktk can compute.
     from_files
         Those that are packed from files; transformers loads the others.
+    tied
+        Modules that have the weights of others, with the names of these.
     coded
         Dense layers that are stored in codes, if ktk sees to them.
     """
 
     experts: Sequence[Experts]
     from_files: FromFiles | None
+    tied: Mapping[str, str]
     coded: Coded | None = None
 
     @property
@@ -64,6 +68,7 @@ class Loading:
         for one in self.experts:
             if packed_of(one.module) is None:
                 pack_module(one, config.backend)
+        share(model, self.tied)
         if self.coded is not None:
             self.coded.finish(model)
         pack_linears(model, config.linears, config.head)
@@ -88,7 +93,8 @@ class ExpertsQuantizer:
         with torch.device("cpu"):  # the model is being made on the device meta
             experts = experts_of(model)
             from_files = plan_files(experts, kwargs.get("checkpoint_files"), self.ktk, division)
-        self._loading = Loading(experts, from_files)
+        tied = tied_experts(model)
+        self._loading = Loading(experts, from_files, tied)
         if not any(map(is_experts, model.modules())):
             say_once(
                 f"{type(model).__name__} has no experts that ktk can compute: transformers "
@@ -100,8 +106,12 @@ class ExpertsQuantizer:
             for one in taken:
                 drop_weights(one.module, one.name, *(BIASES if division else self._also))
                 one.module._is_hf_initialized = True  # there is nothing to initialise
-            self._leave_out(model, [one.name for one in taken])
-        every = [module for module in model.modules() if is_experts(module)]
+            names = [one.name for one in taken]
+            drop_tied(model, {name: other for name, other in tied.items() if other in names})
+            self._leave_out(model, names)
+        every = [
+            name for name, one in model.named_modules() if is_experts(one) and name not in tied
+        ]
         if every and len(taken) == len(every):
             self._stand_in(model, dtype, **kwargs)
         elif self.in_codes:
@@ -122,7 +132,7 @@ class ExpertsQuantizer:
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
         """Return a model's tensors with those of its experts, where they can be told exactly."""
         state, metadata = super().get_state_dict_and_metadata(model)  # type: ignore[misc]
-        packed = packed_modules(model)
+        packed = named_once(packed_modules(model))
         if getattr(model, "_hf_peft_config_loaded", False):
             return state, metadata  # of adapters
         for one in packed.values():

@@ -7,193 +7,22 @@ gamma(k) for the f32 sums.
 
 from __future__ import annotations
 
-import importlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tiny_families import FAMILIES, MODELS, Model, width_of
 
 import ktk
 from ktk.checkpoint import describe
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 
-transformers = pytest.importorskip("transformers")
-mark = importlib.import_module("ktk.transformers.unmarked").mark
-
-# What models are made with, where their configurations know the names. Layer 0 is dense in those
-# that have dense layers; heads and ranks are as small as they go.
-COMMON: dict[str, Any] = {
-    "vocab_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 16,
-    "num_experts": 6,
-    "num_local_experts": 6,
-    "n_routed_experts": 6,
-    "moe_num_experts": 6,
-    "zero_expert_num": 3,
-    "num_experts_per_tok": 3,
-    "num_experts_per_token": 3,
-    "moe_k": 3,
-    "moe_topk": 3,
-    "top_k_experts": 3,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "shared_expert_intermediate_size": 24,
-    "shared_intermediate_size": 24,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_dense_layers": 1,
-    "vocab_size_per_layer_input": 32,
-    "pad_token_id": 0,
-}
-VISION: dict[str, Any] = {
-    "depth": 1,
-    "num_hidden_layers": 1,
-    "num_heads": 2,
-    "num_attention_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "image_size": 28,
-    "patch_size": 14,
-}
-
-
-@dataclass(frozen=True)
-class Model:
-    """A row of the table: which class, what is expected of the file it writes, what it needs."""
-
-    made_by: str
-    family: str
-    layers: tuple[int, ...] = (0, 1, 2)
-    text: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def make(self, hidden: int, inner: int) -> Any:
-        """Make one, of several modalities where the class is."""
-        of_class = getattr(transformers, self.made_by)
-        mark()
-        config = of_class.config_class
-        if "text_config" not in config.sub_configs:
-            return of_class(config(**self.options(config, hidden, inner)))
-        parts = config.sub_configs
-        text = getattr(transformers, self.text) if self.text else parts["text_config"]
-        return of_class(
-            config(
-                text_config=text(**self.options(text, hidden, inner)),
-                vision_config=known(parts["vision_config"], VISION | {"out_hidden_size": hidden}),
-            )
-        )
-
-    def options(self, config: Any, hidden: int, inner: int) -> dict[str, Any]:
-        """Return what a configuration knows; experts are `inner` wide, dense layers twice that."""
-        own = "moe_intermediate_size" in annotations(config)
-        sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
-        sizes["intermediate_size"] = 2 * inner if own else inner
-        sizes |= {"expert_ffn_hidden_size": inner, "ffn_hidden_size": 2 * inner}
-        return known(config, COMMON | sizes) | self.extra
-
-
-def annotations(config: Any) -> set[str]:
-    return {name for base in config.__mro__ for name in vars(base).get("__annotations__", {})}
-
-
-def known(config: Any, options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name in annotations(config)}
-
-
 # On the tile, beside it, and the ratio H = I that gpt-oss has (no shape tells axes apart there).
 SIZES = [(64, 64), (128, 32), (72, 40), (33, 17), (130, 250)]
-ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-NEMOTRON = {"layers_block_type": ["full_attention", "moe", "moe"]}
-# At all sizes, in every variant of two backends.
-MODELS = {
-    "qwen3-moe": Model("Qwen3MoeForCausalLM", "per-expert"),
-    "mixtral": Model("MixtralForCausalLM", "mixtral"),
-    "gpt-oss": Model("GptOssForCausalLM", "gpt-oss", extra=ROPE),
-}
-# At one size, with the backend that their format implies.
-FAMILIES = {
-    "a.x-k1": Model("AXK1ForCausalLM", "per-expert", (1, 2)),
-    "a.x-k2": Model("AXK2ForCausalLM", "per-expert", (1, 2)),
-    "afmoe": Model("AfmoeForCausalLM", "per-expert", (1, 2)),
-    "aria": Model("AriaTextForCausalLM", "aria"),
-    "bailing": Model("BailingHybridForCausalLM", "per-expert", (1, 2)),
-    "cohere2-moe": Model("Cohere2MoeForCausalLM", "per-expert"),
-    "deepseek-v2": Model("DeepseekV2ForCausalLM", "per-expert", (1, 2)),
-    "deepseek-v3": Model("DeepseekV3ForCausalLM", "per-expert", (1, 2)),
-    "deepseek-v3.2": Model("DeepseekV32ForCausalLM", "per-expert", (1, 2)),
-    "deepseek-v4": Model("DeepseekV4ForCausalLM", "mixtral"),
-    "dots1": Model("Dots1ForCausalLM", "per-expert", (1, 2)),
-    "dots3-note": Model("Dots3NoteForCausalLM", "per-expert", (1, 2)),
-    "ernie-4.5": Model("Ernie4_5_MoeForCausalLM", "per-expert", (1, 2)),
-    "exaone-moe": Model("ExaoneMoeForCausalLM", "per-expert", (1, 2)),
-    "flex-olmo": Model("FlexOlmoForCausalLM", "per-expert"),
-    "gemma4": Model("Gemma4ForCausalLM", "fused", extra={"enable_moe_block": True}),
-    "glm-4.5": Model("Glm4MoeForCausalLM", "per-expert", (1, 2)),
-    "glm-4.7-flash": Model("Glm4MoeLiteForCausalLM", "per-expert", (1, 2)),
-    "glm-4.5v": Model("Glm4vMoeForConditionalGeneration", "per-expert", (1, 2)),
-    "glm-5": Model("GlmMoeDsaForCausalLM", "per-expert", (1, 2)),
-    "granite": Model("GraniteMoeForCausalLM", "granite"),
-    "granite-hybrid": Model("GraniteMoeHybridForCausalLM", "granite", extra={"mamba_n_heads": 4}),
-    "granite-shared": Model("GraniteMoeSharedForCausalLM", "granite"),
-    "granite-swa": Model("GraniteMoeSWAForCausalLM", "fused"),
-    "hunyuan": Model("HunYuanMoEV1ForCausalLM", "per-expert"),
-    "hy-v3": Model("HYV3ForCausalLM", "per-expert", (1, 2)),
-    "hy-v4": Model("HYV4ForCausalLM", "fused", (1, 2)),
-    "inkling": Model("InklingForCausalLM", "fused"),
-    "jamba": Model("JambaForCausalLM", "per-expert", (1,)),
-    "kimi-k2.5": Model(
-        "Kimi_K25ForConditionalGeneration", "per-expert", (1, 2), text="DeepseekV3Config"
-    ),
-    "kimi-linear": Model("KimiLinearForCausalLM", "mixtral", (1, 2)),
-    "kolibri1": Model("Kolibri1ForCausalLM", "per-expert"),
-    "laguna": Model("LagunaForCausalLM", "per-expert", (1, 2)),
-    "lfm2": Model("Lfm2MoeForCausalLM", "mixtral", (1, 2), extra={"layer_types": ["conv"] * 3}),
-    "longcat-flash": Model(
-        "LongcatFlashForCausalLM", "per-expert", extra={"num_layers": 3, "head_dim": 4}
-    ),
-    "mellum": Model("MellumForCausalLM", "per-expert"),
-    "mimo-v2": Model("MiMoV2FlashForCausalLM", "per-expert", (1, 2)),
-    "minimax": Model("MiniMaxForCausalLM", "mixtral"),
-    "minimax-m2": Model("MiniMaxM2ForCausalLM", "mixtral"),
-    "minimax-m3": Model("MiniMaxM3VLForCausalLM", "fused"),
-    "minimax-m3-vl": Model("MiniMaxM3SparseForConditionalGeneration", "mixtral"),
-    "mistral4": Model("Mistral4ForCausalLM", "fused", (1, 2)),
-    "nemotron-h": Model("NemotronHForCausalLM", "per-expert", (1, 2), extra=NEMOTRON),
-    "olmoe": Model("OlmoeForCausalLM", "per-expert"),
-    "openai-privacy-filter": Model(
-        "OpenAIPrivacyFilterForTokenClassification", "fused-transposed", extra=ROPE
-    ),
-    "phimoe": Model("PhimoeForCausalLM", "mixtral"),
-    "qwen2-moe": Model("Qwen2MoeForCausalLM", "per-expert"),
-    "qwen3-next": Model("Qwen3NextForCausalLM", "per-expert"),
-    "qwen3-vl-moe": Model("Qwen3VLMoeForConditionalGeneration", "fused"),
-    "qwen4-exp": Model("Qwen4ExpForCausalLM", "per-expert"),
-    "solar-open": Model("SolarOpenForCausalLM", "per-expert"),
-    "unlimited-ocr": Model("UnlimitedOcrForConditionalGeneration", "per-expert", (1, 2)),
-    "qwen3.5-moe": Model("Qwen3_5MoeForCausalLM", "per-expert"),
-    "qwen3.5-moe-vl": Model("Qwen3_5MoeForConditionalGeneration", "per-expert"),
-}
 LAYER = 1
 # Relative L2 error of a whole layer, in README.
 PROMISED = {"BF16": 0.0025, "AMXINT8": 0.0280}
@@ -218,11 +47,13 @@ def save(row: Model, hidden: int, inner: int, folder: Path) -> Saved:
     model = row.make(hidden, inner)
     # The plain loop over experts: the grouped products of the default do not take float64.
     model.set_experts_implementation("eager")
-    [experts] = [
+    experts, *others = [
         module
         for name, module in model.named_modules()
         if re.search(rf"layers\.{LAYER}\.\w*\.?experts$", name)
     ]
+    # Of an encoder, whose weights are the decoder's.
+    assert all(one.down_proj is experts.down_proj for one in others)
     with torch.no_grad():
         for name, parameter in experts.named_parameters():
             # Large enough that gates saturate and clamps bite; transformers starts at 0.02.
@@ -231,7 +62,7 @@ def save(row: Model, hidden: int, inner: int, folder: Path) -> Saved:
             parameter.normal_(std=3 * std if clamped else std)
     model.bfloat16().save_pretrained(folder, max_shard_size="60KB")
     experts.double()
-    x = torch.randn(TOKENS, hidden).bfloat16()
+    x = torch.randn(TOKENS, width_of(experts)).bfloat16()
     weights, ids = torch.rand(TOKENS, 6 + getattr(experts, "zero_expert_num", 0)).topk(3)
     with torch.no_grad():
         expected = experts(x.double(), ids, weights.double())
