@@ -1,29 +1,29 @@
 """Every class of experts in transformers is computed by ktk, or stands here with the reason.
 
-The classes are found in the installed transformers, so that a family of next year fails this test
-until ktk serves it or says why not.
+The classes are found in the installed transformers (`registry`), so that a family of next year
+fails this test until ktk serves it or says why not. `test_coverage` does the same for checkpoints.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers.models
+import transformers
+from registry import families
 
 from ktk.testing import bounds
 from ktk.testing.reference import Expert, bounded_layer
 from ktk.transformers.layout import is_experts
 from ktk.transformers.modules import describe
 from ktk.transformers.packing import pack_module
-from ktk.transformers.unmarked import mark
 
 E, K, HIDDEN, INNER, TOKENS = 4, 2, 64, 32, 9
 ZERO = 3  # in families that have zero experts
@@ -38,11 +38,13 @@ SIZES: dict[str, int] = {
     "zero_expert_num": ZERO,
 }
 # Not computed by ktk in models of transformers, where these stay what they are. Those of Dbrx,
-# JetMoe, NllbMoe, Step3p7 and SwitchTransformers are loaded by `ktk.Model.from_checkpoint`
-# (`test_loaded_families`), and Llama4's, too.
+# JetMoe, Llama4, NllbMoe, Step3p7 and SwitchTransformers are loaded by `ktk.Model.from_checkpoint`
+# (`test_loaded_families`).
 REASONS = {
+    "AriaSharedExpertsMLP": "is computed for every token",
+    "DbrxExpertGLU": "is one expert, which DbrxExperts calls",
     "DbrxExperts": "keeps all experts in one matrix and does not take other implementations",
-    "InklingSharedExperts": "are computed for every token",
+    "InklingSharedExperts": "is computed for every token",
     "JetMoeParallelExperts": "is half an expert: the module around it has the activation",
     "Llama4TextExperts": "computes every expert for every token, routing weights applied before",
     "MuseSparkExperts": "has a norm after each expert",
@@ -50,26 +52,6 @@ REASONS = {
     "Step3p7Experts": "takes no other implementation",
     "SwitchTransformersExperts": "is a dictionary of modules without a gate",
 }
-
-
-def classes() -> Iterator[type]:
-    """Yield the classes whose names end as those of experts do."""
-    for info in pkgutil.iter_modules(transformers.models.__path__):
-        try:
-            module = importlib.import_module(
-                f"transformers.models.{info.name}.modeling_{info.name}"
-            )
-        except ImportError:  # has no model, or wants a package that is not installed
-            continue
-        for kind in vars(module).values():
-            if (
-                inspect.isclass(kind)
-                and issubclass(kind, torch.nn.Module)
-                and kind.__module__ == module.__name__
-                and kind.__name__.endswith("Experts")
-            ):
-                yield kind
-    mark()
 
 
 def configurations(kind: type) -> Iterator[Any]:
@@ -112,12 +94,21 @@ def vars_of(kind: Any) -> set[str]:
     return set(inspect.signature(kind.__init__).parameters)
 
 
-ALL = {kind.__name__: kind for kind in classes()}
+ALL = {name: kind for one in families().values() for name, kind in one.classes.items()}
+PAGE = Path(__file__).parents[2] / "docs/checkpoints.md"
 
 
 def test_reasons_are_of_classes_that_exist() -> None:
     assert len(ALL) > 60
     assert set(REASONS) <= set(ALL)
+
+
+def test_the_page_counts_them() -> None:
+    """As they are in the version that it names; others have other classes."""
+    version = ".".join(transformers.__version__.split(".")[:2])
+    page = " ".join(PAGE.read_text().split())
+    counted = f"{len(ALL) - len(REASONS)} of the {len(ALL)} of transformers {version}"
+    assert counted in page or f"of transformers {version} " not in page
 
 
 @pytest.mark.parametrize("name", ALL)
