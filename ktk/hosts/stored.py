@@ -20,6 +20,16 @@ _METHODS = {
     "gpt_oss_mxfp4": ("blocks", "scales"),
     "mxfp8": ("weight", "weight_scale_inv"),
 }
+# Whom the codes are of that ktk reads from files and has no hosts' tensors for, not all of them.
+_NAMES = {
+    "gptq": "GPTQ",
+    "awq": "AWQ",
+    "bitsandbytes": "bitsandbytes",
+    "hqq": "HQQ",
+    "compressed-tensors": "compressed-tensors",
+    "modelopt": "ModelOpt",
+    "torchao": "torchao",
+}
 # 4-bit floats of compressed-tensors, by what may be the columns of a group: MXFP4 and NVFP4.
 _SMALL_FLOATS = {
     frozenset([32]): ("weight_packed", "weight_scale"),
@@ -56,9 +66,35 @@ def roles_of(quantization: Mapping[str, Any] | None) -> tuple[str, ...] | None:
         return ("weight", "weight_scale", "weight_scale_2") if algorithm == "NVFP4" else None
     if found.method in ("gptq", "awq") and found.bits != 4:
         return None
+    roles = _METHODS.get(found.method)
     if found.method == "gptq" and quantization.get("desc_act"):
-        return None
-    return _METHODS.get(found.method)
+        return (*_METHODS["gptq"], "g_idx")
+    return roles
+
+
+def refused(quantization: Mapping[str, Any], host: str) -> str:
+    """Return why a host's weights are not computed by ktk, and what to do; empty if it has no idea.
+
+    Parameters
+    ----------
+    quantization
+        The quantization_config of config.json, of which :func:`roles_of` knows no tensors.
+    host
+        The name of the program that has them.
+    """
+    method = quantization.get("quant_method")
+    name = _NAMES.get(method) if isinstance(method, str) else None
+    if name is None:
+        return ""
+    try:
+        bits = read_quantization({"quantization_config": quantization}).bits
+    except EntryError:
+        bits = None
+    how = f"{name} in {bits} bits" if bits else name
+    return (
+        f"ktk does not compute weights stored by {how} in {host}: ktk serve MODEL --engine "
+        "transformers reads them from the model's files"
+    )
 
 
 def _compressed_tensors(
@@ -68,12 +104,14 @@ def _compressed_tensors(
     weights = [group.get("weights") or {} for group in groups]
     if bits == 8:
         return ("weight", "weight_scale")
-    if bits != 4 or any(one.get("actorder") in (True, "group") for one in weights):
+    if bits != 4:
         return None
     if is_float:
         return _SMALL_FLOATS.get(frozenset(_groups(weights)))
     zero = ("weight_zero_point",) if symmetric is False else ()
-    return ("weight_packed", "weight_scale", "weight_shape", *zero)
+    sorts = any(one.get("actorder") in (True, "group") for one in weights)
+    order = ("weight_g_idx",) if sorts else ()
+    return ("weight_packed", "weight_scale", "weight_shape", *zero, *order)
 
 
 def _groups(weights: list[Mapping[str, Any]]) -> set[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktk.hosts.choice import Mode, OnceLog, mode_of
-from ktk.hosts.stored import roles_of
+from ktk.hosts.stored import refused, roles_of
 from ktk.system import cpu_flags, let_openmp_sleep
 
 #: What `--quantization` calls ktk.
@@ -41,12 +41,18 @@ def _taken(quantization: Mapping[str, Any], asked: str | None, on_cpu: bool) -> 
     if asked == METHOD:
         return True
     method = quantization.get("quant_method")
-    if asked not in (None, method) or mode() is Mode.NEVER or roles_of(quantization) is None:
+    if asked not in (None, method) or mode() is Mode.NEVER:
+        return False
+    # vLLM's kernels for weights in codes are written with AMX.
+    lacks = on_cpu and "amx_tile" not in cpu_flags()
+    if roles_of(quantization) is None:
+        why = refused(quantization, "vLLM")
+        if why and (lacks or mode() is Mode.ALWAYS):
+            say_once(f"{why} (if vLLM cannot)")
         return False
     if mode() is Mode.ALWAYS:
         return True
-    # vLLM's kernels for weights in codes are written with AMX.
-    if not on_cpu or "amx_tile" in cpu_flags():
+    if not lacks:
         return False
     say_once(
         f"ktk computes what this model stores as {method}: vLLM has no kernels for that on a CPU "

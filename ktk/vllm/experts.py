@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from ktk.config import MoEConfig
 from ktk.hosts.choice import backend_name
 from ktk.hosts.op import OpLayer
-from ktk.hosts.stored import IGNORED, roles_of
+from ktk.hosts.stored import IGNORED, refused, roles_of
 from ktk.loading.collector import ExpertCollector
 from ktk.vllm.activation import activation_of
 from ktk.vllm.choice import say_once
@@ -30,7 +30,10 @@ def unable(layer: Any, quantization: Mapping[str, Any] | None) -> str:
     """Return why ktk does not compute a layer of vLLM's; empty if it does."""
     moe = layer.moe_config
     if roles_of(quantization) is None:
-        return f"weights stored as {dict(quantization or {}).get('quant_method')}"
+        stored = dict(quantization or {})
+        return refused(stored, "vLLM").removeprefix("ktk does not compute ") or (
+            f"weights stored as {stored.get('quant_method')}"
+        )
     if not moe.is_act_and_mul or activation_of(moe) is None:
         return f"the activation {moe.activation.value}"
     if moe.is_lora_enabled:

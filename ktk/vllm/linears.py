@@ -17,7 +17,7 @@ from ktk.checkpoint.safetensors.tensors import read_tensors
 from ktk.errors import BackendError, CheckpointError
 from ktk.expert import Matrix
 from ktk.hosts.linear import OpLinear
-from ktk.hosts.stored import IGNORED, roles_of
+from ktk.hosts.stored import IGNORED, refused, roles_of
 from ktk.linear import Linear
 from ktk.loading.cut import cut_columns, cut_rows
 from ktk.names import PREFERRED
@@ -75,6 +75,8 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         super().__init__()
         roles = roles_of(quantization)
         if roles is None:
+            if why := refused(quantization, "vLLM"):
+                raise ValueError(f"{name}: vLLM says {str(refusal)!r}, and {why}") from refusal
             raise refusal
         self._roles = roles
         self._name = name

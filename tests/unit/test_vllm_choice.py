@@ -99,16 +99,48 @@ def test_other_configs() -> None:
     assert stored.roles_of(asymmetric) == (*ROLES["int4"], "weight_zero_point")
     mxfp4 = ct(num_bits=4, type="float", group_size=32)
     assert stored.roles_of(mxfp4) == ("weight_packed", "weight_scale")
+    sorted_columns = {**GPTQ_CONFIG, "desc_act": True}
+    assert stored.roles_of(sorted_columns) == ("qweight", "scales", "qzeros", "g_idx")
+    sorted_columns = ct(num_bits=4, type="int", group_size=32, actorder="group")
+    assert stored.roles_of(sorted_columns) == (*ROLES["int4"], "weight_g_idx")
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}, "HQQ"),
+        ({**GPTQ_CONFIG, "bits": 8}, "GPTQ in 8 bits"),
+        (ct(num_bits=3, type="int"), "compressed-tensors in 3 bits"),
+    ],
+)
+def test_what_ktk_reads_elsewhere_is_said_where_vllm_has_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: Any, how: str
+) -> None:
+    choice.say_once.said.clear()
+    sentence = (
+        f"ktk does not compute weights stored by {how} in vLLM: ktk serve MODEL --engine "
+        "transformers reads them from the model's files"
+    )
+    assert stored.refused(config, "vLLM") == sentence
+    with caplog.at_level("INFO", logger="vllm.ktk"):
+        amx(monkeypatch, True)
+        assert not choice.takes_over(config, None, True)
+        assert not caplog.records
+        amx(monkeypatch, False)
+        assert not choice.takes_over(config, None, True)
+        assert not choice.takes_over(config, None, True)
+    assert [one.getMessage() for one in caplog.records] == [f"{sentence} (if vLLM cannot)"]
+    assert not stored.refused({"quant_method": "of next year"}, "vLLM")
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {**GPTQ_CONFIG, "desc_act": True},
         {**GPTQ_CONFIG, "bits": 8},
         {"quant_method": "hqq"},
         {"quant_method": "fp8", "weight_block_size": "wide"},
-        ct(num_bits=4, type="int", group_size=32, actorder="group"),
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
         ct(num_bits=4, type="float", group_size=8),
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         ct(num_bits=3, type="int"),

@@ -5,27 +5,34 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import schemes
 import torch
 
 from ktk.expert import Matrix
 from ktk.quantize import dequantize, quantize
+from ktk.testing import formats
 
 STAND_INS: dict[str, dict[str, Any]] = {
     "vllm": {},
-    "vllm.config": {"get_current_vllm_config_or_none": None},
+    "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
     "vllm.distributed": {"get_world_group": None},
     "vllm.model_executor": {},
     "vllm.model_executor.layers": {},
+    "vllm.model_executor.layers.fused_moe": {"FusedMoEMethodBase": object},
+    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
+        "UnquantizedFusedMoEMethod": object
+    },
     "vllm.model_executor.layers.linear": {
         "LinearMethodBase": object,
         "UnquantizedLinearMethod": object,
     },
 }
-OURS = ("ktk.vllm.linears", "ktk.vllm.place")
+OURS = ("ktk.vllm.experts", "ktk.vllm.linears", "ktk.vllm.place")
 
 
 @pytest.fixture
@@ -48,3 +55,109 @@ def test_a_decoded_matrix_has_its_factor_once(linears: ModuleType) -> None:
     decoded = linears._decoded(matrix)
     assert decoded.factor is None
     assert torch.equal(decoded.data, dequantize(matrix).bfloat16())
+
+
+class Layer(torch.nn.Module):
+    """A layer of vLLM, as far as it says which part of a matrix is whose."""
+
+    def __init__(self, sizes: list[int], rank: int = 0, ranks: int = 1) -> None:
+        super().__init__()
+        self.output_sizes, self.output_size = sizes, sum(sizes)
+        self.tp_rank, self.tp_size = rank, ranks
+
+
+def unsorted(n: int, k: int, seed: int) -> tuple[schemes.Tensors, np.ndarray]:
+    """Return a matrix of GPTQ with desc_act, and what it means."""
+    rng = np.random.default_rng(seed)
+    weight = rng.standard_normal((n, k)).astype(np.float32)
+    source = formats.make_source(schemes.U4_ZERO, weight, rng)
+    source = schemes.clipped(source, 1, 15)  # stored minus one, in four bits
+    order = rng.permutation(k)
+    tensors = schemes.gptq(source) | {
+        ".qweight": schemes.words(schemes.codes_of(source)[:, order].T, 0),
+        ".g_idx": torch.from_numpy(order // 32).int(),
+    }
+    return tensors, source.values[:, order]
+
+
+def matrix_of(method: Any, layer: Layer, columns: int) -> torch.Tensor:
+    """Return the weights that rows with a single one are multiplied by: codes exactly, decoded
+    ones rounded to bf16.
+    """
+    result: torch.Tensor = method.apply(layer, torch.eye(columns)).T
+    return result
+
+
+N, K = (64, 96), 256
+DESC_ACT = {**schemes.GPTQ_CONFIG, "desc_act": True}
+
+
+def loaded(linears: ModuleType, layer: Layer, matrices: dict[Any, schemes.Tensors], k: int) -> Any:
+    """Make a method and give it the tensors of all parts, one after the other."""
+    method = linears.KtkDense("model.layers.0.mlp.gate_up_proj", DESC_ACT, ValueError("no kernel"))
+    sizes = [n // layer.tp_size if k == K else n for n in layer.output_sizes]
+    method.create_weights(layer, k, sizes, K, layer.output_size, torch.bfloat16)
+    for part, tensors in matrices.items():
+        for suffix, tensor in tensors.items():
+            param = layer.get_parameter(suffix.removeprefix("."))
+            if part is None:
+                param.weight_loader(param, tensor)  # type: ignore[operator]
+            else:
+                param.weight_loader(param, tensor, part)  # type: ignore[operator]
+    method.process_weights_after_loading(layer)
+    return method
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_columns_of_gptq_in_any_order_keep_their_places(
+    linears: ModuleType, rank: int, ranks: int
+) -> None:
+    layer = Layer(list(N), min(rank, ranks - 1), ranks)
+    made = {part: unsorted(n, K, part) for part, n in enumerate(N)}
+    method = loaded(linears, layer, {part: one for part, (one, _) in made.items()}, K)
+    halves = (np.split(values, ranks)[layer.tp_rank] for _, values in made.values())
+    wanted = np.concatenate(list(halves))
+    np.testing.assert_allclose(matrix_of(method, layer, K), wanted, rtol=2**-8, atol=2**-20)
+
+
+def test_columns_that_are_divided_are_those_of_their_rank(linears: ModuleType) -> None:
+    tensors, values = unsorted(N[0], K, 5)
+    layer = Layer([N[0]], 1, 2)
+    method = loaded(linears, layer, {None: tensors}, K // 2)
+    got = matrix_of(method, layer, K // 2)
+    np.testing.assert_allclose(got, values[:, K // 2 :], rtol=2**-8, atol=2**-20)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq"])
+def test_what_neither_computes_is_one_sentence(linears: ModuleType, method: str) -> None:
+    no_kernel = NotImplementedError("no kernel on this CPU")
+    sentence = (
+        r"^model\.layers\.0\.mlp\.down_proj: vLLM says 'no kernel on this CPU', and ktk does not "
+        r"compute weights stored by \w+ in vLLM: ktk serve MODEL --engine transformers reads them "
+        r"from the model's files$"
+    )
+    with pytest.raises(ValueError, match=sentence) as caught:
+        linears.KtkDense("model.layers.0.mlp.down_proj", {"quant_method": method}, no_kernel)
+    assert caught.value.__cause__ is no_kernel
+
+
+def test_experts_are_left_to_vllm_with_the_same_words(linears: ModuleType) -> None:
+    experts: Any = importlib.import_module("ktk.vllm.experts")
+    plain = {"swiglu_alpha": None, "swiglu_limit": None, "swiglu_beta": None}
+    silu = SimpleNamespace(activation=SimpleNamespace(value="silu"), **plain)
+    silu.is_act_and_mul, silu.is_lora_enabled = True, False
+    layer = SimpleNamespace(moe_config=silu)
+    assert experts.unable(layer, {"quant_method": "hqq"}) == (
+        "weights stored by HQQ in vLLM: ktk serve MODEL --engine transformers reads them from the "
+        "model's files"
+    )
+    assert experts.unable(layer, {"quant_method": "next year's"}) == (
+        "weights stored as next year's"
+    )
+    assert not experts.unable(layer, DESC_ACT)
+
+
+def test_what_nobody_knows_is_left_to_vllm(linears: ModuleType) -> None:
+    with pytest.raises(NotImplementedError, match="no kernel"):
+        linears.KtkDense("any", {"quant_method": "next year's"}, NotImplementedError("no kernel"))
