@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from test_training import packed, randomize
 from tiny import tokens
+from training import packed, randomize
 
 import ktk.sft
 

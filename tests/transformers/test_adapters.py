@@ -1,0 +1,170 @@
+"""Adapters of experts are written, read and merged, as PEFT and kt-kernel have them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+from tiny import FAMILIES, float32, load, logits, tokens
+from training import FORWARD, ROUNDED, gradients, off_by, off_by_token, packed, randomize
+
+import ktk
+import ktk.sft
+import ktk.transformers
+from ktk.transformers.packed import packed_modules
+
+folder, model, same_draws = training.folder, training.model, training.same_draws
+
+
+@pytest.mark.parametrize("layout", ["peft", "peft-fused", "kt"])
+def test_adapters_are_read_as_they_were_written(folder: Path, tmp_path: Path, layout: str) -> None:
+    model, ids = packed(folder), tokens()
+    randomize(ktk.sft.add_lora(model, rank=4, alpha=8))
+    wanted = logits(model, ids)
+    ktk.sft.save_adapter(model, tmp_path, layout)
+    other = packed(folder)
+    ktk.sft.load_adapter(other, tmp_path)
+    # Zeros that stand in a layout change no sum.
+    assert torch.equal(logits(other, ids), wanted)
+
+
+def test_adapters_have_the_names_that_others_know(folder: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    model = packed(folder)
+    ktk.sft.add_lora(model, rank=4, alpha=8, targets=("gate", "down"))
+    keys = {}
+    for layout, name in (("peft", "adapter_model"), ("kt", "fused_expert_lora")):
+        ktk.sft.save_adapter(model, tmp_path / layout, layout)
+        with safe_open(tmp_path / layout / f"{name}.safetensors", "pt") as file:
+            keys[layout] = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    prefix = "base_model.model.model.layers.1.mlp.experts.7"
+    assert keys["peft"][f"{prefix}.gate_proj.lora_A.weight"] == (4, 128)
+    assert keys["peft"][f"{prefix}.down_proj.lora_B.weight"] == (128, 4)
+    assert len(keys["peft"]) == 2 * 8 * 4
+    assert keys["kt"]["layers.0.experts.down_lora_a"] == (8, 4, 64)
+    assert len(keys["kt"]) == 2 * 4
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    assert config["target_modules"] == ["down_proj", "gate_proj"]
+
+
+@pytest.mark.parametrize("backend", list(FORWARD))
+def test_trained_adapters_go_to_stock_transformers(
+    folder: Path, tmp_path: Path, backend: str
+) -> None:
+    """PEFT adds them to the same weights as floats, and computes the same logits."""
+    peft = pytest.importorskip("peft")
+    ids = tokens()
+    try:
+        model = packed(folder, quantization_config=ktk.transformers.KtkConfig(backend))
+    except ktk.BackendError as error:
+        pytest.skip(str(error))
+    stock = float32(folder)
+    for name, one in packed_modules(model).items():
+        module = stock.get_submodule(name)
+        for expert in range(one.moe.config.num_experts):
+            gate, up, down = map(torch.from_numpy, one.moe.unpack_expert(expert))
+            module.gate_up_proj.data[expert] = torch.cat([gate, up])
+            module.down_proj.data[expert] = down
+    optimizer = torch.optim.AdamW(ktk.sft.add_lora(model, rank=4, alpha=8), lr=2e-2)
+    for _ in range(8):
+        gradients(model, ids)
+        optimizer.step()
+    before = logits(stock, ids)
+    ktk.sft.save_adapter(model, tmp_path, "peft-fused")
+    stock = peft.PeftModel.from_pretrained(stock, str(tmp_path))
+    assert off_by_token(logits(model, ids), before) > 4 * FORWARD[backend]
+    assert off_by_token(logits(model, ids), logits(stock, ids)) < FORWARD[backend]
+
+
+def test_adapters_come_from_peft(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    ids = tokens()
+    tensors = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=[], target_parameters=tensors)
+    trained = peft.get_peft_model(float32(folder), config)
+    randomize([one for name, one in trained.named_parameters() if "lora_" in name])
+    trained.save_pretrained(tmp_path)
+    model = packed(folder)
+    assert off_by_token(logits(model, ids), logits(trained, ids)) > 4 * FORWARD["BF16"]
+    ktk.sft.load_adapter(model, tmp_path)
+    assert off_by_token(logits(model, ids), logits(trained, ids)) < FORWARD["BF16"]
+
+
+def test_peft_trains_attention_beside_adapters_of_experts(folder: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(packed(folder), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    factors = ktk.sft.add_lora(model, rank=2)
+    randomize(factors)
+    got = gradients(model, tokens())
+    assert {name.rpartition(".")[2] for name in got if "experts" in name} == {
+        f"{part}_lora_{side}" for part in ("gate", "up", "down") for side in "ab"
+    }
+    assert any("q_proj.lora_B" in name for name in got)
+    assert all("lora_" in name for name in got)
+    model.save_pretrained(tmp_path / "attention")
+    ktk.sft.save_adapter(model, tmp_path / "experts")
+    other = peft.PeftModel.from_pretrained(packed(folder), str(tmp_path / "attention"))
+    ktk.sft.load_adapter(other, tmp_path / "experts")
+    assert torch.equal(logits(other, tokens()), logits(model, tokens()))
+
+
+def test_merged_experts_are_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
+    model, ids = packed(folder), tokens()
+    randomize(ktk.sft.add_lora(model, rank=4, alpha=8))
+    wanted = logits(model, ids)
+    ktk.sft.merge(model)
+    assert not any("_lora_" in name for name, _ in model.named_parameters())
+    # Sums are rounded to bf16 once more, and so is nothing else.
+    assert 0 < off_by(logits(model, ids), wanted) < ROUNDED
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(packed(tmp_path), ids), logits(model, ids))
+
+
+def test_what_makes_no_sense_is_refused(folder: Path, model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
+        ktk.sft.add_lora(model, rank=0)
+    with pytest.raises(ValueError, match="targets must be some of gate, up, down"):
+        ktk.sft.add_lora(model, targets=["router"])
+    with pytest.raises(ValueError, match=r"call ktk\.sft\.add_lora"):
+        ktk.sft.save_adapter(model, tmp_path)
+    with pytest.raises(ValueError, match=r"call ktk\.transformers\.pack"):
+        ktk.sft.add_lora(float32(folder))
+    with pytest.raises(FileNotFoundError, match="has neither"):
+        ktk.sft.load_adapter(model, tmp_path)
+    ktk.sft.add_lora(model, rank=2)
+    with pytest.raises(ValueError, match=re.escape("remove it by remove_lora(model)")):
+        ktk.sft.add_lora(model, rank=2)
+    ktk.sft.save_adapter(model, tmp_path)
+    ktk.sft.remove_lora(model)
+    other = FAMILIES["mixtral"].save(tmp_path / "mixtral")
+    with pytest.raises(ValueError, match="has no factors of this model's experts"):
+        ktk.sft.load_adapter(
+            load(other, dtype=torch.float32, experts_implementation="ktk"), _renamed(tmp_path)
+        )
+
+
+def _renamed(folder: Path) -> Path:
+    """Give tensors of an adapter names that no model has."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "adapter_model.safetensors"
+    save_file({f"x.{name}": one for name, one in load_file(path).items()}, path)
+    return folder
+
+
+def test_copies_of_a_model_share_experts_and_not_adapters(model: Any) -> None:
+    randomize(ktk.sft.add_lora(model, rank=2))
+    other = copy.deepcopy(model)
+    pairs = zip(packed_modules(model).values(), packed_modules(other).values(), strict=True)
+    assert all(mine is theirs for mine, theirs in pairs)
+    assert torch.equal(logits(other, tokens()), logits(model, tokens()))
+    ktk.sft.remove_lora(other)
+    assert not torch.equal(logits(other, tokens()), logits(model, tokens()))

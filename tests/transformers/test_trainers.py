@@ -1,0 +1,128 @@
+"""Programs that train models with packed experts: ranks, `Trainer`, and the example."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training
+import transformers
+from tiny import tokens
+from training import gradients, packed, randomize
+
+import ktk
+import ktk.sft
+import ktk.transformers
+
+folder, same_draws = training.folder, training.same_draws
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_two_ranks_average_their_gradients(folder: Path, tmp_path: Path) -> None:
+    """A data-parallel run of torch: each rank has its own packed experts and the same factors."""
+    script = Path(__file__).parent / "two_ranks.py"
+    runs = [
+        subprocess.Popen(
+            [sys.executable, script, folder, tmp_path, str(rank)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    for run in runs:
+        errors = run.communicate()[1]
+        assert run.returncode == 0, errors
+    model = packed(folder)
+    randomize(ktk.sft.add_lora(model, rank=2))
+    alone = [gradients(model, tokens(seed=rank)) for rank in range(2)]
+    for rank in range(2):
+        together = torch.load(tmp_path / f"{rank}.pt")
+        factors = [name for name in alone[0] if "_lora_" in name]
+        assert factors
+        for name in factors:
+            wanted = (alone[0][name] + alone[1][name]) / 2
+            torch.testing.assert_close(together[f"module.{name}"], wanted)
+
+
+def _trainer(model: Any, folder: Path, steps: int, *callbacks: Any) -> Any:
+    pytest.importorskip("accelerate")
+    data = [{"input_ids": row, "labels": row} for row in tokens(16)]
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=4,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return transformers.Trainer(
+        model, arguments, train_dataset=data, callbacks=[*callbacks, _Stop(steps)]
+    )
+
+
+class _Stop(transformers.TrainerCallback):
+    """Ends a training early, as a crash would; its schedule stays that of all steps."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "peft"])
+def test_a_training_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, wrapped: bool) -> None:
+    """Experts in codes are not saved; all that is trained is, and comes back to the bit."""
+    config = ktk.transformers.KtkConfig("AMXINT8")
+    callbacks = [ktk.sft.SaveAdapters()] if wrapped else []
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        try:
+            model = packed(folder, quantization_config=config)
+        except ktk.BackendError as error:
+            pytest.skip(str(error))
+        for one in model.parameters():
+            one.requires_grad_(False)
+        if wrapped:
+            peft = pytest.importorskip("peft")
+            model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        ktk.sft.add_lora(model, rank=2)
+        return model
+
+    straight = made()
+    _trainer(straight, tmp_path / "straight", 4, *callbacks).train()
+    _trainer(made(), tmp_path / "broken", 2, *callbacks).train()
+    saved = tmp_path / "broken" / "checkpoint-2"
+    assert sum(one.stat().st_size for one in saved.rglob("*.safetensors")) < 400_000
+    other = made()
+    again = _trainer(other, tmp_path / "broken", 4, *callbacks)
+    again.train(resume_from_checkpoint=True)
+    wanted = {n: one for n, one in straight.named_parameters() if one.requires_grad}
+    assert any("_lora_" in name for name in wanted)
+    for name, one in other.named_parameters():
+        if name in wanted:
+            assert torch.equal(one, wanted[name]), name
+
+
+@pytest.mark.slow
+def test_the_example_learns(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = ROOT / "examples" / "finetune.py"
+    run = subprocess.run(
+        [sys.executable, script, "--steps", "8", "--length", "16", "--output", tmp_path],
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    found = re.search(r"loss: ([\d.]+) at first, ([\d.]+) at last", run.stdout)
+    assert found
+    assert float(found[2]) < float(found[1])
+    assert (tmp_path / "experts" / "adapter_model.safetensors").exists()
