@@ -5,15 +5,25 @@
 
 namespace {
 
-// 16 floats: one register of AVX-512, two of AVX2, four of NEON.
-typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+// A register of the target. Wider vectors would be legal, but gcc keeps sums that take several
+// registers each on the stack.
+#if defined(__AVX512F__)
 constexpr size_t kLanes = 16;
+#elif defined(__AVX2__)
+constexpr size_t kLanes = 8;
+#else
+constexpr size_t kLanes = 4;
+#endif
+typedef float Floats __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
-// Sums of a tile stay in registers.
+// Sums of a tile stay in registers, of which there are 32, or 16 with AVX2. A tile is two cache
+// lines wide with AVX-512 and one otherwise.
 #if defined(__AVX512F__)
 constexpr size_t kMr = 12, kVectors = 2;
+#elif defined(__AVX2__)
+constexpr size_t kMr = 6, kVectors = 2;
 #else
-constexpr size_t kMr = 6, kVectors = 1;
+constexpr size_t kMr = 6, kVectors = 4;
 #endif
 constexpr size_t kNr = kVectors * kLanes;
 // Rows of b that a panel of kNr columns keeps in L1 while rows of a pass it.
@@ -34,7 +44,7 @@ void tile(const Operands& o) {
   Floats sums[kRows][kWidth];
 #pragma GCC unroll 12
   for (size_t i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (size_t v = 0; v < kWidth; ++v) {
       sums[i][v] = *reinterpret_cast<const Floats*>(o.c + i * o.c_row + v * kLanes);
     }
@@ -43,18 +53,18 @@ void tile(const Operands& o) {
   const float* b = o.b;
   for (size_t l = 0; l < o.k; ++l, a += o.a_column, b += o.b_row) {
     Floats row[kWidth];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (size_t v = 0; v < kWidth; ++v) row[v] = *reinterpret_cast<const Floats*>(b + v * kLanes);
 #pragma GCC unroll 12
     for (size_t i = 0; i < kRows; ++i) {
       const float factor = a[i * o.a_row];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (size_t v = 0; v < kWidth; ++v) sums[i][v] += factor * row[v];
     }
   }
 #pragma GCC unroll 12
   for (size_t i = 0; i < kRows; ++i) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (size_t v = 0; v < kWidth; ++v) {
       *reinterpret_cast<Floats*>(o.c + i * o.c_row + v * kLanes) = sums[i][v];
     }
@@ -122,14 +132,8 @@ void gemm(size_t m, size_t n, size_t k, const float* a, size_t a_row, size_t a_c
 
 // --- transpose ----------------------------------------------------------------------------------
 
-#if defined(__AVX512F__)
-constexpr int kSide = 16;
-#elif defined(__AVX2__)
-constexpr int kSide = 8;
-#else
-constexpr int kSide = 4;
-#endif
-typedef float Side __attribute__((vector_size(kSide * 4), aligned(4), may_alias));
+constexpr int kSide = kLanes;  // a square of them fits the registers
+typedef Floats Side;
 typedef uint32_t SideBits __attribute__((vector_size(kSide * 4)));
 
 // Elements of the lower (or, from kSide / 2 on, the upper) halves of two vectors, by turns.
@@ -190,9 +194,9 @@ void transpose(size_t rows, size_t columns, const float* src, size_t src_row, fl
 
 // --- pairs --------------------------------------------------------------------------------------
 
-typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef uint32_t Bits __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
 
-constexpr size_t kLine = 64, kTileBytes = KTK_PAIR_STEP_BYTES / 2;
+constexpr size_t kLine = 64, kTileBytes = KTK_PAIR_STEP_BYTES / 2, kTileColumns = 16;
 constexpr size_t kPairDepth = KTK_PAIR_DEPTH;
 // bf16 in the upper halves. A NaN stays one, as in from_f32.
 inline void round(const float* from, Bits& to) {
@@ -207,10 +211,13 @@ inline void pair_tile(const float* src, size_t src_row, char* to, const char* ne
 #pragma GCC unroll 4
   for (size_t i = 0; i < KTK_PAIR_DEPTH / 2; ++i, src += 2 * src_row) {
     __builtin_prefetch(next + i * kLine, 1);
-    Bits low, high;
-    round(src, low);
-    round(src + src_row, high);
-    *reinterpret_cast<Bits*>(to + i * kLine) = low >> 16 | (high & 0xffff0000);
+#pragma GCC unroll 4
+    for (size_t c = 0; c < kTileColumns; c += kLanes) {
+      Bits low, high;
+      round(src + c, low);
+      round(src + src_row + c, high);
+      *reinterpret_cast<Bits*>(to + i * kLine + c * 4) = low >> 16 | (high & 0xffff0000);
+    }
   }
 }
 
@@ -222,19 +229,20 @@ void pack_pairs(size_t depth, size_t columns, const float* src, size_t src_row, 
     const size_t rows = depth - k < kPairDepth ? depth - k : kPairDepth;
     char* step = dst;
     for (size_t block = 0; block < columns; block += KTK_PAIR_COLUMNS, step += block_bytes) {
-      for (size_t c = block; c < block + KTK_PAIR_COLUMNS; c += kLanes) {
-        char* const to = step + (c - block) / kLanes * kTileBytes;
+      for (size_t c = block; c < block + KTK_PAIR_COLUMNS; c += kTileColumns) {
+        char* const to = step + (c - block) / kTileColumns * kTileBytes;
         const float* const from = src + k * src_row + c;
-        if (rows == KTK_PAIR_DEPTH && c + kLanes <= columns) {
+        if (rows == KTK_PAIR_DEPTH && c + kTileColumns <= columns) {
           pair_tile(from, src_row, to, to + block_bytes);
           continue;
         }
-        float edge[KTK_PAIR_DEPTH][kLanes] = {};
-        const size_t left = columns < c ? 0 : columns - c, count = left < kLanes ? left : kLanes;
+        float edge[KTK_PAIR_DEPTH][kTileColumns] = {};
+        const size_t left = columns < c ? 0 : columns - c;
+        const size_t count = left < kTileColumns ? left : kTileColumns;
         for (size_t i = 0; i < rows; ++i) {
           __builtin_memcpy(edge[i], from + i * src_row, count * sizeof(float));
         }
-        pair_tile(edge[0], kLanes, to, to);
+        pair_tile(edge[0], kTileColumns, to, to);
       }
     }
   }
@@ -255,7 +263,8 @@ inline void turn_square(const char* src, char* dst, size_t column, size_t line) 
 #pragma GCC unroll 2
     for (size_t half = 0; half < 2; ++half) {
       const size_t at = column + half * kSide;
-      char* const to = dst + at / kLanes * kTileBytes + (line + i) * kLine + at % kLanes * 4;
+      char* const to =
+          dst + at / kTileColumns * kTileBytes + (line + i) * kLine + at % kTileColumns * 4;
       *reinterpret_cast<Side*>(to) = interleave(even, odd, static_cast<int>(half) * kSide / 2);
     }
   }
@@ -267,7 +276,7 @@ void turn_pairs(const char* src, size_t steps, char* dst, size_t block_bytes) {
       __builtin_prefetch(dst + block_bytes + i, 1);
     }
     for (size_t n = 0; n < KTK_PAIR_COLUMNS; n += kSide) {
-      const char* const from = src + n / kLanes * kTileBytes + n % kLanes * 4;
+      const char* const from = src + n / kTileColumns * kTileBytes + n % kTileColumns * 4;
       for (size_t pair = 0; pair < KTK_PAIR_DEPTH / 2; pair += kSide) {
         turn_square(from + pair * kLine, dst, 2 * pair, n / 2);
       }
