@@ -265,13 +265,15 @@ def _shape(array: Array) -> Sequence[int]:
 
 
 def _zeros(shape: Sequence[int], like: Array | None) -> Array:
-    if like is None:
-        import numpy as np
+    import numpy as np
 
-        return np.zeros(tuple(shape), np.float32)
+    # Pages of the system that nobody has written: workers write them first, and in parallel.
+    array = np.zeros(tuple(shape), np.float32)
+    if like is None:
+        return array
     import torch
 
-    return torch.zeros(tuple(shape), dtype=torch.float32, device="cpu")
+    return torch.from_numpy(array)
 
 
 __all__ = [

@@ -53,16 +53,29 @@ size_t LowRank::own_bytes(size_t rank) {
   return product(2 * width(rank), product(kBlock, sizeof(float)));
 }
 
+void LowRank::turn_a(size_t begin, size_t end, float* to, char* own) const {
+  const size_t stride = width(rank_);
+  float* const raw = reinterpret_cast<float*>(own);
+  for (size_t at = begin; at < end; at += kBlock, to += kBlock * stride) {
+    const size_t depth = std::min(end - at, kBlock);
+    if (stride != rank_) std::fill_n(to, depth * stride, 0.0f);
+    if (a_.type == KTK_F32 && !column_order_) {
+      const float* const rows = static_cast<const float*>(a_.data) + expert_ * rank_ * columns_;
+      products().transpose(rank_, depth, rows + at, columns_, to, stride);
+    } else {
+      read_a(0, rank_, at, at + depth, raw, kBlock);
+      products().transpose(rank_, depth, raw, kBlock, to, stride);
+    }
+  }
+}
+
 void LowRank::reduce(size_t begin, size_t end, size_t m, const float* x, size_t x_row, float* p,
                      size_t p_row, char* own) const {
   const size_t stride = width(rank_);
-  float* const raw = reinterpret_cast<float*>(own);
-  float* const turned = raw + stride * kBlock;
+  float* const turned = reinterpret_cast<float*>(own) + stride * kBlock;
   for (size_t at = begin; at < end; at += kBlock) {
     const size_t depth = std::min(end - at, kBlock);
-    if (stride != rank_) std::fill_n(turned, depth * stride, 0.0f);
-    read_a(0, rank_, at, at + depth, raw, kBlock);
-    products().transpose(rank_, depth, raw, kBlock, turned, stride);
+    turn_a(at, at + depth, turned, own);
     products().gemm(m, stride, depth, x + (at - begin), x_row, 1, turned, stride, p, p_row);
   }
 }

@@ -56,9 +56,11 @@ class LowRank {
 
   // Floats of a row that reduce() writes, the last of them zeros: whole vectors.
   static size_t width(size_t rank) { return (rank + 15) / 16 * 16; }
-  // Bytes of the scratch memory that reduce() and expand() want.
+  // Bytes of the scratch memory that turn_a(), reduce() and expand() want.
   static size_t own_bytes(size_t rank);
 
+  // A^T: to[end - begin][width(rank)], zeros behind the rank, for columns [begin, end) of A.
+  void turn_a(size_t begin, size_t end, float* to, char* own) const;
   // p[m] += x[m] A^T, for columns [begin, end) of A, where x begins.
   void reduce(size_t begin, size_t end, size_t m, const float* x, size_t x_row, float* p,
               size_t p_row, char* own) const;

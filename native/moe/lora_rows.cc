@@ -37,7 +37,8 @@ LoraRows::LoraRows(const Lora& lora, const Config& config, const Weights& weight
       weights_(weights),
       width_(LowRank::width(most_rank(lora))),
       own_low_rank_(own_.add(LowRank::own_bytes(width_))),
-      own_x_(own_.add(kMaxRows, product(LowRank::kBlock, sizeof(float)))) {}
+      own_turned_(own_.add(product(2, LowRank::kBlock), product(width_, sizeof(float)))),
+      own_x_(own_.add(kDecodedRows, product(odd_stride(LowRank::kBlock), sizeof(float)))) {}
 
 void LoraRows::place(const Route& route, size_t begin, Carver& shared) {
   route_ = &route;
@@ -65,34 +66,46 @@ LowRank LoraRows::factors(const Adapter& adapter, Part part, size_t active) cons
 }
 
 void LoraRows::reduce_hidden(const RowBlock& block, const Rows& hidden, char* own) const {
-  float* const x = reinterpret_cast<float*>(own + own_x_);
-  const size_t columns = config_.hidden;
   for (const Part part : {kGate, kUp}) {
     std::fill_n(row(part, block.first), block.count * width_, 0.0f);
   }
-  for (size_t at = 0; at < columns; at += LowRank::kBlock) {
-    const size_t end = std::min(at + LowRank::kBlock, columns);
-    for (size_t i = 0; i < block.count; ++i) {
-      const size_t token = begin_ + route_->tokens[block.first + i];
-      ops().to_f32(hidden.at(token, at), hidden.type, end - at, x + i * LowRank::kBlock);
-    }
-    for_adapters(lora_, *route_, begin_, block.first, block.count,
-                 [&](const Adapter& adapter, size_t first, size_t count) {
-                   const float* const rows = x + (first - block.first) * LowRank::kBlock;
-                   for (const Part part : {kGate, kUp}) {
-                     if (!adapts(adapter, part)) continue;
-                     factors(adapter, part, block.active)
-                         .reduce(at, end, count, rows, LowRank::kBlock, row(part, first), width_,
-                                 low_rank(own));
-                   }
-                 });
-  }
   for_adapters(lora_, *route_, begin_, block.first, block.count,
                [&](const Adapter& adapter, size_t first, size_t count) {
+                 for (size_t at = 0; at < config_.hidden; at += LowRank::kBlock) {
+                   reduce_columns(adapter, {block.active, first, count}, hidden, at,
+                                  std::min(at + LowRank::kBlock, config_.hidden), own);
+                 }
                  for (const Part part : {kGate, kUp}) {
                    ops().scale(adapter.scale, count, width_, row(part, first), width_);
                  }
                });
+}
+
+// Each row is decoded once for both factors, and each factor is turned once for all rows.
+void LoraRows::reduce_columns(const Adapter& adapter, const RowBlock& block, const Rows& hidden,
+                              size_t begin, size_t end, char* own) const {
+  const size_t depth = end - begin, x_row = odd_stride(LowRank::kBlock);
+  const size_t stride = LowRank::width(adapter.rank);
+  float* const x = reinterpret_cast<float*>(own + own_x_);
+  float* const turned = reinterpret_cast<float*>(own + own_turned_);
+  for (const Part part : {kGate, kUp}) {
+    if (!adapts(adapter, part)) continue;
+    factors(adapter, part, block.active)
+        .turn_a(begin, end, turned + part * LowRank::kBlock * stride, low_rank(own));
+  }
+  const size_t last = block.first + block.count;
+  for (size_t first = block.first; first < last; first += kDecodedRows) {
+    const size_t m = std::min(kDecodedRows, last - first);
+    for (size_t i = 0; i < m; ++i) {
+      const size_t token = begin_ + route_->tokens[first + i];
+      ops().to_f32(hidden.at(token, begin), hidden.type, depth, x + i * x_row);
+    }
+    for (const Part part : {kGate, kUp}) {
+      if (!adapts(adapter, part)) continue;
+      products().gemm(m, stride, depth, x, x_row, 1, turned + part * LowRank::kBlock * stride,
+                      stride, row(part, first), width_);
+    }
+  }
 }
 
 void LoraRows::clear_down(const RowBlock& block) const {

@@ -22,6 +22,8 @@ std::vector<RowBlock> row_blocks(const Route& route, size_t most);
 class LoraRows {
  public:
   static constexpr size_t kMaxRows = 256;
+  // Rows that are decoded to f32 at once: with a factor beside them they should stay in L2.
+  static constexpr size_t kDecodedRows = 96;
   enum Part { kGate, kUp, kDown };
 
   LoraRows(const Lora& lora, const Config& config, const Weights& weights);
@@ -59,6 +61,10 @@ class LoraRows {
   char* low_rank(char* own) const { return own + own_low_rank_; }
 
  private:
+  // Adds what columns [begin, end) of the hidden states make of rows that have one adapter.
+  void reduce_columns(const Adapter& adapter, const RowBlock& block, const Rows& hidden,
+                      size_t begin, size_t end, char* own) const;
+
   const Lora& lora_;
   const Config& config_;
   const Weights& weights_;
@@ -66,7 +72,7 @@ class LoraRows {
   size_t begin_ = 0, width_ = 0;
   std::vector<RowBlock> blocks_;
   Carver own_;
-  size_t own_low_rank_, own_x_;
+  size_t own_low_rank_, own_turned_, own_x_;
   size_t at_[3] = {};
   char* shared_ = nullptr;
 };

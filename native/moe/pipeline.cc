@@ -130,13 +130,13 @@ class ChunkRun {
     return i < tasks.size() ? &tasks[i] : nullptr;
   }
 
-  // Adds memory for adapters to the plan's: a worker has LoraRows' own, and a block of intermediate
-  // activations.
+  // Adds memory for adapters to the plan's: a worker has LoraRows' own, and some rows of
+  // intermediate activations.
   void place_lora(size_t begin) {
     lora_->place(route_, begin, plan_.shared);
     Carver& own = plan_.own.pieces;
     own_lora_ = own.add(lora_->own());
-    own_h_ = own.add(LoraRows::kMaxRows, ktk::product(config_.intermediate, sizeof(float)));
+    own_h_ = own.add(LoraRows::kDecodedRows, ktk::product(config_.intermediate, sizeof(float)));
   }
   char* lora_own(char* own) const { return own + own_lora_; }
 
@@ -154,9 +154,13 @@ class ChunkRun {
       lora_->clear_down(*block);
       for (size_t s = 0; s < slices_.size(); ++s) {
         const Slice& slice = slices_[s];
-        variant_.unpack_act(&slice.matrix.down, block->count, h_row(s, block->first),
-                            plan_.h_strides[s], h, slice.width());
-        lora_->reduce_down(*block, slice.begin, slice.end, h, slice.width(), scratch);
+        for (size_t done = 0; done < block->count; done += LoraRows::kDecodedRows) {
+          const size_t m = std::min(LoraRows::kDecodedRows, block->count - done);
+          const RowBlock some = {block->active, block->first + done, m};
+          variant_.unpack_act(&slice.matrix.down, m, h_row(s, some.first), plan_.h_strides[s], h,
+                              slice.width());
+          lora_->reduce_down(some, slice.begin, slice.end, h, slice.width(), scratch);
+        }
       }
       lora_->finish_down(*block);
     }

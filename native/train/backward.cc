@@ -55,7 +55,7 @@ class BackwardRun {
         lora_(forward.lora
                   ? std::optional<BackwardLora>(std::in_place, *forward.lora, config, weights)
                   : std::nullopt),
-        plan_(config, weights, transposing_, lora(), wants_gradients_ ? Gradients::own_bytes() : 0,
+        plan_(config, weights, transposing_, lora(), wants_gradients_ ? gradients_.own_bytes() : 0,
               weights.down_bias(0) != nullptr) {}
 
   size_t max_tokens() const {
@@ -121,7 +121,7 @@ class BackwardRun {
   }
   float* kept_row(size_t which, size_t row) const {
     return reinterpret_cast<float*>(shared_ + plan_.rows[which]) +
-           (row - first_row_) * config_.intermediate;
+           (row - first_row_) * plan_.row_stride;
   }
 
   // Active experts [first, last).
@@ -152,15 +152,15 @@ class BackwardRun {
     each(sums + columns.size(), [&](size_t i, char* own) {
       if (i < columns.size()) return columns_of(columns[i], last, own);
       gradients_.run(gradient_tasks_[i - columns.size()], route_, begin_, gradient_rows(),
-                     reinterpret_cast<float*>(own + plan_.own.gradients));
+                     own + plan_.own.gradients);
     });
   }
 
   GradientRows gradient_rows() const {
-    const size_t before = first_row_ * config_.intermediate;
-    return {kept_row(0, first_row_) - before, kept_row(1, first_row_) - before,
-            kept_row(2, first_row_) - before, lora_ ? &lora_->forward() : nullptr,
-            lora_ ? &lora_->backward() : nullptr};
+    const size_t before = first_row_ * plan_.row_stride;
+    return {kept_row(0, first_row_) - before,    kept_row(1, first_row_) - before,
+            kept_row(2, first_row_) - before,    plan_.row_stride,
+            lora_ ? &lora_->forward() : nullptr, lora_ ? &lora_->backward() : nullptr};
   }
 
   void pack(const BackwardPlan::Piece& piece, size_t active, char* own) const {

@@ -3,9 +3,13 @@
 #include <algorithm>
 
 #include "ops/select.h"
+#include "train/factor_sums.h"
 
 namespace ktk {
 namespace {
+
+// Between rows of Gradients::kColumns columns: an odd number of cache lines, see odd_stride().
+constexpr size_t kStride = Gradients::kColumns + 16;
 
 // to[columns of a][n] += a^T x b over `rows`, where `to` may be NULL.
 void add_product(size_t m, size_t n, size_t rows, const float* a, size_t a_row, const float* b,
@@ -29,6 +33,16 @@ bool Gradients::wanted() const {
                       w.bias.down));
 }
 
+size_t Gradients::rank() const {
+  const Lora* const lora = request_.forward.lora;
+  return lora ? lora->adapters[0].rank : 0;
+}
+
+size_t Gradients::own_bytes() const {
+  const size_t sums = FactorSums::floats(kColumns, rank());
+  return product(sum(product(kRows, kStride), product(2, sums)), sizeof(float));
+}
+
 bool Gradients::has_weights(size_t expert) const {
   const WeightGradients& w = request_.weights;
   return expert >= w.first && expert - w.first < w.count;
@@ -45,102 +59,133 @@ void Gradients::cut(const Route& route, size_t first, size_t last, std::vector<T
       tasks.push_back({active, Task::kOfHidden, begin, end});
       tasks.push_back({active, Task::kOfOutput, begin, end});
     }
-    tasks.push_back({active, Task::kWithin, 0, 0});
+    for (size_t at = 0; at < config_.intermediate; at += kColumns) {
+      const size_t end = std::min(at + kColumns, config_.intermediate);
+      tasks.push_back(
+          {active, Task::kWithin, static_cast<uint32_t>(at), static_cast<uint32_t>(end)});
+    }
   }
 }
 
 void Gradients::run(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
-                    float* own) const {
+                    char* own) const {
+  const Memory memory = {reinterpret_cast<float*>(own),
+                         reinterpret_cast<float*>(own) + kRows * kStride};
   switch (task.kind) {
     case Task::kOfHidden:
-      return of_hidden(task, route, begin, rows, own);
+      return of_hidden(task, route, begin, rows, memory);
     case Task::kOfOutput:
-      return of_output(task, route, begin, rows, own);
+      return of_output(task, route, begin, rows, memory);
     case Task::kWithin:
-      return within(task, route, rows);
+      return within(task, route, rows, memory);
   }
 }
 
 // A of gate and up, and their weights: columns of both are those of the hidden states.
 void Gradients::of_hidden(const Task& task, const Route& route, size_t begin,
-                          const GradientRows& rows, float* x) const {
+                          const GradientRows& rows, const Memory& own) const {
   const Route::Active active = route.active[task.active];
   const size_t h = config_.hidden, i = config_.intermediate, columns = task.end - task.begin;
   const LoraGradients& lora = request_.lora;
   const WeightGradients& w = request_.weights;
+  const size_t at = active.expert * rank() * h + task.begin;
+  const auto gate = FactorSums::of_a(moved(lora.a.gate, at), columns, rank(), h, own.sums);
+  const auto up = FactorSums::of_a(moved(lora.a.up, at), columns, rank(), h,
+                                   own.sums + FactorSums::floats(kColumns, rank()));
   for (size_t done = 0; done < active.count; done += kRows) {
     const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
     for (size_t row = 0; row < m; ++row) {
       const Rows& hidden = request_.forward.hidden;
-      float* const to = x + row * kColumns;
+      float* const to = own.rows + row * kStride;
       ops().to_f32(hidden.at(begin + route.tokens[first + row], task.begin), hidden.type, columns,
                    to);
-      ops().scale(route.input_weight(first + row), 1, columns, to, columns);
+      if (route.weighs_input()) {
+        ops().scale(route.input_weight(first + row), 1, columns, to, columns);
+      }
     }
-    if (rows.backward) {
-      const size_t rank = request_.forward.lora->adapters[0].rank, q = rows.backward->width();
-      const size_t at = active.expert * rank * h + task.begin;
-      add_product(rank, columns, m, rows.backward->row(LoraRows::kGate, first), q, x, kColumns,
-                  moved(lora.a.gate, at), h);
-      add_product(rank, columns, m, rows.backward->row(LoraRows::kUp, first), q, x, kColumns,
-                  moved(lora.a.up, at), h);
+    if (const LoraRows* const q = rows.backward) {
+      gate.add(m, q->row(LoraRows::kGate, first), q->width(), own.rows, kStride);
+      up.add(m, q->row(LoraRows::kUp, first), q->width(), own.rows, kStride);
     }
     if (!has_weights(active.expert)) continue;
-    const size_t at = (active.expert - w.first) * i * h + task.begin;
-    add_product(i, columns, m, rows.gate + first * i, i, x, kColumns, moved(w.weight.gate, at), h);
-    add_product(i, columns, m, rows.up + first * i, i, x, kColumns, moved(w.weight.up, at), h);
+    const size_t weight = (active.expert - w.first) * i * h + task.begin;
+    const size_t before = first * rows.stride;
+    add_product(i, columns, m, rows.gate + before, rows.stride, own.rows, kStride,
+                moved(w.weight.gate, weight), h);
+    add_product(i, columns, m, rows.up + before, rows.stride, own.rows, kStride,
+                moved(w.weight.up, weight), h);
   }
+  gate.finish();
+  up.finish();
 }
 
 // B of down, its weights and its bias: rows of these are columns of the output.
 void Gradients::of_output(const Task& task, const Route& route, size_t begin,
-                          const GradientRows& rows, float* dy) const {
+                          const GradientRows& rows, const Memory& own) const {
   const Route::Active active = route.active[task.active];
   const size_t h = config_.hidden, i = config_.intermediate, columns = task.end - task.begin;
   const WeightGradients& w = request_.weights;
+  const size_t at = (active.expert * h + task.begin) * rank();
+  const auto factor = FactorSums::of_b(moved(request_.lora.b.down, at), columns, rank(), own.sums);
   for (size_t done = 0; done < active.count; done += kRows) {
     const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
     for (size_t row = 0; row < m; ++row) {
       const Rows& gradient = request_.forward.out;
-      float* const to = dy + row * kColumns;
+      float* const to = own.rows + row * kStride;
       ops().to_f32(gradient.at(begin + route.tokens[first + row], task.begin), gradient.type,
                    columns, to);
       ops().scale(route.weights[first + row], 1, columns, to, columns);
     }
-    if (rows.forward) {
-      const size_t rank = request_.forward.lora->adapters[0].rank;
-      const size_t at = (active.expert * h + task.begin) * rank;
-      add_product(columns, rank, m, dy, kColumns, rows.forward->row(LoraRows::kDown, first),
-                  rows.forward->width(), moved(request_.lora.b.down, at), rank);
+    if (const LoraRows* const p = rows.forward) {
+      factor.add(m, p->row(LoraRows::kDown, first), p->width(), own.rows, kStride);
     }
     if (!has_weights(active.expert)) continue;
-    const size_t at = (active.expert - w.first) * h + task.begin;
-    add_product(columns, i, m, dy, kColumns, rows.h + first * i, i, moved(w.weight.down, at * i),
-                i);
-    add_rows(m, columns, dy, kColumns, moved(w.bias.down, at));
+    const size_t row = (active.expert - w.first) * h + task.begin;
+    add_product(columns, i, m, own.rows, kStride, rows.h + first * rows.stride, rows.stride,
+                moved(w.weight.down, row * i), i);
+    add_rows(m, columns, own.rows, kStride, moved(w.bias.down, row));
   }
+  factor.finish();
 }
 
 // What has the intermediate size: B of gate and up, A of down, biases.
-void Gradients::within(const Task& task, const Route& route, const GradientRows& rows) const {
+void Gradients::within(const Task& task, const Route& route, const GradientRows& rows,
+                       const Memory& own) const {
   const Route::Active active = route.active[task.active];
-  const size_t i = config_.intermediate, m = active.count, first = active.first;
-  if (rows.forward) {
-    const LoraGradients& lora = request_.lora;
-    const size_t rank = request_.forward.lora->adapters[0].rank, p = rows.forward->width();
-    const size_t at = active.expert * rank * i;
-    add_product(i, rank, m, rows.gate + first * i, i, rows.forward->row(LoraRows::kGate, first), p,
-                moved(lora.b.gate, at), rank);
-    add_product(i, rank, m, rows.up + first * i, i, rows.forward->row(LoraRows::kUp, first), p,
-                moved(lora.b.up, at), rank);
-    add_product(rank, i, m, rows.backward->row(LoraRows::kDown, first), p, rows.h + first * i, i,
-                moved(lora.a.down, at), i);
+  const size_t i = config_.intermediate, columns = task.end - task.begin;
+  // Of [row][I], a column at a time would be waited for: rows of it are fetched, and multiplied.
+  const auto add = [&](const FactorSums& factor, const LoraRows& low, LoraRows::Part part,
+                       const float* from) {
+    for (size_t done = 0; done < active.count; done += kRows) {
+      const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
+      for (size_t row = 0; row < m; ++row) {
+        std::copy_n(from + (first + row) * rows.stride + task.begin, columns,
+                    own.rows + row * kStride);
+      }
+      factor.add(m, low.row(part, first), low.width(), own.rows, kStride);
+    }
+    factor.finish();
+  };
+  const LoraGradients& lora = request_.lora;
+  const size_t of_b = (active.expert * i + task.begin) * rank();
+  if (lora.b.gate) {
+    add(FactorSums::of_b(lora.b.gate + of_b, columns, rank(), own.sums), *rows.forward,
+        LoraRows::kGate, rows.gate);
+  }
+  if (lora.b.up) {
+    add(FactorSums::of_b(lora.b.up + of_b, columns, rank(), own.sums), *rows.forward, LoraRows::kUp,
+        rows.up);
+  }
+  if (lora.a.down) {
+    float* const a = lora.a.down + active.expert * rank() * i + task.begin;
+    add(FactorSums::of_a(a, columns, rank(), i, own.sums), *rows.backward, LoraRows::kDown, rows.h);
   }
   if (!has_weights(active.expert)) return;
   const WeightGradients& w = request_.weights;
-  const size_t at = (active.expert - w.first) * i;
-  add_rows(m, i, rows.gate + first * i, i, moved(w.bias.gate, at));
-  add_rows(m, i, rows.up + first * i, i, moved(w.bias.up, at));
+  const size_t at = (active.expert - w.first) * i + task.begin;
+  const size_t from = active.first * rows.stride + task.begin;
+  add_rows(active.count, columns, rows.gate + from, rows.stride, moved(w.bias.gate, at));
+  add_rows(active.count, columns, rows.up + from, rows.stride, moved(w.bias.up, at));
 }
 
 }  // namespace ktk

@@ -11,8 +11,10 @@ namespace ktk {
 
 // What the rows of a group leave for sums over them. Pointers are to row 0 of the route.
 struct GradientRows {
-  // Gradients of the products of gate and up, and the activations between, [row][I].
+  // Gradients of the products of gate and up, and the activations between, rows of I that are
+  // `stride` floats apart.
   const float *gate = nullptr, *up = nullptr, *h = nullptr;
+  size_t stride = 0;
   // x A^T and dy B, times the adapter's scale; those of down times the routing weights, too.
   const LoraRows* forward = nullptr;
   const LoraRows* backward = nullptr;
@@ -20,34 +22,42 @@ struct GradientRows {
 
 class Gradients {
  public:
-  // Rows of the hidden states, and columns of them, that are converted at once.
-  static constexpr size_t kRows = 256, kColumns = 512;
-  static constexpr size_t own_bytes() { return kRows * kColumns * sizeof(float); }
+  // Columns of a task, and rows of the hidden states that are converted at once: these columns of
+  // them stay in L2, beside sums.
+  static constexpr size_t kRows = 64, kColumns = 512;
 
   Gradients(const Config& config, const BackwardRequest& request)
       : config_(config), request_(request) {}
 
   // Whether there are any.
   bool wanted() const;
+  // Memory that run() wants.
+  size_t own_bytes() const;
 
   struct Task {
     uint32_t active;
     enum Kind : uint32_t { kOfHidden, kOfOutput, kWithin } kind;
-    uint32_t begin, end;  // columns of the hidden size
+    uint32_t begin, end;  // columns of the hidden size, or of the intermediate size
   };
   // The tasks of active experts [first, last); no two write the same memory.
   void cut(const Route& route, size_t first, size_t last, std::vector<Task>& tasks) const;
   // Tokens of `route` are counted from `begin`.
   void run(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
-           float* own) const;
+           char* own) const;
 
  private:
+  // A worker's: some rows as f32, and the sums of two factors.
+  struct Memory {
+    float *rows, *sums;
+  };
+  size_t rank() const;
   bool has_weights(size_t expert) const;
   void of_hidden(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
-                 float* x) const;
+                 const Memory& own) const;
   void of_output(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
-                 float* dy) const;
-  void within(const Task& task, const Route& route, const GradientRows& rows) const;
+                 const Memory& own) const;
+  void within(const Task& task, const Route& route, const GradientRows& rows,
+              const Memory& own) const;
 
   const Config& config_;
   const BackwardRequest& request_;

@@ -31,6 +31,7 @@ BackwardPlan::BackwardPlan(const Config& config, const Weights& weights,
       gradient_bytes_(gradient_bytes),
       lora_own_(lora ? lora->own() : Carver()),
       keeps_dy_(keeps_dy) {
+  row_stride = odd_stride(config.intermediate);
   make_matrices(lora);
   cut_pieces(lora != nullptr);
 }
@@ -95,7 +96,7 @@ BackwardPlan::Most BackwardPlan::cut_groups(const Route& route, int workers) {
   const size_t group_bytes =
       std::max(kGroupBytes, kGroupBytesPerWorker * static_cast<size_t>(workers));
   const size_t row_bytes =
-      sum(gate_up.act_bytes, gradient_bytes_ ? product(3, config_.intermediate, sizeof(float)) : 0);
+      sum(gate_up.act_bytes, gradient_bytes_ ? product(3, row_stride, sizeof(float)) : 0);
   groups.clear();
   Most most;
   for (size_t i = 0, bytes = 0, in_group = 0; i < route.active.size(); ++i) {
@@ -126,7 +127,7 @@ void BackwardPlan::make(const Route& route, size_t begin, size_t end, int worker
   dy = shared.add(tokens, down[0].act_bytes);
   dz = shared.add(most.rows + padding, gate_up.act_bytes);
   for (size_t& at : rows) {
-    at = shared.add(gradient_bytes_ ? most.rows : 0, product(config_.intermediate, sizeof(float)));
+    at = shared.add(gradient_bytes_ ? most.rows : 0, product(row_stride, sizeof(float)));
   }
   matrices = shared.add(most.experts, expert.pieces.size());
   if (lora) lora->place(route, begin, shared);

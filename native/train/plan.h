@@ -52,7 +52,8 @@ struct BackwardPlan {
   size_t matrices = 0;  // of a group's experts
   size_t dy = 0;        // tokens, encoded for down
   size_t dz = 0;        // rows, encoded for gate_up
-  size_t rows[3] = {};  // f32 [rows][I]: gradients of gate and of up, h
+  size_t rows[3] = {};  // f32 [rows][row_stride]: gradients of gate and of up, h
+  size_t row_stride = 0;
   Carver shared;
 
   // Offsets in a worker's own memory.
