@@ -7,16 +7,18 @@ not name it. The backends that come with ktk take the same path as everyone else
 from __future__ import annotations
 
 import difflib
+import operator
 import os
 import re
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
-from typing import NoReturn
+from importlib.metadata import EntryPoint
+from typing import NamedTuple, NoReturn
 
 from ktk import _core
 from ktk.backend import Backend, BackendInfo
+from ktk.entries import entry_points
 from ktk.errors import (
     BackendConflict,
     BackendError,
@@ -54,6 +56,17 @@ def _forget_lock() -> None:
 
 os.register_at_fork(after_in_child=_forget_lock)
 _opened: dict[tuple[str, str, str], Backend | _Failure] = {}
+
+
+class _Known(NamedTuple):
+    """Providers, and what they were found from."""
+
+    entries: tuple[EntryPoint, ...]
+    built: frozenset[str] | None
+    providers: dict[str, list[BackendInfo]]
+
+
+_known: _Known | None = None
 
 
 def backends() -> dict[str, BackendInfo]:
@@ -243,11 +256,28 @@ def _open(info: BackendInfo) -> Backend:
     return Backend(core, info, library)
 
 
-def _providers() -> dict[str, list[BackendInfo]]:
-    """Read the metadata anew, so that a package installed meanwhile is seen."""
+def _providers() -> Mapping[str, list[BackendInfo]]:
+    """Return who provides each name, with packages installed meanwhile.
+
+    Asking a package for its name and version reads a file of its metadata, so what was found is
+    kept for as long as the same entry points are there.
+    """
+    global _known
+    entries = tuple(entry_points(group=GROUP))
     built = _built()
+    known = _known
+    same = known is not None and len(known.entries) == len(entries) and known.built == built
+    # Entry points that are equal may be of two packages.
+    if known is None or not same or any(map(operator.is_not, known.entries, entries)):
+        _known = known = _Known(entries, built, _found(entries, built))
+    return known.providers
+
+
+def _found(
+    entries: Iterable[EntryPoint], built: frozenset[str] | None
+) -> dict[str, list[BackendInfo]]:
     found: dict[str, list[BackendInfo]] = {}
-    for entry in entry_points(group=GROUP):
+    for entry in entries:
         dist = entry.dist
         info = BackendInfo(
             name=entry.name,
