@@ -479,6 +479,21 @@ def route(x: object | None, weight: object | None, bias: object | None, logits: 
     as ids has columns, the numbers and a softmax over all logits or the chosen ones.
     """
 
+class AttentionStep:
+    """Attention of one new token, as one call."""
+
+    def __init__(self, q: Linear, k: Linear, v: Linear, out: Linear, heads: int, shared_heads: int, depth: int, scaling: float, q_norm: tuple[float, float, bool] | None, k_norm: tuple[float, float, bool] | None) -> None:
+        """
+        A norm is epsilon, offset and early, as of rms_norm; None: there is none.
+        """
+
+    def forward(self, x: object | None, cosine: object | None, sine: object | None, q_norm: object | None, k_norm: object | None, keys: object | None, values: object | None, position: int, out: object | None, project: bool) -> None:
+        """
+        Writes what attention returns for a row x, and its row of keys and values, which are
+        [1, shared_heads, room, depth], at `position`; rows before it are read. project: False:
+        writes what the last layer would multiply.
+        """
+
 class FloatBackend:
     """What gradients are multiplied with: a backend that stores floats."""
 

@@ -17,6 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 WRAPPED = "sdpa"
 # Set in modules of models that ktk computes; others have what they had.
 _FLAG = "ktk_shares_keys"
+#: Of a module that is being asked what it hands to this function, a function that takes it.
+ASKED = "ktk_asked"
 #: Options with which it does, or refuses, more than attention. It reads no others.
 OTHER_OPTIONS = ("softcap", "output_attentions", "position_bias", "cache", "dropout")
 
@@ -35,11 +37,14 @@ def install() -> None:
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
+        answer: tuple[torch.Tensor, Any]
+        asked = getattr(module, ASKED, None)
+        if asked is not None:
+            answer = asked(query, key, value, attention_mask, options)
+            return answer
         if attention_mask is None and _has_one_token(module, query, options):
             return _shared(query, key, value, options.get("scaling")), None
-        answer: tuple[torch.Tensor, Any] = stock(
-            module, query, key, value, attention_mask, **options
-        )
+        answer = stock(module, query, key, value, attention_mask, **options)
         return answer
 
     attention.ktk = True  # type: ignore[attr-defined]
@@ -52,6 +57,18 @@ def share_keys(model: torch.nn.Module) -> None:
         groups = getattr(module, "num_key_value_groups", 1)
         if isinstance(groups, int) and groups > 1:
             setattr(module, _FLAG, True)
+
+
+def implementation(config: Any) -> str | None:
+    """Return which function of attention a configuration names.
+
+    Attributes of configurations are looked up by six functions of Python each.
+    """
+    try:
+        found: str | None = object.__getattribute__(config, "_attn_implementation_internal")
+    except AttributeError:
+        found = config._attn_implementation
+    return found
 
 
 def _has_one_token(module: Any, query: torch.Tensor, options: dict[str, Any]) -> bool:

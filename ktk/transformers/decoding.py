@@ -10,6 +10,7 @@ from ktk.transformers.dense import KtkLinear, packed_linears
 from ktk.transformers.norms import speed_up_norms
 from ktk.transformers.rotary import speed_up_rotary
 from ktk.transformers.routers import speed_up_routers
+from ktk.transformers.steps import speed_up_attention
 
 #: Names of dense layers side by side that models call with the same input, one after the other.
 TOGETHER = (
@@ -33,6 +34,7 @@ def speed_up(model: Any) -> None:
     speed_up_norms(model)
     speed_up_routers(model)
     speed_up_rotary(model)
+    speed_up_attention(model)
     for module in model.modules():
         for names in TOGETHER:
             found = [getattr(module, name, None) for name in names]

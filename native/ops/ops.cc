@@ -69,17 +69,40 @@ void add_bias(const float* __restrict bias, size_t n, float* __restrict row) {
 }
 
 // In sixteen sums, whatever vectors the target has: an order that n alone decides.
-float dot(const float* a, const float* b, size_t n) {
+template <typename Value>
+inline float sixteen_sums(size_t n, Value value) {
   constexpr size_t kLanes = 16;
   float lanes[kLanes] = {};
   size_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
-    for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += a[i + lane] * b[i + lane];
+    for (size_t lane = 0; lane < kLanes; ++lane) lanes[lane] += value(i + lane);
   }
-  for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += a[i] * b[i];
+  for (size_t lane = 0; i < n; ++i, ++lane) lanes[lane] += value(i);
   float total = 0;
   for (size_t lane = 0; lane < kLanes; ++lane) total += lanes[lane];
   return total;
+}
+
+float dot(const float* a, const float* b, size_t n) {
+  return sixteen_sums(n, [=](size_t i) { return a[i] * b[i]; });
+}
+
+float dot_with(const float* a, const void* b, ktk_element type, size_t n) {
+  if (type == KTK_BF16) {
+    const uint16_t* const in = static_cast<const uint16_t*>(b);
+    return sixteen_sums(
+        n, [&](size_t i) { return a[i] * from_bits(static_cast<uint32_t>(in[i]) << 16); });
+  }
+  if (type == KTK_F16) {
+    const Half* const in = static_cast<const Half*>(b);
+    return sixteen_sums(n, [&](size_t i) { return a[i] * static_cast<float>(in[i]); });
+  }
+  return dot(a, static_cast<const float*>(b), n);
+}
+
+float exponentials(float most, size_t n, float* x) {
+  for (size_t i = 0; i < n; ++i) x[i] = exp_clamped(x[i] - most);
+  return sixteen_sums(n, [&](size_t i) { return x[i]; });
 }
 
 // Experts without a gate: the function of gate is that of up.
@@ -248,5 +271,7 @@ extern "C" const ktk_ops KTK_VARIANT(ops) = {
     .normalize = normalize,
     .multiply = multiply,
     .dot = dot,
+    .dot_with = dot_with,
+    .exponentials = exponentials,
     .scale = scale,
 };

@@ -80,6 +80,10 @@ typedef struct ktk_ops {
   void (*multiply)(const float* src, size_t n, float* dst);
   // The sum of a * b over n elements, in an order that n alone decides.
   float (*dot)(const float* a, const float* b, size_t n);
+  // The same, where b has n elements of KTK_F32, KTK_F16 or KTK_BF16.
+  float (*dot_with)(const float* a, const void* b, ktk_element type, size_t n);
+  // x becomes e^(x - most), n elements. Returns their sum, in an order that n alone decides.
+  float (*exponentials)(float most, size_t n, float* x);
   // dst[m][n] *= factor. Rows are `stride` floats apart.
   void (*scale)(float factor, size_t m, size_t n, float* dst, size_t stride);
 } ktk_ops;

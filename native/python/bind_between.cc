@@ -7,9 +7,10 @@
 
 #include "core/floats.h"
 #include "moe/router.h"
-#include "ops/select.h"
 #include "python/bind.h"
 #include "python/flat.h"
+#include "step/norm.h"
+#include "step/rotary.h"
 
 namespace ktk {
 namespace {
@@ -25,23 +26,10 @@ void rms_norm(nb::handle x_, nb::handle weight_, nb::handle out_, float epsilon,
   if (n > 1 && weight.stride(0) != 1) throw nb::value_error("weight must be contiguous");
   const InputRows x("x", x_, n);
   const OutputRows out("out", out_, x.shape_with(n));
-  const ktk_ops& o = ops();
+  if (out.rows.type != x.rows.type) throw nb::type_error("out must have the dtype of x");
   const DefaultFloats floats;
-  std::vector<float> scale(n), row(n);
-  o.to_f32(weight.data(), float_of("weight", weight.dtype()), n, scale.data());
-  if (offset != 0) {
-    for (float& one : scale) one += offset;
-  }
-  for (size_t r = 0; r < x.count; ++r) {
-    o.to_f32(x.rows.at(r), x.rows.type, n, row.data());
-    o.normalize(row.data(), epsilon, n, row.data());
-    if (early && x.rows.type != KTK_F32) {
-      o.from_f32(row.data(), x.rows.type, n, out.rows.at(r));
-      o.to_f32(out.rows.at(r), x.rows.type, n, row.data());
-    }
-    o.multiply(scale.data(), n, row.data());
-    o.from_f32(row.data(), out.rows.type, n, out.rows.at(r));
-  }
+  Norm norm(weight.data(), float_of("weight", weight.dtype()), n, epsilon, offset, early);
+  for (size_t r = 0; r < x.count; ++r) norm(x.rows.at(r), x.rows.type, out.rows.at(r));
 }
 
 // Throws unless an array is n floats side by side; n -1: any number.
@@ -52,39 +40,9 @@ void check_vector(const char* name, const AnyArray& array, int64_t n) {
   }
 }
 
-std::vector<float> floats_of(const char* name, const AnyArray& array) {
-  std::vector<float> found(array.shape(0));
-  ops().to_f32(array.data(), float_of(name, array.dtype()), found.size(), found.data());
-  return found;
-}
-
-// Rows of x times cosine, plus the same rows with their halves swapped, the first of them negative
-// then, times sine: each product rounded to the type of x, as their sum is. Cosine and sine may be
-// shorter than rows, whose ends stay.
-void rotate_rows(const InputRows& x, const OutputRows& out, size_t columns,
-                 const std::vector<float>& cosine, const std::vector<float>& sine) {
-  const ktk_ops& o = ops();
-  const size_t n = cosine.size(), half = n / 2;
-  const ktk_element type = x.rows.type;
-  std::vector<float> row(columns), swapped(n);
-  std::vector<char> rounded(x.rows.bytes_of(n));
-  const auto round = [&](float* values) {
-    if (type == KTK_F32) return;
-    o.from_f32(values, type, n, rounded.data());
-    o.to_f32(rounded.data(), type, n, values);
-  };
+void rotate_rows(const InputRows& x, const OutputRows& out, size_t columns, Rotary& rotary) {
   for (size_t r = 0; r < x.count; ++r) {
-    o.to_f32(x.rows.at(r), type, columns, row.data());
-    for (size_t i = 0; i < half; ++i) {
-      swapped[i] = -row[half + i];
-      swapped[half + i] = row[i];
-    }
-    o.multiply(cosine.data(), n, row.data());
-    o.multiply(sine.data(), n, swapped.data());
-    round(row.data());
-    round(swapped.data());
-    o.add(swapped.data(), n, row.data());
-    o.from_f32(row.data(), type, columns, out.rows.at(r));
+    rotary(x.rows.at(r), x.rows.type, columns, out.rows.at(r));
   }
 }
 
@@ -107,9 +65,10 @@ void rotate(nb::handle q_, nb::handle k_, nb::handle cosine_, nb::handle sine_, 
     throw nb::type_error("q_out and k_out must have the dtypes of q and k");
   }
   const DefaultFloats floats;
-  const std::vector<float> cosines = floats_of("cosine", cosine), sines = floats_of("sine", sine);
-  rotate_rows(q, q_out, columns, cosines, sines);
-  rotate_rows(k, k_out, columns, cosines, sines);
+  Rotary rotary(cosine.data(), float_of("cosine", cosine.dtype()), sine.data(),
+                float_of("sine", sine.dtype()), n);
+  rotate_rows(q, q_out, columns, rotary);
+  rotate_rows(k, k_out, columns, rotary);
 }
 
 void route(nb::handle x_, nb::handle weight_, nb::handle bias_, nb::handle logits_,

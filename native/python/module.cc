@@ -48,6 +48,7 @@ NB_MODULE(_core, m) {
   ktk::bind_moe(m);
   ktk::bind_linear(m);
   ktk::bind_between(m);
+  ktk::bind_step(m);
   ktk::bind_train(m);
   ktk::bind_stream(m);
   ktk::bind_divide(m);

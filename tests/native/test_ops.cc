@@ -226,6 +226,46 @@ TEST(glu_backward_far_out_is_finite_and_keeps_nan) {
   });
 }
 
+TEST(dot_with_has_the_bits_of_dot) {
+  with_each_isa([&] {
+    const ktk_ops& o = ktk::ops();
+    for (const size_t n : {1, 15, 16, 17, 64, 100, 2048}) {
+      const std::vector<float> a = random_floats(n, 1, 1), b = random_floats(n, 3, 2);
+      for (const ktk_element type : {KTK_F32, KTK_F16, KTK_BF16}) {
+        std::vector<float> stored(n), exact(n);
+        o.from_f32(b.data(), type, n, stored.data());
+        o.to_f32(stored.data(), type, n, exact.data());
+        CHECK_EQ(o.dot_with(a.data(), stored.data(), type, n), o.dot(a.data(), exact.data(), n));
+      }
+    }
+  });
+}
+
+TEST(exponentials_are_those_below_the_largest_and_their_sum) {
+  with_each_isa([&] {
+    const ktk_ops& o = ktk::ops();
+    for (const size_t n : {1, 16, 33, 100}) {
+      const std::vector<float> x = random_floats(n, 40, 3);
+      std::vector<float> found = x;
+      const float most = *std::max_element(x.begin(), x.end());
+      const double sum = static_cast<double>(o.exponentials(most, n, found.data()));
+      double all = 0;
+      for (size_t i = 0; i < n; ++i) {
+        const double wanted = std::exp(static_cast<double>(x[i] - most));
+        // 1e-7 of exp_clamped, and a unit of the result.
+        CHECK(std::abs(static_cast<double>(found[i]) - wanted) <= (1e-7 + 2 * kUnit) * wanted);
+        all += static_cast<double>(found[i]);
+      }
+      CHECK(std::abs(sum - all) <= static_cast<double>(n) * kUnit * all);
+    }
+    std::vector<float> odd = {0, NAN, -INFINITY, -200};
+    CHECK(std::isnan(o.exponentials(0, odd.size(), odd.data())));
+    CHECK_EQ(odd[0], 1.0f);
+    CHECK(std::isnan(odd[1]));
+    CHECK(odd[2] < 1e-37f && odd[3] < 1e-37f);
+  });
+}
+
 TEST(gemm_adds_products_in_one_order) {
   constexpr struct {
     size_t m, n, k;

@@ -1,0 +1,315 @@
+"""Attention of one token in one call, where a module of a model takes some forty.
+
+What a module computes is found by asking it: it is called with one token and a small cache, what it
+hands to the function of attention has to have the bits that ktk has, and what it makes of the
+answer has to be the last product. Whatever else a call wants is left to the module.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ktk import _core
+from ktk.hosts.plain import is_plain
+from ktk.transformers import attention
+from ktk.transformers.bare import are_bare
+from ktk.transformers.dense import KtkLinear
+from ktk.transformers.norms import FastNorm
+from ktk.transformers.room import room_of
+
+#: Of dense layers, and of norms, which a module need not have.
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
+NORMS = ("q_norm", "k_norm")
+# Arguments that say nothing about attention; others have to be None or False.
+_SILENT = frozenset({"position_ids", "use_cache", "cache_position", "logits_to_keep"})
+# Options of the function of attention that change nothing for one token, or that are looked at.
+_KNOWN = _SILENT | {"dropout", "scaling", "is_causal"}
+# Tokens before the one that a module is asked about, and how large that is: some models clamp.
+_BEFORE, _SIZES = 3, (1.0, 2.0**10)
+_made: dict[type, type] = {}
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _silent(options: dict[str, Any]) -> bool:
+    return all(name in _SILENT or _is_nothing(value) for name, value in options.items())
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value is False
+
+
+class FastAttention:
+    """What is added to a class of attention."""
+
+    ktk_step: Step
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what the class would, of one token by ktk."""
+        if not args and is_plain(hidden_states):
+            out = self.ktk_step(self, hidden_states, **kwargs)
+            if out is not None:
+                return out, None
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+
+class Step:
+    """The attention of a module, with its dense layers. Copies are the same object.
+
+    Parameters
+    ----------
+    module
+        Of a model.
+    scaling
+        Of scores.
+    turns
+        Whether queries and keys are given their positions by a rotary embedding.
+    """
+
+    def __init__(self, module: Any, scaling: float, turns: bool) -> None:
+        self.layers = tuple(getattr(module, name).layer for name in LAYERS)
+        self.norms = tuple(name for name in NORMS if hasattr(module, name))
+        self.turns = turns
+        kinds: Any = [getattr(module, one).ktk_norm if one in self.norms else None for one in NORMS]
+        q, k, v, out = (layer.linear for layer in self.layers)
+        depth = int(module.head_dim)
+        self.shape = (k.out_features // depth, depth)
+        self.out_width = out.out_features
+        heads = q.out_features // depth
+        self.core = _core.AttentionStep(
+            q._core, k._core, v._core, out._core, heads, self.shape[0], depth, scaling, *kinds
+        )
+
+    def __call__(
+        self,
+        module: Any,
+        x: torch.Tensor,
+        position_embeddings: _Pair | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | None:
+        """Return what attention returns; None where that is not for ktk to compute."""
+        if (
+            attention_mask is not None
+            or x.shape[:-1] != (1, 1)
+            or module.training
+            or attention.implementation(module.config) != attention.WRAPPED
+            or not (kwargs.keys() <= _SILENT or _silent(kwargs))
+        ):
+            return None
+        layer = self._layer(module, past_key_values, x.dtype)
+        norms = self._norms(module, x.dtype)
+        turn = self._turn(position_embeddings)
+        if layer is None or norms is None or turn is None:
+            return None
+        out = x.new_empty((1, 1, self.out_width))
+        room = room_of(layer)
+        self._compute(x, turn, norms, room, out, project=True)
+        room.show(layer)
+        return out
+
+    def fits(self, module: Any) -> bool:
+        """Tell whether a module still has the layers that this was made of."""
+        found = module._modules
+        return all(
+            type(found[name]) is KtkLinear and found[name].layer is layer
+            for name, layer in zip(LAYERS, self.layers, strict=True)
+        )
+
+    def attend(self, module: Any, x: torch.Tensor, turn: _Pair | None, room: Any) -> torch.Tensor:
+        """Return what the last layer would multiply, and write a row behind what is filled."""
+        out = x.new_empty((1, 1, self.layers[3].linear.in_features))
+        norms = self._norms(module, x.dtype)
+        if norms is None:
+            raise ValueError("the norms of this module are not what they were")
+        given = turn if self.turns else (None, None)
+        self._compute(x, given, norms, room, out, project=False)
+        return out
+
+    def _compute(
+        self, x: torch.Tensor, turn: Any, norms: Any, room: Any, out: torch.Tensor, project: bool
+    ) -> None:
+        given = (x.detach(), *turn, *norms, room.keys, room.values)
+        capsules: Any = [None if one is None else to_dlpack(one) for one in given]
+        call: Any = self.core.forward
+        call(*capsules, room.filled, to_dlpack(out), project)
+
+    def _layer(self, module: Any, cache: Any, dtype: torch.dtype) -> Any:
+        """Return the layer of a cache that holds what this one appends to."""
+        number = module.layer_idx
+        if type(cache) is not DynamicCache or cache.offloading or number >= len(cache.layers):
+            return None
+        layer: Any = cache.layers[number]
+        if type(layer) is not DynamicLayer or not layer.is_initialized:
+            return None
+        heads, depth = self.shape
+        one: Any
+        for one in layer.keys, layer.values:
+            if one.dtype != dtype or type(one) is not torch.Tensor or not one.is_cpu:
+                return None
+            shape = one.shape
+            if len(shape) != 4 or (shape[0], shape[1], shape[3]) != (1, heads, depth):
+                return None
+            if one.requires_grad and torch.is_grad_enabled():
+                return None
+        return layer
+
+    def _norms(self, module: Any, dtype: torch.dtype) -> Any:
+        """Return weights of norms; None where something is not as it was."""
+        found = module._modules
+        norms = [found[name] for name in self.norms]
+        if not self.fits(module) or not are_bare((*(found[name] for name in LAYERS), *norms)):
+            return None
+        weights: dict[str, torch.Tensor | None] = dict.fromkeys(NORMS)
+        for name, one in zip(self.norms, norms, strict=True):
+            weight = one.weight
+            if (
+                not isinstance(one, FastNorm)
+                or weight.dtype != dtype
+                or not weight.is_cpu
+                or (weight.requires_grad and torch.is_grad_enabled())
+            ):
+                return None
+            weights[name] = weight.detach()
+        return tuple(weights.values())
+
+    def _turn(self, given: _Pair | None) -> Any:
+        """Return cosine and sine, each a row, or Nones; None where they are something else."""
+        if not self.turns:
+            return None, None
+        if given is None:
+            return None
+        cosine, sine = given
+        if cosine.shape[:-1] != (1, 1) or not is_plain(cosine) or not is_plain(sine):
+            return None
+        return cosine.view(-1), sine.view(-1)
+
+    def __copy__(self) -> Step:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Step:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a step of attention cannot be pickled: its weights lie packed in the memory of this "
+            "process. Load the model in each process from its files"
+        )
+
+
+def speed_up_attention(model: nn.Module) -> None:
+    """Let ktk compute steps of one token of the attention of a model, where it has the layers."""
+    for module in model.modules():
+        if isinstance(module, FastAttention) and module.ktk_step.fits(module):
+            continue
+        step = step_of(module)
+        if step is None:
+            continue
+        kind: type = type(module)
+        if not isinstance(module, FastAttention):
+            if kind not in _made:
+                # Models find modules to initialise and to record by their classes.
+                _made[kind] = type(
+                    kind.__name__, (FastAttention, kind), {"__module__": kind.__module__}
+                )
+            module.__class__ = _made[kind]
+        setattr(module, "ktk_step", step)  # noqa: B010
+
+
+def step_of(module: Any) -> Step | None:
+    """Return what computes a step of a module; None if it is no attention that ktk has."""
+    depth = getattr(module, "head_dim", None)
+    if (
+        not all(isinstance(getattr(module, name, None), KtkLinear) for name in LAYERS)
+        or not all(
+            isinstance(getattr(module, name, None), (FastNorm, type(None))) for name in NORMS
+        )
+        or not isinstance(getattr(module, "layer_idx", None), int)
+        or not isinstance(depth, int)
+    ):
+        return None
+    with torch.no_grad(), torch.device("cpu"):
+        for turned in (depth, depth // 2):
+            for turns in (True, False):
+                try:
+                    steps = [_asked(module, turned, turns, size) for size in _SIZES]
+                except Exception:
+                    continue  # of a class that wants something else, or layers that do not fit
+                if None not in steps:
+                    return steps[0]
+    return None
+
+
+def _asked(module: Any, turned: int, turns: bool, size: float) -> Step | None:
+    """Return a step if it gives what the module does, with rotary embeddings of some size."""
+    linears = [getattr(module, name).layer.linear for name in LAYERS]
+    dtype, depth = module.q_proj.weight.dtype, module.head_dim
+    queries, shared = (one.out_features // depth for one in linears[:2])
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    x = size * random(1, 1, linears[0].in_features)
+    turn = random(1, 1, turned), random(1, 1, turned)
+    past = random(1, shared, _BEFORE, depth), random(1, shared, _BEFORE, depth)
+    answer = random(1, 1, queries, depth)
+    given: list[Any] = []
+
+    def take(*call: Any) -> tuple[torch.Tensor, None]:
+        given.append(call)
+        return answer, None
+
+    cache = DynamicCache()
+    cache.update(*past, module.layer_idx)
+    setattr(module, attention.ASKED, take)
+    try:
+        result = module.forward(
+            hidden_states=x,
+            position_embeddings=turn,
+            attention_mask=None,
+            past_key_values=cache,
+        )
+    finally:
+        delattr(module, attention.ASKED)
+    ((query, key, value, mask, options),) = given
+    known = all(name in _KNOWN or _is_nothing(value) for name, value in options.items())
+    wanted = module.o_proj(answer.reshape(1, 1, -1))
+    if not known or mask is not None or len(result) != 2 or not torch.equal(result[0], wanted):
+        return None
+    scaling = options.get("scaling")
+    scaling = depth**-0.5 if scaling is None else scaling
+    other = DynamicCache()
+    other.update(*past, module.layer_idx)
+    room = room_of(other.layers[module.layer_idx])
+    step = Step(module, scaling, turns)
+    found = step.attend(module, x, (turn[0].view(-1), turn[1].view(-1)), room)
+    for mine, theirs in ((room.keys, key), (room.values, value)):
+        if not torch.equal(mine[:, :, : _BEFORE + 1], theirs):
+            return None
+    return step if _is_attention(found, query, key, value, scaling) else None
+
+
+def _is_attention(
+    found: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+) -> bool:
+    """Tell whether what was found is attention, but for roundings."""
+    groups, depth = query.shape[1] // key.shape[1], query.shape[3]
+    rows = query.double().view(1, key.shape[1], groups, depth)
+    keys, values = key.double().mT, value.double()
+    sizes = (rows.abs() @ keys.abs() * abs(scaling)).amax()
+    exact = (rows @ keys * scaling).softmax(-1) @ values
+    # A score has a rounding for each product and sum; weights, of which each mean has as many as
+    # tokens, have those of a score twice, and a few of their own. One of the result comes last.
+    roundings = 2 * ((depth + 2) * sizes + key.shape[2] + 8) * 2.0**-24
+    bound = roundings * values.abs().amax() + torch.finfo(found.dtype).eps / 2 * exact.abs()
+    return bool(((found.double().view_as(exact) - exact).abs() <= bound).all())
