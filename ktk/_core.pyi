@@ -494,6 +494,15 @@ class AttentionStep:
         writes what the last layer would multiply.
         """
 
+def route_and_compute(layer: MoE, x: object | None, weight: object | None, bias: object | None, out: object | None, top_k: int, chosen_only: bool, scores_in_f32: bool) -> None:
+    """
+    Writes what a layer makes of rows x with the choice of `route`, whose scores are rounded to the
+    dtype of x, or not at all.
+    """
+
+def add_rms_norm(a: object | None, b: object | None, weight: object | None, sum: object | None, out: object | None, epsilon: float, offset: float, early: bool) -> None:
+    """Writes a + b and its `rms_norm`."""
+
 class FloatBackend:
     """What gradients are multiplied with: a backend that stores floats."""
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from ktk.hosts.linear import compute_together
 from ktk.transformers.attention import share_keys
+from ktk.transformers.decoder_layers import speed_up_layers
 from ktk.transformers.dense import KtkLinear, packed_linears
+from ktk.transformers.moe_blocks import speed_up_blocks
 from ktk.transformers.norms import speed_up_norms
 from ktk.transformers.rotary import speed_up_rotary
 from ktk.transformers.routers import speed_up_routers
@@ -35,6 +37,8 @@ def speed_up(model: Any) -> None:
     speed_up_routers(model)
     speed_up_rotary(model)
     speed_up_attention(model)
+    speed_up_blocks(model)
+    speed_up_layers(model)
     for module in model.modules():
         for names in TOGETHER:
             found = [getattr(module, name, None) for name in names]

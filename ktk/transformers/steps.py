@@ -21,6 +21,7 @@ from ktk.transformers.bare import are_bare
 from ktk.transformers.dense import KtkLinear
 from ktk.transformers.norms import FastNorm
 from ktk.transformers.room import room_of
+from ktk.transformers.swap import add_to_class
 
 #: Of dense layers, and of norms, which a module need not have.
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -31,7 +32,6 @@ _SILENT = frozenset({"position_ids", "use_cache", "cache_position", "logits_to_k
 _KNOWN = _SILENT | {"dropout", "scaling", "is_causal"}
 # Tokens before the one that a module is asked about, and how large that is: some models clamp.
 _BEFORE, _SIZES = 3, (1.0, 2.0**10)
-_made: dict[type, type] = {}
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -167,10 +167,11 @@ class Step:
             return None
         weights: dict[str, torch.Tensor | None] = dict.fromkeys(NORMS)
         for name, one in zip(self.norms, norms, strict=True):
-            weight = one.weight
+            if not isinstance(one, FastNorm):
+                return None
+            weight = one._parameters["weight"]  # type: ignore[attr-defined]
             if (
-                not isinstance(one, FastNorm)
-                or weight.dtype != dtype
+                weight.dtype != dtype
                 or not weight.is_cpu
                 or (weight.requires_grad and torch.is_grad_enabled())
             ):
@@ -210,14 +211,7 @@ def speed_up_attention(model: nn.Module) -> None:
         step = step_of(module)
         if step is None:
             continue
-        kind: type = type(module)
-        if not isinstance(module, FastAttention):
-            if kind not in _made:
-                # Models find modules to initialise and to record by their classes.
-                _made[kind] = type(
-                    kind.__name__, (FastAttention, kind), {"__module__": kind.__module__}
-                )
-            module.__class__ = _made[kind]
+        add_to_class(module, FastAttention)
         setattr(module, "ktk_step", step)  # noqa: B010
 
 

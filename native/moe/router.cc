@@ -11,16 +11,27 @@ namespace ktk {
 namespace {
 
 // Logits of one token, as they are after rounding to the type of `out`.
-void multiply(const Router& router, const float* x, const Rows& out, size_t row, float* own,
+void multiply(const Router& router, const float* x, const Rows& out, size_t row, Engine* engine,
               float* logits) {
   const ktk_ops& o = ops();
-  for (size_t e = 0; e < router.experts; ++e) {
-    o.to_f32(router.weight.at(e), router.weight.type, router.k, own);
-    logits[e] = o.dot(x, own, router.k);
+  const auto products = [&](size_t begin, size_t end) {
+    for (size_t e = begin; e < end; ++e) {
+      logits[e] = o.dot_with(x, router.weight.at(e), router.weight.type, router.k);
+    }
+  };
+  if (engine) {
+    const auto workers = static_cast<size_t>(engine->pool.size());
+    engine->pool.run([&](int worker) {
+      const auto w = static_cast<size_t>(worker);
+      products(router.experts * w / workers, router.experts * (w + 1) / workers);
+    });
+  } else {
+    products(0, router.experts);
   }
   if (router.bias) {
-    o.to_f32(router.bias, router.weight.type, router.experts, own);
-    o.add(own, router.experts, logits);
+    std::vector<float> bias(router.experts);
+    o.to_f32(router.bias, router.weight.type, router.experts, bias.data());
+    o.add(bias.data(), router.experts, logits);
   }
   o.from_f32(logits, out.type, router.experts, out.at(row));
   o.to_f32(out.at(row), out.type, router.experts, logits);
@@ -43,13 +54,13 @@ void largest(const float* logits, size_t experts, size_t top_k, int64_t* ids) {
 }  // namespace
 
 void choose_experts(const Router& router, const Rows& x, size_t tokens, size_t top_k,
-                    const Rows& logits, const Rows& scores, int64_t* ids) {
+                    const Rows& logits, const Rows& scores, int64_t* ids, Engine* engine) {
   const ktk_ops& o = ops();
-  std::vector<float> input(router.k), own(std::max(router.k, router.experts));
+  std::vector<float> input(router.k);
   std::vector<float> values(router.experts), chosen(top_k);
   for (size_t t = 0; t < tokens; ++t, ids += top_k) {
     o.to_f32(x.at(t), x.type, router.k, input.data());
-    multiply(router, input.data(), logits, t, own.data(), values.data());
+    multiply(router, input.data(), logits, t, engine, values.data());
     largest(values.data(), router.experts, top_k, ids);
     const float most = values[static_cast<size_t>(ids[0])];
     float all = 0;

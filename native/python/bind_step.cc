@@ -8,8 +8,13 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "core/floats.h"
+#include "core/size.h"
+#include "moe/layer.h"
+#include "moe/router.h"
+#include "ops/select.h"
 #include "python/bind.h"
 #include "python/flat.h"
 #include "python/gil.h"
@@ -141,6 +146,66 @@ void step_of_attention(BoundAttention& bound, nb::handle x_, nb::handle cosine, 
   step.attend(call, out.rows);
 }
 
+// Writes what a router and its experts make of few rows.
+void route_and_compute(Layer& layer, nb::handle x_, nb::handle weight_, nb::handle bias_,
+                       nb::handle out_, size_t top_k, bool chosen_only, bool scores_in_f32) {
+  const Config& config = layer.config();
+  const InputRows x("x", x_, config.hidden);
+  const OutputRows out("out", out_, x.shape_with(config.hidden));
+  AnyArray given = input_from("weight", weight_);
+  check_array("weight", given, {-1, static_cast<int64_t>(config.hidden)});
+  const size_t experts = given.shape(0), tokens = x.count;
+  const InputRows weight("weight", std::move(given), config.hidden);
+  std::optional<AnyArray> bias;
+  if (!bias_.is_none()) {
+    bias = vector_from("bias", bias_, static_cast<int64_t>(experts));
+    if (float_of("bias", bias->dtype()) != weight.rows.type) {
+      throw nb::type_error("bias must have the dtype of weight");
+    }
+  }
+  if (top_k == 0 || top_k > experts) {
+    throw nb::value_error(("top_k must be between 1 and " + std::to_string(experts)).c_str());
+  }
+  const Router router{weight.rows, bias ? static_cast<const char*>(bias->data()) : nullptr, experts,
+                      config.hidden, chosen_only};
+  std::vector<char> logits(product(tokens, x.rows.bytes_of(experts)));
+  std::vector<float> rounded(product(tokens, top_k)), weights(rounded.size());
+  std::vector<int64_t> ids(weights.size());
+  ktk_element type = x.rows.type;
+  if (scores_in_f32) type = KTK_F32;
+  const Unlocked unlocked;
+  {
+    const DefaultFloats floats;
+    const auto turn = layer.engine()->turn();
+    choose_experts(router, x.rows, tokens, top_k, {logits.data(), x.rows.type, experts},
+                   {rounded.data(), type, top_k}, ids.data(), layer.engine().get());
+    ops().to_f32(rounded.data(), type, weights.size(), weights.data());
+  }
+  Request request;
+  request.hidden = x.rows;
+  request.out = out.rows;
+  request.choice = {ids.data(), true, top_k, weights.data(), top_k, tokens, top_k};
+  layer.forward(request);
+}
+
+// Writes the sum of two rows of each, and its RMS norm.
+void add_rms_norm(nb::handle a_, nb::handle b_, nb::handle weight_, nb::handle sum_,
+                  nb::handle out_, float epsilon, float offset, bool early) {
+  const AnyArray weight = vector_from("weight", weight_, -1);
+  const size_t n = weight.shape(0);
+  const InputRows a("a", a_, n), b("b", b_, n);
+  const OutputRows sum("sum", sum_, a.shape_with(n)), out("out", out_, a.shape_with(n));
+  if (b.shape_with(n) != a.shape_with(n)) throw nb::value_error("a and b must have one shape");
+  for (const ktk_element type : {b.rows.type, sum.rows.type, out.rows.type}) {
+    if (type != a.rows.type) throw nb::type_error("a, b, sum and out must have one dtype");
+  }
+  const DefaultFloats floats;
+  Norm norm(weight.data(), float_of("weight", weight.dtype()), n, epsilon, offset, early);
+  for (size_t r = 0; r < a.count; ++r) {
+    norm.of_sum(a.rows.at(r), b.rows.at(r), a.rows.type, sum.rows.at(r), out.rows.at(r));
+  }
+}
+
 }  // namespace
 
 void bind_step(nb::module_& m) {
@@ -155,6 +220,14 @@ void bind_step(nb::module_& m) {
            "[1, shared_heads, room, depth], at `position`; rows before it are read. project: "
            "False:\n"
            "writes what the last layer would multiply.");
+  m.def("route_and_compute", &route_and_compute, "layer"_a, "x"_a.none(), "weight"_a.none(),
+        "bias"_a.none(), "out"_a.none(), "top_k"_a, "chosen_only"_a, "scores_in_f32"_a,
+        "Writes what a layer makes of rows x with the choice of `route`, whose scores are rounded "
+        "to the\n"
+        "dtype of x, or not at all.");
+  m.def("add_rms_norm", &add_rms_norm, "a"_a.none(), "b"_a.none(), "weight"_a.none(),
+        "sum"_a.none(), "out"_a.none(), "epsilon"_a, "offset"_a, "early"_a,
+        "Writes a + b and its `rms_norm`.");
 }
 
 }  // namespace ktk

@@ -1,0 +1,104 @@
+"""A router and its experts in one call for one token, where a module takes four.
+
+What a module computes is found by asking it: it has to return the bits that ktk does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
+
+from ktk import _core
+from ktk.hosts.plain import is_plain
+from ktk.transformers.adapter import lora_of
+from ktk.transformers.bare import are_bare
+from ktk.transformers.packed import Packed, packed_of
+from ktk.transformers.routers import FastRouter
+from ktk.transformers.swap import add_to_class
+
+# Tokens that a module is asked about, and how large: some have limits.
+_SIZES = (1.0, 1.0, 2.0**6)
+
+
+class FastBlock:
+    """What is added to a class whose modules are a router, `gate`, and `experts`."""
+
+    _modules: dict[str, Any]
+    training: bool
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return what experts make of one token, or what the class would of more."""
+        if not args and not kwargs and is_plain(hidden_states) and not self.training:
+            found = _compute(self._modules["gate"], self._modules["experts"], hidden_states)
+            if found is not None:
+                return found
+        return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+
+def _compute(gate: Any, experts: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the sum of the experts that a router chooses; None if ktk does not compute it all."""
+    packed = packed_of(experts)
+    if not isinstance(gate, FastRouter) or not isinstance(packed, Packed):
+        return None
+    weight, bias = gate._parameters["weight"], gate._parameters.get("bias")  # type: ignore[attr-defined]
+    width = packed.moe.config.hidden_size
+    if (
+        x.numel() != width
+        or x.shape[-1] != width
+        or packed.compute is not packed.moe
+        or weight.dtype != x.dtype
+        or not weight.is_cpu
+        or (weight.requires_grad and torch.is_grad_enabled())
+        or not are_bare((gate, experts))  # type: ignore[arg-type]
+        or lora_of(experts) is not None
+    ):
+        return None
+    sums_to_one, dtype = gate.ktk_router
+    if dtype not in (None, torch.float32):
+        return None
+    out = x.new_empty(x.shape)
+    _core.route_and_compute(
+        packed.moe._core,
+        to_dlpack(x.detach()),
+        to_dlpack(weight.detach()),
+        None if bias is None else to_dlpack(bias.detach()),
+        to_dlpack(out),
+        gate.top_k,
+        sums_to_one,
+        dtype is not None,
+    )
+    return out
+
+
+def speed_up_blocks(model: nn.Module) -> None:
+    """Let ktk compute routers with their experts, where a module is nothing but these."""
+    for module in model.modules():
+        if not isinstance(module, FastBlock) and is_block(module):
+            add_to_class(module, FastBlock)
+
+
+def is_block(module: Any) -> bool:
+    """Tell whether a module returns what its experts do with the choice of its router."""
+    found = module._modules
+    gate, experts = found.get("gate"), found.get("experts")
+    packed = None if experts is None else packed_of(experts)
+    if not isinstance(gate, FastRouter) or not isinstance(packed, Packed) or module.training:
+        return False
+    generator = torch.Generator("cpu").manual_seed(0)
+    with torch.no_grad(), torch.device("cpu"):
+        for size in _SIZES:
+            x = size * torch.randn(1, 1, packed.moe.config.hidden_size, generator=generator)
+            x = x.to(gate.weight.dtype)
+            try:
+                wanted = module.forward(x)
+                mine = _compute(gate, experts, x)
+            except Exception:
+                return False  # of a class that wants something else, or experts not loaded yet
+            if not isinstance(wanted, torch.Tensor) or mine is None:
+                return False
+            if wanted.dtype != mine.dtype or not torch.equal(wanted, mine):
+                return False
+    return True
