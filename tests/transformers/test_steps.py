@@ -241,6 +241,24 @@ def test_other_calls_are_left_to_transformers(
     assert made.shape[1] == 8
 
 
+def test_compiled_models_take_turns_with_ktk(model: Any, calls: list[int]) -> None:
+    """torch.compile traces the stock forward, and a cache goes from one to the other."""
+    single = copy.deepcopy(model).float()
+    compiled = torch.compile(single, fullgraph=True, backend="aot_eager")
+    ids = tiny.tokens(rows=1, length=5)
+    past, wanted = states(single, ids, 4)
+    other, found = states(single, ids, 1)
+    calls.clear()
+    with torch.no_grad():
+        for number, one in enumerate((compiled, single, compiled), 1):
+            given = ids[:, number : number + 1]
+            found.append(one(given, past_key_values=other, use_cache=True).logits)
+    assert calls == [7] * len(fast(single))
+    for a, b in zip(wanted, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+    assert past.get_seq_length() == other.get_seq_length() == 9
+
+
 def test_layers_that_were_replaced_are_left_to_transformers_until_it_is_asked_again(
     model: Any, calls: list[int]
 ) -> None:
