@@ -16,3 +16,12 @@ def is_plain(x: torch.Tensor) -> bool:
         and not (x.requires_grad and torch.is_grad_enabled())
         and not _modes()
     )
+
+
+def is_constant(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a weight has a dtype and lies in CPU memory, and nobody records its gradient."""
+    return (
+        weight.dtype == dtype
+        and weight.is_cpu
+        and not (weight.requires_grad and torch.is_grad_enabled())
+    )

@@ -73,7 +73,7 @@ def roles_of(quantization: Mapping[str, Any] | None) -> tuple[str, ...] | None:
 
 
 def refused(quantization: Mapping[str, Any], host: str) -> str:
-    """Return why a host's weights are not computed by ktk, and what to do; empty if it has no idea.
+    """Name weights of a host that ktk does not compute, and what to do; empty if it has no idea.
 
     Parameters
     ----------
@@ -92,8 +92,8 @@ def refused(quantization: Mapping[str, Any], host: str) -> str:
         bits = None
     how = f"{name} in {bits} bits" if bits else name
     return (
-        f"ktk does not compute weights stored by {how} in {host}: ktk serve MODEL --engine "
-        "transformers reads them from the model's files"
+        f"weights stored by {how} in {host}: ktk serve MODEL --engine transformers reads them from "
+        "the model's files"
     )
 
 

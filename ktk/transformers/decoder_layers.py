@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ktk import _core
-from ktk.hosts.plain import is_plain
+from ktk.hosts.plain import is_constant, is_plain
 from ktk.transformers.bare import are_bare
 from ktk.transformers.norms import FastNorm
 from ktk.transformers.swap import add_to_class
@@ -47,11 +47,7 @@ def _weights(norms: Any, x: torch.Tensor) -> Any:
         if not isinstance(one, FastNorm):
             return None
         weight = one._parameters["weight"]  # type: ignore[attr-defined]
-        if (
-            weight.dtype != x.dtype
-            or not weight.is_cpu
-            or (weight.requires_grad and torch.is_grad_enabled())
-        ):
+        if not is_constant(weight, x.dtype):
             return None
         found.append(weight.detach())
     return found if are_bare(norms) else None

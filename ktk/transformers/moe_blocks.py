@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ktk import _core
-from ktk.hosts.plain import is_plain
+from ktk.hosts.plain import is_constant, is_plain
 from ktk.transformers.adapter import lora_of
 from ktk.transformers.bare import are_bare
 from ktk.transformers.packed import Packed, packed_of
@@ -49,9 +49,7 @@ def _compute(gate: Any, experts: Any, x: torch.Tensor) -> torch.Tensor | None:
         x.numel() != width
         or x.shape[-1] != width
         or packed.compute is not packed.moe
-        or weight.dtype != x.dtype
-        or not weight.is_cpu
-        or (weight.requires_grad and torch.is_grad_enabled())
+        or not is_constant(weight, x.dtype)
         or not are_bare((gate, experts))  # type: ignore[arg-type]
         or lora_of(experts) is not None
     ):

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ktk import _core
-from ktk.hosts.plain import is_plain
+from ktk.hosts.plain import is_constant, is_plain
+from ktk.transformers.swap import add_to_class
 
 # Numbers of an input, above which torch's threads pay.
 _MOST = 1 << 16
@@ -20,7 +21,6 @@ _MOST = 1 << 16
 _EPSILON = ("variance_epsilon", "eps")
 # What is added to the weight, and whether values are rounded before they are multiplied with it.
 _KINDS = ((0.0, True), (0.0, False), (1.0, False))
-_made: dict[type, type] = {}
 
 
 class FastNorm:
@@ -37,9 +37,7 @@ class FastNorm:
             or kwargs
             or not is_plain(x)
             or x.numel() > _MOST
-            or weight.dtype != x.dtype
-            or not weight.is_cpu
-            or (weight.requires_grad and torch.is_grad_enabled())
+            or not is_constant(weight, x.dtype)
         ):
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -53,12 +51,8 @@ def speed_up_norms(model: nn.Module) -> None:
     for module in model.modules():
         found = None if isinstance(module, FastNorm) else norm_of(module)
         if found is not None:
-            kind = type(module)
-            if kind not in _made:
-                # Models find modules to initialise by the names of classes.
-                _made[kind] = type(kind.__name__, (FastNorm, kind), {"__module__": kind.__module__})
             setattr(module, "ktk_norm", found)  # noqa: B010
-            module.__class__ = _made[kind]
+            add_to_class(module, FastNorm)
 
 
 def norm_of(module: Any) -> tuple[float, float, bool] | None:

@@ -9,11 +9,11 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ktk import _core
-from ktk.hosts.plain import is_plain
+from ktk.hosts.plain import is_constant, is_plain
+from ktk.transformers.swap import add_to_class
 
 # Tokens, above which torch's products pay.
 _MOST = 4
-_made: dict[type, type] = {}
 
 
 class FastRouter:
@@ -37,9 +37,7 @@ class FastRouter:
             or kwargs
             or not is_plain(x)
             or x.numel() > _MOST * x.shape[-1]
-            or weight.dtype != x.dtype
-            or not weight.is_cpu
-            or (weight.requires_grad and torch.is_grad_enabled())
+            or not is_constant(weight, x.dtype)
         ):
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         sums_to_one, dtype = self.ktk_router
@@ -64,14 +62,8 @@ def speed_up_routers(model: nn.Module) -> None:
     for module in model.modules():
         found = None if isinstance(module, FastRouter) else router_of(module)
         if found is not None:
-            kind = type(module)
-            if kind not in _made:
-                # Models find modules to initialise and to record by their classes.
-                _made[kind] = type(
-                    kind.__name__, (FastRouter, kind), {"__module__": kind.__module__}
-                )
             setattr(module, "ktk_router", found)  # noqa: B010
-            module.__class__ = _made[kind]
+            add_to_class(module, FastRouter)
 
 
 def router_of(module: Any) -> tuple[bool, torch.dtype | None] | None:

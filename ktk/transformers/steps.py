@@ -15,7 +15,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ktk import _core
-from ktk.hosts.plain import is_plain
+from ktk.hosts.plain import is_constant, is_plain
 from ktk.transformers import attention
 from ktk.transformers.bare import are_bare
 from ktk.transformers.dense import KtkLinear
@@ -150,12 +150,10 @@ class Step:
         heads, depth = self.shape
         one: Any
         for one in layer.keys, layer.values:
-            if one.dtype != dtype or type(one) is not torch.Tensor or not one.is_cpu:
+            if type(one) is not torch.Tensor or not is_constant(one, dtype):
                 return None
             shape = one.shape
             if len(shape) != 4 or (shape[0], shape[1], shape[3]) != (1, heads, depth):
-                return None
-            if one.requires_grad and torch.is_grad_enabled():
                 return None
         return layer
 
@@ -170,11 +168,7 @@ class Step:
             if not isinstance(one, FastNorm):
                 return None
             weight = one._parameters["weight"]  # type: ignore[attr-defined]
-            if (
-                weight.dtype != dtype
-                or not weight.is_cpu
-                or (weight.requires_grad and torch.is_grad_enabled())
-            ):
+            if not is_constant(weight, dtype):
                 return None
             weights[name] = weight.detach()
         return tuple(weights.values())

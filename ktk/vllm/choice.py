@@ -48,7 +48,7 @@ def _taken(quantization: Mapping[str, Any], asked: str | None, on_cpu: bool) -> 
     if roles_of(quantization) is None:
         why = refused(quantization, "vLLM")
         if why and (lacks or mode() is Mode.ALWAYS):
-            say_once(f"{why} (if vLLM cannot)")
+            say_once(f"ktk does not compute {why} (if vLLM cannot)")
         return False
     if mode() is Mode.ALWAYS:
         return True

@@ -31,9 +31,7 @@ def unable(layer: Any, quantization: Mapping[str, Any] | None) -> str:
     moe = layer.moe_config
     if roles_of(quantization) is None:
         stored = dict(quantization or {})
-        return refused(stored, "vLLM").removeprefix("ktk does not compute ") or (
-            f"weights stored as {stored.get('quant_method')}"
-        )
+        return refused(stored, "vLLM") or f"weights stored as {stored.get('quant_method')}"
     if not moe.is_act_and_mul or activation_of(moe) is None:
         return f"the activation {moe.activation.value}"
     if moe.is_lora_enabled:

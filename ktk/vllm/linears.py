@@ -76,7 +76,9 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         roles = roles_of(quantization)
         if roles is None:
             if why := refused(quantization, "vLLM"):
-                raise ValueError(f"{name}: vLLM says {str(refusal)!r}, and {why}") from refusal
+                raise ValueError(
+                    f"{name}: vLLM says {str(refusal)!r}, and ktk does not compute {why}"
+                ) from refusal
             raise refusal
         self._roles = roles
         self._name = name

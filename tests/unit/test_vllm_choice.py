@@ -122,7 +122,7 @@ def test_what_ktk_reads_elsewhere_is_said_where_vllm_has_no_kernels(
         f"ktk does not compute weights stored by {how} in vLLM: ktk serve MODEL --engine "
         "transformers reads them from the model's files"
     )
-    assert stored.refused(config, "vLLM") == sentence
+    assert f"ktk does not compute {stored.refused(config, 'vLLM')}" == sentence
     with caplog.at_level("INFO", logger="vllm.ktk"):
         amx(monkeypatch, True)
         assert not choice.takes_over(config, None, True)
