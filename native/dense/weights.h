@@ -20,7 +20,7 @@ class WorkerPool;
 struct DensePart {
   size_t n = 0;
   ktk_source source{};
-  Order order;  // of its columns, which are given in it
+  Order order{};  // of its columns, which are given in it
   float factor = 1;
   const float* bias = nullptr;
   std::optional<ktk_format> stored{};

@@ -121,7 +121,7 @@ struct Weight {
   }
 };
 
-std::vector<std::string> runnable() {
+[[maybe_unused]] std::vector<std::string> runnable() {
   std::vector<std::string> names;
   for (const ktk_variant* variant : kVariants) {
     if (!(variant->required_isa & ~ktk::allowed_isa())) names.emplace_back(variant->name);
@@ -130,7 +130,7 @@ std::vector<std::string> runnable() {
 }
 
 // Four nodes that share a CPU: what counts is where workers are said to be.
-ktk::Topology four_nodes() {
+[[maybe_unused]] ktk::Topology four_nodes() {
   ktk::Topology topology;
   for (int id = 0; id < 4; ++id) {
     topology.nodes.push_back(

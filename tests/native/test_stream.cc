@@ -50,7 +50,7 @@ std::shared_ptr<ktk::Engine> engine() {
 
 std::shared_ptr<Layer> empty_layer(const ktk_backend& backend, size_t hidden) {
   const ktk::Config config = {
-      kExperts, kTopK, hidden, kIntermediate, {KTK_SILU, 1.0f, INFINITY, false}};
+      kExperts, kTopK, hidden, kIntermediate, {KTK_SILU, 1.0f, INFINITY, false, 0, 0}};
   return std::make_shared<Layer>(ktk::BackendTable::copy(&backend), "", false, config, engine(), 1,
                                  ktk::Parts<std::optional<ktk_format>>{});
 }
@@ -323,8 +323,8 @@ TEST(scales_of_all_rows_have_no_place_in_what_gpus_get) {
   const auto layer = empty_layer(backend, 16);
   std::mt19937 random(1);
   load(*layer, 0, random, kScaled);
-  CHECK_THROWS(std::invalid_argument, ktk::check_write(*layer, 0, {{}}));
-  ktk::check_write(*make_layer(16, 1), 0, {{}});
+  CHECK_THROWS(std::invalid_argument, ktk::check_write(*layer, 0, {{}}, false));
+  ktk::check_write(*make_layer(16, 1), 0, {{}}, false);
 }
 
 TEST(graphs_of_layers_that_defer_give_the_same_at_every_replay) {
