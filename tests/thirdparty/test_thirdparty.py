@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,20 +11,24 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent / "package"
+RUST_PACKAGE = Path(__file__).parent / "rust"
 PIP = "-m pip install --quiet --no-build-isolation --no-deps --no-index --disable-pip-version-check"
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Build and install the package offline, beside the environment of the tests."""
-    target = tmp_path_factory.mktemp("site")
+def installed(package: Path, target: Path) -> dict[str, str]:
+    """Build and install a package offline, beside the environment of the tests."""
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = os.environ | {"PATH": tools}
-    command = [sys.executable, *PIP.split(), "--target", os.fspath(target), os.fspath(PACKAGE)]
+    command = [sys.executable, *PIP.split(), "--target", os.fspath(target), os.fspath(package)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     path = os.pathsep.join([os.fspath(target), os.environ.get("PYTHONPATH", "")]).rstrip(":")
     return env | {"PYTHONPATH": path}
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return installed(PACKAGE, tmp_path_factory.mktemp("site"))
 
 
 def python(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -117,3 +122,26 @@ def test_one_that_no_package_announces_is_named_by_its_module(
     done = python(environment, "-m", "ktk.testing", value)
     assert done.returncode == 4
     assert sentence in done.stderr
+
+
+def why_no_rust(folder: Path) -> str | None:
+    """What is missing to build a package in Rust, and how to get it."""
+    packages = "Debian has it in rustc, bindgen and libclang-dev"
+    for tool in ("rustc", "bindgen"):
+        if shutil.which(tool) is None:
+            return f"there is no {tool}; {packages}"
+    header = folder / "probe.h"
+    header.write_text("#include <stddef.h>\n#include <stdint.h>\n")
+    done = subprocess.run(["bindgen", header], capture_output=True, text=True, check=False)
+    return f"bindgen finds no libclang with its headers; {packages}" if done.returncode else None
+
+
+@pytest.mark.slow
+def test_one_in_rust_passes_the_kit(tmp_path: Path) -> None:
+    if missing := why_no_rust(tmp_path):
+        pytest.skip(missing)
+    environment = installed(RUST_PACKAGE, tmp_path / "site")
+    kit = ("-m", "ktk.testing", "RUST_F32", "-q", "-p", "no:cacheprovider")
+    done = python(environment, *kit)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " passed" in done.stdout
