@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files as files
+import loading_memory
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ PROMISED = {
     # The file's weights as they are; int8 activations of three products.
     "LLAMAFILE": 3**0.5 * 0.012,
 }
+SIZE = 1024  # of the large layer
 Values = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -135,41 +137,38 @@ def test_scales_beside_blocks_are_part_of_what_is_stored(tmp_path: Path) -> None
             moe.load_expert(0, *blocks, given=moe.format, up_scale=scale)
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that no file is behind."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A layer whose experts have 3.3 MB each, as they are stored."""
+    fields = {**files.FIELDS, "embedding_length": SIZE, "expert_feed_forward_length": SIZE}
+    stack = files.tensor((E, SIZE, SIZE), "Q8_0", 1)
+    path = tmp_path_factory.mktemp("large") / "m.gguf"
+    return files.write(path, files.stacked(dict.fromkeys(files.PARTS, stack)), fields=fields)
 
 
-@pytest.mark.parametrize(("backend", "decoded"), [("LLAMAFILE", 0), ("BF16", 2)])
+@pytest.mark.parametrize("kept", [0, 3], ids=["", "and-three-leak"])
+@pytest.mark.parametrize("backend", ["LLAMAFILE", "BF16"])
 def test_loading_takes_the_packed_layer_and_two_experts_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, decoded: int
+    large: Path, backend: str, kept: int
 ) -> None:
-    """Blocks are packed from the mapped file; what is decoded are two experts, one ahead."""
-    size = 1024
-    expert = 3 * size * size * 4
-    fields = {**files.FIELDS, "embedding_length": size, "expert_feed_forward_length": size}
-    stack = files.tensor((E, size, size), "Q8_0", 1)
-    path = files.write(
-        tmp_path / "m.gguf",
-        files.stacked(dict.fromkeys(files.PARTS, stack)),
-        fields=fields,
-    )
-    ktk.MoE.from_checkpoint(path, 0, backend)  # what is imported and allocated once
-    seen = []
-    load_expert = ktk.MoE.load_expert
+    """Files are read, not mapped: one expert is being packed, and the next one read.
 
-    def watched(self: ktk.MoE, *arguments: Any, **arrays: Any) -> None:
-        seen.append(anonymous_bytes())
-        load_expert(self, *arguments, **arrays)
-        seen.append(anonymous_bytes())
-
-    monkeypatch.setattr(ktk.MoE, "load_expert", watched)
-    before = anonymous_bytes()
-    moe = ktk.MoE.from_checkpoint(path, 0, backend)
-    slack = 2**21  # pages of the allocator, and the last huge page of the layer
-    assert moe.nbytes - slack < seen[-1] - before
-    assert max(seen) - before < moe.nbytes + decoded * expert + slack
+    When the last is packed it is the only one. One that is decoded to f32 first is there before the
+    last is packed, too, and until then beside what it is decoded from.
+    """
+    taken = loading_memory.measured(large, backend, kept)
+    layer, stored = taken["layer"], 3 * SIZE * SIZE * 34 // 32
+    decoded = 3 * SIZE * SIZE * 4
+    most = layer + stored
+    if backend == "BF16":
+        most = layer - layer // E + 2 * decoded + stored
+    slack = 2**19  # objects of Python, and the heads of blocks
+    if kept:
+        leaked = kept * (decoded if backend == "BF16" else stored)
+        assert taken["most"] > layer + leaked > most + slack
+    else:
+        assert taken["most"] < most + slack
+        assert layer <= taken["end"] < layer + slack
 
 
 @pytest.mark.slow
