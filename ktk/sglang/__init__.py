@@ -5,8 +5,8 @@ Mainline SGLang calls `register` in each of its processes, by the entry point "k
 ktk by `ktk compat`.
 
 `hybrid` gives the wrapper of experts on CPU and GPU, behind the `--kt-...` options, its kt_kernel.
-`engine` hooks ktk into the engine on CPUs: `experts` and `linears` are what its hooks do, `choice`
-says when, and `place` which CPUs a process has.
+`engine` hooks ktk into the engine on CPUs: `experts`, `linears` and `zero_experts` are what its
+hooks do, `choice` says when, and `place` which CPUs a process has.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ktk.sglang import experts, linears
+from ktk.sglang import experts, linears, zero_experts
 
 _PACKAGE = "sglang.srt.layers.quantization"
 _EXPERTS = (
@@ -19,18 +19,21 @@ _EXPERTS = (
     "w8a8_int8.W8A8Int8MoEMethod",
 )
 _LINEARS = ("fp8.Fp8LinearMethod", "w8a8_int8.W8A8Int8LinearMethod")
+# A function, which several models import by its name: SGLang's registry finds it in all of them.
+_ZERO_EXPERTS = "sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton"
 
 
 def hooks() -> dict[str, Callable[..., Any]]:
-    """Return what is called around which methods, by their full names."""
+    """Return what is called around which methods and functions, by their full names."""
     of_experts = (experts.create_weights, experts.process_weights_after_loading, experts.apply)
     of_linears = (linears.process_weights_after_loading, linears.apply)
-    return {
+    methods = {
         f"{_PACKAGE}.{name}.{hook.__name__}": hook
         for names, each in ((_EXPERTS, of_experts), (_LINEARS, of_linears))
         for name in names
         for hook in each
     }
+    return {**methods, _ZERO_EXPERTS: zero_experts.zero_experts_compute_triton}
 
 
 def register() -> None:

@@ -10,6 +10,7 @@ import torch
 from ktk.config import MoEConfig
 from ktk.hosts.choice import backend_name
 from ktk.hosts.op import OpLayer
+from ktk.hosts.zero_experts import without_weightless
 from ktk.loading.collector import ExpertCollector
 from ktk.sglang.choice import say_once
 from ktk.sglang.place import pool_here
@@ -168,5 +169,7 @@ def apply(original: Callable[..., Any], method: Any, layer: Any, dispatch_output
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     chosen = dispatch_output.topk_output
-    hidden = dispatch_output.hidden_states
-    return StandardCombineInput(hidden_states=packed(hidden, chosen.topk_ids, chosen.topk_weights))
+    hidden, ids = dispatch_output.hidden_states, chosen.topk_ids
+    if not packed.moe.config.apply_router_weight_on_input:
+        ids = without_weightless(ids, chosen.topk_weights)
+    return StandardCombineInput(hidden_states=packed(hidden, ids, chosen.topk_weights))

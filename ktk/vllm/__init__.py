@@ -5,7 +5,8 @@ Importing this package imports no vLLM.
 
 `choice` says when ktk takes a model over, `config` is vLLM's configuration of a model that it
 takes. `experts` and `linears` are the layers, which pack tensors as vLLM loads them. `activation`
-says which function experts compute, `place` which CPUs a worker process has.
+says which function experts compute, `place` which CPUs a worker process has. `zero_experts` routes
+tokens on CPUs where some experts return what goes in.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ def register() -> None:
     if choice.mode() is Mode.NEVER:
         return
     try:
-        from ktk.vllm import config, experts
+        from ktk.vllm import config, experts, zero_experts
 
         config.register()
         if choice.mode() is Mode.ALWAYS:
             experts.register()
             let_openmp_sleep()
+        zero_experts.register()
     except (ImportError, AttributeError, TypeError) as error:
         _log.warning(
             "this version of vLLM has its layers of experts elsewhere than ktk looks for them, and "

@@ -15,6 +15,7 @@ from ktk.config import MoEConfig
 from ktk.hosts.choice import backend_name
 from ktk.hosts.op import OpLayer
 from ktk.hosts.stored import IGNORED, refused, roles_of
+from ktk.hosts.zero_experts import without_weightless
 from ktk.loading.collector import ExpertCollector
 from ktk.vllm.activation import activation_of
 from ktk.vllm.choice import say_once
@@ -125,6 +126,8 @@ class _Experts:
         """Compute the experts of this rank; those of others are not among its numbers."""
         if self._has_expert_map:
             topk_ids = layer.expert_map[topk_ids.long()]
+        if not layer.apply_router_weight_on_input:  # where biases count, whatever the weight
+            topk_ids = without_weightless(topk_ids, topk_weights)
         result: torch.Tensor = torch.ops.ktk.moe(x, topk_ids, topk_weights, self.number)
         return result
 

@@ -22,6 +22,7 @@ from sglang_stage import load, stage
 
 QUANTIZATION = "sglang.srt.layers.quantization"
 LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer"
+KERNELS = "sglang.kernels.ops.moe.ep_moe_kernels"
 #: Packages of GPUs that are imported by these files.
 ABSENT = ("sgl_kernel", "flashinfer", "triton")
 
@@ -117,6 +118,9 @@ def standins() -> dict[str, dict[str, Any]]:
         },
         "sglang.kernels.fused_op": {"BaseFusedOp": type("BaseFusedOp", (), {})},
         "sglang.srt.layers.moe.token_dispatcher": {"StandardCombineInput": gpu.Combine},
+        # A kernel of Triton, for GPUs. Hooks need a function of its own here.
+        KERNELS: {"zero_experts_compute_triton": lambda *_: NOTHING},
+        "sglang.srt.layers.moe.topk": {"StandardTopKOutput": lambda *three: gpu.TopK(*three[:2])},
         "sglang.srt.eplb.expert_location": {
             "get_global_expert_location_metadata": lambda: None,
         },

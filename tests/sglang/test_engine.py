@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import sglang_checkpoints as checkpoints
 import sglang_engine
 import sglang_gpu as gpu
+import sglang_stage
 import torch
 from sglang_checkpoints import SHAPES, E, H
 from sglang_engine import Engine, of_quantization
@@ -210,6 +212,36 @@ def test_routing_weights_may_multiply_the_input(made: Engine) -> None:
     assert layer.ktk_layer.moe.config.apply_router_weight_on_input
 
 
+def test_zero_experts_pass_tokens_on(
+    made: Engine, patch: pytest.MonkeyPatch, mainline: Path
+) -> None:
+    """LongCat-Flash's own block, with a router that names them for half of all ids."""
+    method = method_of(made, "floats")
+    layer = sglang_engine.experts(made, method, checkpoints.config())
+    load(layer, "bf16")
+    method.process_weights_after_loading(layer)
+    moe = layer.ktk_layer.moe
+    module = sglang_stage.load(patch, mainline, "sglang.srt.models.longcat_flash")
+    hidden, ids, weights = checkpoints.inputs(9)
+    ids = torch.where(torch.arange(ids.numel()).reshape(ids.shape) % 2 > 0, ids, ids + E)
+    block = SimpleNamespace(
+        router=lambda x: x,
+        topk=lambda x, logits: (weights.clone(), ids.clone(), logits),
+        zero_expert_type="identity",
+        num_experts=E,
+        experts=lambda x, chosen: method.apply(layer, gpu.Dispatch(x, chosen)).hidden_states,
+        routed_scaling_factor=1.0,
+    )
+    got = module.LongcatFlashMoE.forward(block, hidden)
+    with_zero = moe(hidden, torch.where(ids < E, ids, -1), weights)
+    factor = torch.where(ids < E, 0, weights).double().sum(-1, keepdim=True)
+    added = factor * hidden.double()
+    # The products and their sum are rounded to bf16 once each.
+    error = 2.0**-8 * (2 * added.abs() + with_zero.double().abs())
+    assert ((got.double() - with_zero.double() - added).abs() <= error).all()
+    assert (added.abs() > 10 * error).any()
+
+
 def test_activations_are_those_of_the_runner() -> None:
     silu = experts.activation_of(sglang_engine.Runner(swiglu_limit=7.0))
     assert silu == {"activation": "silu", "activation_limit": 7.0}
@@ -302,12 +334,16 @@ def test_hooks_are_registered_where_sglang_has_no_kernels(
 
 
 def definition(files: Path, name: str) -> ast.FunctionDef:
-    """Find a method in a release, by its full name."""
-    module, cls, function = name.rsplit(".", 2)
-    tree = ast.parse(files.joinpath(*module.split(".")).with_suffix(".py").read_text())
-    [found] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls]
+    """Find a method or a function in a release, by its full name."""
+    module, last, function = name.rsplit(".", 2)
+    is_method = last[0].isupper()
+    path = module if is_method else f"{module}.{last}"
+    body = ast.parse(files.joinpath(*path.split(".")).with_suffix(".py").read_text()).body
+    if is_method:
+        [cls] = [node for node in body if isinstance(node, ast.ClassDef) and node.name == last]
+        body = cls.body
     [method] = [
-        node for node in found.body if isinstance(node, ast.FunctionDef) and node.name == function
+        node for node in body if isinstance(node, ast.FunctionDef) and node.name == function
     ]
     return method
 
@@ -320,9 +356,12 @@ def names(method: ast.FunctionDef) -> list[str]:
 def test_hooked_methods_take_the_arguments_of_the_hooks(target: str, mainline: Path) -> None:
     theirs = definition(mainline, target)
     # The hook has the method itself in front, and its object under another name.
-    ours = list(inspect.signature(engine.hooks()[target]).parameters)[2:]
+    is_method = names(theirs)[0] == "self"
+    ours = list(inspect.signature(engine.hooks()[target]).parameters)[1 + is_method :]
     more = {"with_bias"}
-    assert [n for n in names(theirs)[1:] if n not in more] == [n for n in ours if n != "extra"]
+    assert [n for n in names(theirs)[is_method:] if n not in more] == [
+        n for n in ours if n != "extra"
+    ]
     assert (theirs.args.kwarg is not None) == ("extra" in ours)
 
 
@@ -349,6 +388,6 @@ def test_the_loader_calls_what_the_hook_replaces(mainline: Path) -> None:
 
 
 def test_hooks_are_named_as_the_methods() -> None:
-    assert len(engine.hooks()) == 3 * 3 + 2 * 2
+    assert len(engine.hooks()) == 3 * 3 + 2 * 2 + 1
     for module in (experts, linears):
         assert module.process_weights_after_loading.__module__ == module.__name__

@@ -25,6 +25,9 @@ TOKENS = 8
 # bf16 rounds to 8 bits, and the kernels for integers encode activations in 7 bits and a sign beside
 # what bf16 rounds: their error is four times as large, and adds to it.
 ENCODED = 5
+# Two workers, and what they are started with.
+TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass
@@ -50,6 +53,7 @@ WRITERS: dict[str, models.Write] = {
     **{f"{to} by ktk": models.converted(to) for to in TARGETS},
     "gpt-oss": models.gpt_oss,
     "gpt-oss in bf16": models.gpt_oss_bf16,
+    "longcat": models.longcat,
 }
 
 
@@ -161,6 +165,18 @@ def test_gpt_oss_in_bf16_is_packed_after_it_is_loaded(
     assert_right(found, made, 1.5)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_zero_experts_pass_tokens_on(vllm: Vllm, model: Callable[[str], Model], ranks: int) -> None:
+    """vLLM alone has no kernel on CPUs for what routes tokens to them."""
+    found = model("longcat")
+    variables, options = {"KTK_VLLM": "1"}, {}
+    if ranks == 2:
+        variables, options = variables | UNBOUND, {**TWO, "enable_expert_parallel": True}
+    made = vllm.generate(found.folder, found.prompts, TOKENS, variables, **options)
+    assert "ktk computes experts with BF16/" in made.log
+    assert_right(found, made, 1.5)
+
+
 def test_weights_that_vllm_makes_up(vllm: Vllm, model: Callable[[str], Model]) -> None:
     """To measure without a download; what comes is nonsense."""
     found = model("fp8")
@@ -197,9 +213,8 @@ def test_two_workers(
         found.folder,
         found.prompts,
         TOKENS,
-        {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
+        UNBOUND,
+        **TWO,
         **options,
     )
     assert_right(found, made, ENCODED if name == "int4" else 1.5)

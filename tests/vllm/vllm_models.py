@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ import text_models
 import torch
 import transformers
 from quantized import in_four_bits, rewrite
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.conversion.compressed import convert_checkpoint
@@ -44,6 +45,23 @@ _ALSO: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"},
     "gptq": {"checkpoint_format": "gptq"},
     "awq": {"version": "gemm"},
+}
+# vLLM's attention on CPUs takes latent widths of 512 + 64 alone.
+LONGCAT: dict[str, Any] = {
+    "ffn_hidden_size": 256,
+    "expert_ffn_hidden_size": 256,
+    "num_layers": 2,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "head_dim": 64,
+    "moe_topk": 4,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "zero_expert_type": "identity",
+    "routed_scaling_factor": 1.5,
 }
 Write = Callable[[Path], Any]
 
@@ -112,6 +130,34 @@ def gpt_oss(folder: Path) -> Any:
         exact.get_parameter(name).data = values.float().transpose(1, 2).contiguous()
     skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
     rewrite(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": skipped})
+    return exact
+
+
+def longcat(folder: Path) -> Any:
+    """Write LongCat-Flash in bf16, as it was published: zero experts have no tensors.
+
+    Attention adds nothing: that of vLLM on CPUs is not transformers', where experts add nothing,
+    either.
+    """
+    shared = ("vocab_size", "hidden_size", "max_position_embeddings", "num_attention_heads")
+    sizes = {name: SIZES[name] for name in (*shared, "eos_token_id", "pad_token_id")}
+    exact = _written(
+        folder,
+        transformers.LongcatFlashForCausalLM,
+        lambda **_: transformers.LongcatFlashConfig(**sizes, **LONGCAT),
+    )
+    zero = tuple(f".experts.{LONGCAT['n_routed_experts'] + e}." for e in range(4))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: one for name, one in tensors.items() if not any(e in name for e in zero)}
+    assert len(kept) == len(tensors) - 2 * LONGCAT["num_layers"] * LONGCAT["zero_expert_num"]
+    for name in [one for one in kept if one.endswith(".o_proj.weight")]:
+        kept[name] = torch.zeros_like(kept[name])
+        exact.get_parameter(name).data.zero_()
+    config = json.loads((folder / "config.json").read_text())
+    # vLLM asks for these; transformers always does so.
+    config |= {"mla_scale_q_lora": True, "mla_scale_kv_lora": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return exact
 
 
