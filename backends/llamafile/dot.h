@@ -37,6 +37,29 @@ struct Bytes {
 template <int kByte>
 constexpr Bytes<kByte> kBytes;
 
+// Four bytes of a row, as often as a register has dwords. The intrinsics are the same instructions,
+// but gcc 12 keeps every sum of a pointer and a stride, and moves and spills accumulators.
+template <class Registers, size_t kAt>
+[[gnu::always_inline]] inline typename Registers::Int broadcast_of(const char* act, size_t stride,
+                                                                   int row) {
+#if defined(__clang__)
+  int32_t few;  // clang knows no memory operand of unknown length
+  __builtin_memcpy(&few, act + static_cast<size_t>(row) * stride + kAt, sizeof few);
+  return Registers::set1_int(few);
+#else
+  typename Registers::Int four;
+  const auto& read = *reinterpret_cast<const char (*)[]>(act);
+  if (row == 0) {
+    asm("vpbroadcastd %c2(%1), %0" : "=v"(four) : "r"(act), "i"(kAt), "m"(read));
+  } else if (row == 1) {
+    asm("vpbroadcastd %c2(%1,%3), %0" : "=v"(four) : "r"(act), "i"(kAt), "r"(stride), "m"(read));
+  } else {
+    asm("vpbroadcastd %c2(%1,%3,2), %0" : "=v"(four) : "r"(act), "i"(kAt), "r"(stride), "m"(read));
+  }
+  return four;
+#endif
+}
+
 #if defined(__AVX512VNNI__)
 
 struct Dot : Zmm {
@@ -57,28 +80,9 @@ struct Dot : Zmm {
 #endif
   static constexpr int kMaxRowsInRegisters = kMaxRows / 2, kMaxHalfRowsInRegisters = kMaxRows / 3;
 
-  // The intrinsics are the same instructions, but gcc 12 keeps every sum of a pointer and a stride,
-  // and moves and spills accumulators.
   template <size_t kAt>
   [[gnu::always_inline]] static Int broadcast_row(const char* act, size_t stride, int row) {
-#if defined(__clang__)
-    int32_t few;  // clang knows no memory operand of unknown length
-    __builtin_memcpy(&few, act + static_cast<size_t>(row) * stride + kAt, sizeof few);
-    return set1_int(few);
-#else
-    Int four;
-    const auto& read = *reinterpret_cast<const char (*)[]>(act);
-    if (row == 0) {
-      asm("vpbroadcastd %c2(%1), %0" : "=v"(four) : "r"(act), "i"(kAt), "m"(read));
-    } else if (row == 1) {
-      asm("vpbroadcastd %c2(%1,%3), %0" : "=v"(four) : "r"(act), "i"(kAt), "r"(stride), "m"(read));
-    } else {
-      asm("vpbroadcastd %c2(%1,%3,2), %0"
-          : "=v"(four)
-          : "r"(act), "i"(kAt), "r"(stride), "m"(read));
-    }
-    return four;
-#endif
+    return broadcast_of<Zmm, kAt>(act, stride, row);
   }
   [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(weight), "v"(act));
@@ -135,16 +139,6 @@ struct Dot : Ymm {
   static constexpr int kMaxRows = 4, kMaxHalfRows = 2;
 #endif
 
-  template <size_t kAt>
-  [[gnu::always_inline]] static Int broadcast_row(const char* act, size_t stride, int row) {
-    return broadcast(reinterpret_cast<const uint8_t*>(act) + static_cast<size_t>(row) * stride +
-                     kAt);
-  }
-  template <int kMask>
-  static Int mask_bytes(Int x) {
-    asm("vpand %1, %0, %0" : "+x"(x) : "m"(kBytes<kMask>));
-    return x;
-  }
   [[gnu::always_inline]] static Int add_from(Int x, const uint8_t* bytes) {
     // With an asm as above, gcc 12 also stores what it adds to.
     return add_bytes(x, load_bytes(bytes));
@@ -163,6 +157,17 @@ struct Dot : Ymm {
 #if defined(__AVXVNNI__)
   static constexpr int kWeightOffset = kOffset;
 
+  template <size_t kAt>
+  [[gnu::always_inline]] static Int broadcast_row(const char* act, size_t stride, int row) {
+    return broadcast(reinterpret_cast<const uint8_t*>(act) + static_cast<size_t>(row) * stride +
+                     kAt);
+  }
+  template <int kMask>
+  static Int mask_bytes(Int x) {
+    asm("vpand %1, %0, %0" : "+x"(x) : "m"(kBytes<kMask>));
+    return x;
+  }
+
   [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
     asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(weight), "x"(act));
     return acc;
@@ -175,6 +180,15 @@ struct Dot : Ymm {
   // vpmaddubsw takes unsigned weights: the sign of a weight goes to the activation, and two
   // products of 128 * 127 at most fit into a word.
   static constexpr int kWeightOffset = 0;
+
+  template <size_t kAt>
+  [[gnu::always_inline]] static Int broadcast_row(const char* act, size_t stride, int row) {
+    return broadcast_of<Ymm, kAt>(act, stride, row);
+  }
+  template <int kMask>
+  static Int mask_bytes(Int x) {
+    return bit_and(x, set1_byte(kMask));
+  }
   alignas(32) static constexpr int16_t kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
   [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
@@ -185,6 +199,21 @@ struct Dot : Ymm {
     asm("vpmaddwd %2, %1, %0" : "=x"(sum) : "x"(pairs), "m"(kOnes));
     asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(sum));
     return acc;
+  }
+  // The parts of a product with unsigned weights, for sums of words (gemm_words.h); asm for the
+  // same reasons.
+  static Int multiply_unsigned(Int weight, Int act) { return _mm256_maddubs_epi16(weight, act); }
+  static Int multiply_words(Int a, Int b) { return _mm256_madd_epi16(a, b); }  // and adds pairs
+  [[gnu::always_inline]] static Int add_pairs(Int words) {
+    Int sum;
+    asm("vpmaddwd %2, %1, %0" : "=x"(sum) : "x"(words), "m"(kOnes));
+    return sum;
+  }
+  [[gnu::always_inline]] static void add_words(Int& acc, Int x) {
+    asm("vpaddw %1, %0, %0" : "+x"(acc) : "x"(x));
+  }
+  [[gnu::always_inline]] static void add_dwords(Int& acc, Int x) {
+    asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(x));
   }
   template <int kBegin>
   static Int sum_of_bytes(Int x) {

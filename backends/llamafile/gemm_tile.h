@@ -191,7 +191,9 @@ class TileLoop {
       // The plane of highest bits is loaded for each step: kept, it would push sums out of
       // registers.
       constexpr bool kFewLeft = sizeof(Int) == 32 || kKind.has_table;
-      if constexpr ((kBits == 5 && kFewLeft) || (kBits == 3 && kFewLeft && kKind.has_shifts)) {
+      constexpr bool kSigned = Dot::kWeightOffset == 0;  // takes registers too
+      if constexpr ((kBits == 5 && kFewLeft) ||
+                    (kBits == 3 && kFewLeft && (kKind.has_shifts || kSigned))) {
         codes_ = hidden(codes_);
       }
       Int operand[kVectors];
