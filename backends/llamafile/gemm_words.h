@@ -17,8 +17,8 @@
 // sub-blocks is one integer before it is rounded.
 //
 // A tile has 16 n: registers hold the words of three rows, and what two sub-blocks come to. It
-// takes a span for all 32 n before the next span, which is the order of memory. Up to two rows
-// decode codes as they read them; for more, they are decoded once.
+// takes a span for all 32 n before the next span, which is the order of memory. Tiles of two
+// rows decode codes as they read them; from five rows on, codes are decoded once.
 #pragma once
 
 #include "llamafile/epilogue.h"
@@ -365,6 +365,8 @@ constexpr size_t kWordRows = 1, kFewWordRows = 1;
 #else
 constexpr size_t kWordRows = 3, kFewWordRows = 2;
 #endif
+// Up to two tiles decode what they read: decoding to scratch takes as long as two rows or more.
+constexpr size_t kReadRows = 2 * kFewWordRows;
 
 // Scales of a super-block in either form.
 template <Kind kKind, int kWordSteps>
@@ -388,7 +390,7 @@ inline void load_all_scales(const BlockType& type, const Header& at, const uint8
   }
 }
 
-// One tile of rows, which decodes codes as it reads them.
+// Tiles that decode codes as they read them.
 template <Kind kKind, int kWordSteps>
 class GemmFewWords : public KernelBase {
   static constexpr Scaling kScaling = kKind.scaling;

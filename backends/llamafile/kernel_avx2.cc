@@ -34,7 +34,7 @@ struct Blocks {
   using Weight = BlockWeight;
   using Act = BlockAct;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel(kFew, kFewWordRows, multiply_blocks<false>),
+      ukernel(kFew, kReadRows, multiply_blocks<false>),
       ukernel(kMany, multiply_blocks<true>, decoded_size),
   };
 };
@@ -44,7 +44,7 @@ constexpr ktk_variant kFloats = make_variant<FloatVariant<floats::multiply<Dot>>
 
 struct Variant : ByElement<kBlocks, kFloatBlocks, kFloats> {
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel<0>(kFew, kFewWordRows),
+      ukernel<0>(kFew, kReadRows),
       ukernel<1>(kMany),
   };
 };
