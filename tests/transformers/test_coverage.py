@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_loaded_families
-import test_refused_families
 import torch
 import transformers
 from registry import Family, families, is_kind_of_experts
 from tiny_families import FAMILIES, MODELS
 
 from ktk.transformers.layout import is_experts
+
+from . import test_loaded_families, test_refused_families
 
 # Folders and classes without such a test.
 EXCEPTIONS = {
@@ -55,8 +55,9 @@ def covered() -> dict[str, list[str]]:
         (test_loaded_families, "test_experts_are_loaded_and_computed_as_their_family_does"),
         (test_refused_families, "test_the_refusal_names_what_is_missing"),
     ):
-        for name, case in module.CASES.items():  # type: ignore[attr-defined]
-            rows[f"transformers/{module.__name__}.py::{test}[{name}]"] = case.make
+        file = module.__name__.rpartition(".")[2]
+        for name, case in module.CASES.items():
+            rows[f"transformers/{file}.py::{test}[{name}]"] = case.make
     tests: dict[str, list[str]] = {}
     for test, make in rows.items():
         with torch.device("meta"):

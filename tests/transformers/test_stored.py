@@ -12,7 +12,6 @@ import quantized
 import tiny
 import torch
 import transformers
-from test_transformers_oracle import one_row
 from tiny import FAMILIES, Reference
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
@@ -24,6 +23,7 @@ from ktk.conversion import convert
 from ktk.transformers.dense import packed_linears
 from ktk.transformers.norms import speed_up_norms
 from ktk.transformers.packed import Packed, packed_modules
+from tests.unit.test_transformers_oracle import one_row
 
 Writer = Callable[[Path], tuple[Path, Any]]
 

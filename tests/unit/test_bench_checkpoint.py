@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_bench import QUICK
 from typer.testing import CliRunner
 
 from ktk.bench import model
 from ktk.cli import app
 from ktk.errors import CheckpointError
+
+from .test_bench import QUICK
 
 
 def write_model(folder: Path, layers: int) -> Path:

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoint import CONFIG, H, I, K
 
 from ktk.checkpoint.config import ExpertConfig, read_config
 from ktk.errors import CheckpointError
+
+from .test_checkpoint import CONFIG, H, I, K
 
 
 def read(folder: Path, entries: dict[str, Any]) -> ExpertConfig:

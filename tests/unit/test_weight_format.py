@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_zero_experts import Z, checkpoint
 
 import ktk
 from ktk.formats import label
+
+from .test_zero_experts import Z, checkpoint
 
 E, DEPTH = 2, 512  # deeper than any group, or rows would be groups
 SIZES: dict[str, Any] = {
