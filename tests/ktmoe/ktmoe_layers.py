@@ -9,16 +9,17 @@ import torch
 import ktk
 
 E, K, H, INNER = 8, 3, 64, 96
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def weights(seed: int = 0, hidden: int = H, inner: int = INNER) -> tuple[torch.Tensor, ...]:
+def weights(seed: int = 0, hidden: int = H, inner: int = INNER) -> Three:
     made = torch.Generator().manual_seed(seed)
     gate, up = (torch.randn(E, inner, hidden, generator=made) / hidden**0.5 for _ in range(2))
     down = torch.randn(E, hidden, inner, generator=made) / inner**0.5
-    return tuple(w.bfloat16() for w in (gate, up, down))
+    return gate.bfloat16(), up.bfloat16(), down.bfloat16()
 
 
-def inputs(tokens: int, seed: int = 0, hidden: int = H) -> tuple[torch.Tensor, ...]:
+def inputs(tokens: int, seed: int = 0, hidden: int = H) -> Three:
     made = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, hidden, generator=made).bfloat16()
     w, ids = torch.rand(tokens, E, generator=made).topk(K)

@@ -64,9 +64,8 @@ def test_messages_of_python_name_the_class() -> None:
 
 
 def test_sizes_may_be_integers_of_any_library() -> None:
-    layer = KTMoEWrapper(
-        torch.tensor(4), *(np.int64(n) for n in (E, K, H)), torch.tensor(INNER), method="BF16"
-    )
+    sizes: list[Any] = [torch.tensor(4), *(np.int64(n) for n in (E, K, H)), torch.tensor(INNER)]
+    layer = KTMoEWrapper(sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], method="BF16")
     layer.load_weights_from_tensors(*weights())
     assert (layer.layer_idx, layer.num_experts, layer.moe_intermediate_size) == (4, E, INNER)
     call = inputs(3)
@@ -75,7 +74,7 @@ def test_sizes_may_be_integers_of_any_library() -> None:
         KTMoEWrapper(0, **{**SIZES, "num_experts": "8"})
     for wrong in (-1, "0", 1.0, None):
         with pytest.raises(ValueError, match="layer_idx must be an integer of at least 0, got"):
-            KTMoEWrapper(wrong, **SIZES)
+            KTMoEWrapper(wrong, **SIZES)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +128,7 @@ def test_floats_of_any_size_are_converted() -> None:
     ],
 )
 def test_kinds_of_numbers_are_not_mixed(position: int, dtype: torch.dtype, message: str) -> None:
-    call = list(inputs(5))
+    call: list[Any] = list(inputs(5))
     call[position] = call[position].to(dtype)
     with pytest.raises(TypeError, match=message):
         wrapper().forward(*call)
@@ -223,15 +222,14 @@ def test_frequencies_may_be_lists_and_nan_is_never_the_most_used() -> None:
     nan, inf = math.nan, math.inf
     lists = [[0.1, 0.5], [0.2, 0.4]]
     assert generate_gpu_experts_masks(lists, 2).tolist() == [[False, True], [False, True]]
-    assert torch.equal(
-        generate_gpu_experts_masks(np.array(lists), 1), generate_gpu_experts_masks(lists, 1)
-    )
+    array: Any = np.array(lists)
+    assert torch.equal(generate_gpu_experts_masks(array, 1), generate_gpu_experts_masks(lists, 1))
     strange = torch.tensor([[nan, 0.0, inf], [nan, 3.0, -1.0]])
     for count, chosen in ((1, {2}), (2, {2, 4}), (3, {1, 2, 4}), (4, {1, 2, 4, 5})):
         mask = generate_gpu_experts_masks(strange, count).flatten()
         assert set(torch.nonzero(mask).flatten().tolist()) == chosen
     with pytest.raises(ValueError, match=r"must be \[layers, experts\], got \[2\]"):
-        generate_gpu_experts_masks([1.0, 2.0], 1)
+        generate_gpu_experts_masks([1.0, 2.0], 1)  # type: ignore[list-item]
 
 
 def test_capture_sizes_may_come_from_anywhere() -> None:
@@ -270,7 +268,8 @@ def test_arguments_of_the_constructor_are_named(name: str, value: Any, message: 
 
 
 def test_counts_may_come_from_any_library() -> None:
-    layer = KTMoEWrapper(0, E, K, H, INNER, np.int64(2), np.int64(2), method="BF16")
+    two: Any = np.int64(2)
+    layer = KTMoEWrapper(0, E, K, H, INNER, two, two, method="BF16")
     assert layer.num_gpu_experts == 2
 
 
@@ -287,9 +286,10 @@ def test_tensors_that_cannot_be_read_are_named() -> None:
         ("up", "up_proj must be a tensor, got str"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
-            layer.load_weights_from_tensors(gate, wrong, down)
+            layer.load_weights_from_tensors(gate, wrong, down)  # type: ignore[arg-type]
     expected = layer.forward(x, ids, w)
-    layer.load_weights_from_tensors(*(part.float().numpy() for part in weights()))
+    arrays: list[Any] = [part.float().numpy() for part in weights()]
+    layer.load_weights_from_tensors(*arrays)
     assert torch.equal(layer.forward(x, ids, w), expected)
 
 

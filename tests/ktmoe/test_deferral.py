@@ -105,7 +105,8 @@ def in_f32(layer_idx: int, x: torch.Tensor, ids: Ids, w: torch.Tensor) -> torch.
     moe = plain(layer_idx).moe
     assert moe is not None
     out = torch.empty(x.shape)
-    return moe(x, torch.tensor(ids).reshape(-1, K), w, out=out)
+    sums: torch.Tensor = moe(x, torch.tensor(ids).reshape(-1, K), w, out=out)
+    return sums
 
 
 @given(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ktmoe_layers import E, inputs, wrapper
+from ktmoe_layers import E, Three, inputs, wrapper
 
 from ktk import KTMoEWrapper
 
@@ -15,8 +15,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def on_gpu(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    return tuple(part.cuda() for part in inputs(tokens, seed=seed))
+def on_gpu(tokens: int, seed: int = 0) -> Three:
+    x, ids, w = inputs(tokens, seed=seed)
+    return x.cuda(), ids.cuda(), w.cuda()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import ktmoe_layers as layers
@@ -24,13 +25,14 @@ def expected(
     moe = ktk.load_backend("BF16").moe(
         num_experts=E, num_experts_per_tok=K, hidden_size=H, intermediate_size=INNER
     )
-    return moe.load(*weights(seed))(x, ids, w, **options)
+    y: torch.Tensor = moe.load(*weights(seed))(x, ids, w, **options)
+    return y
 
 
 def test_columns_may_be_strided() -> None:
     layer = wrapper()
     given = inputs(5)
-    strided = [tensor.t().contiguous().t() for tensor in given]
+    strided: list[Any] = [tensor.t().contiguous().t() for tensor in given]
     assert all(tensor.stride(-1) == 5 for tensor in strided)
     assert torch.equal(layer.forward(*strided), layer.forward(*given))
 
@@ -134,13 +136,12 @@ def test_inputs_may_be_overwritten_after_submit() -> None:
 @pytest.mark.parametrize("generation", ["mask", "number", "position"])
 def test_both_generations_of_the_constructor_mask_the_same_experts(generation: str) -> None:
     mask = torch.arange(E) < 3
-    given: dict[str, Any] = {
-        "mask": {"gpu_experts_mask": mask},
-        "number": {"num_gpu_experts": 3},
-        "position": {},
-    }[generation]
-    position = (3,) if generation == "position" else ()
-    layer = KTMoEWrapper(0, E, K, H, INNER, *position, method="BF16", **given)
+    makers: dict[str, Callable[[], KTMoEWrapper]] = {
+        "mask": lambda: KTMoEWrapper(0, E, K, H, INNER, method="BF16", gpu_experts_mask=mask),
+        "number": lambda: KTMoEWrapper(0, E, K, H, INNER, method="BF16", num_gpu_experts=3),
+        "position": lambda: KTMoEWrapper(0, E, K, H, INNER, 3, method="BF16"),
+    }
+    layer = makers[generation]()
     layer.load_weights_from_tensors(*weights())
     x, ids, w = inputs(16)
     assert torch.equal(layer.gpu_experts_mask, mask)
@@ -259,7 +260,7 @@ def test_calls_are_checked() -> None:
     with pytest.raises(TypeError, match=r"topk_ids must be integers, got torch.float32"):
         layer.forward(x, ids.float(), w)
     with pytest.raises(TypeError, match="cuda_stream must be a stream's handle"):
-        layer.forward(x, ids, w, "stream")
+        layer.forward(x, ids, w, "stream")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="without a submit_forward"):
         layer.sync_forward(x)
     empty = KTMoEWrapper(0, E, K, H, INNER, method="BF16")

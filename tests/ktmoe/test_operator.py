@@ -45,6 +45,7 @@ def test_a_graph_replays_it_with_new_inputs(driver: Stub, stream: int, layer: Op
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tensors_of_a_gpu(layer: OpLayer) -> None:
     call = inputs(7)
-    out = layer(*(one.cuda() for one in call))
+    x, ids, w = call
+    out = layer(x.cuda(), ids.cuda(), w.cuda())
     assert out.is_cuda
     assert torch.equal(out.cpu(), layer(*call))

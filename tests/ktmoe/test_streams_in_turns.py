@@ -17,7 +17,7 @@ def chain(state: ModelState) -> list[KTMoEWrapper]:
     return [wrapper(n, seed=n, model=state, max_deferred_experts_per_token=1 - n) for n in range(2)]
 
 
-def eager(calls: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+def eager(calls: list[layers.Three]) -> list[torch.Tensor]:
     return [layer.forward(*call) for layer, call in zip(chain(ModelState()), calls, strict=True)]
 
 

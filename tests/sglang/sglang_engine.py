@@ -165,7 +165,7 @@ def engine(patch: pytest.MonkeyPatch, files: Path) -> Engine:
     layer = load(patch, files, LAYER)
     hooks = load(patch, files, "sglang.srt.plugins.hook_registry")
     loaded = [sys.modules[f"{QUANTIZATION}.{name}"] for name in names]
-    return Engine(*loaded, layer, hooks.HookRegistry)
+    return Engine(loaded[0], loaded[1], loaded[2], layer, hooks.HookRegistry)
 
 
 def experts(made: Engine, method: Any, config: dict[str, Any], **options: Any) -> Any:

@@ -52,7 +52,7 @@ def check_weights(layer: KTMoEWrapper, kind: str) -> None:
                 values = parts[part].values
                 # Two roundings: the scale's product, and a difference for zero points.
                 error = bounds.gamma(2) * np.abs(parts[part].reach + np.abs(values))
-                bounds.check(got, values, error, f"{part} of expert {number}")
+                bounds.check(np.asarray(got), values, error, f"{part} of expert {number}")
         return
     floats = KTMoEWrapper(
         0,
@@ -67,7 +67,8 @@ def check_weights(layer: KTMoEWrapper, kind: str) -> None:
     for number in range(E):
         pairs = zip(moe.unpack_expert(number), floats.moe.unpack_expert(number), strict=True)
         for part, (got, want) in zip(SHAPES, pairs, strict=True):
-            bounds.check_same_bits(got, want, f"{part} of expert {number}")
+            what = f"{part} of expert {number}"
+            bounds.check_same_bits(np.asarray(got), np.asarray(want), what)
 
 
 def on_cpu(layer: KTMoEWrapper, kind: str, inputs: Inputs, mask: torch.Tensor) -> Uncertain:
@@ -78,11 +79,12 @@ def on_cpu(layer: KTMoEWrapper, kind: str, inputs: Inputs, mask: torch.Tensor) -
     [variant] = [one for one in layer.backend.variants if one.name == moe.variant]
     subject = Subject(layer.backend, variant)
     stored = (moe.format, moe.up_format, moe.down_format)
-    acts = tuple(subject.act_of(one) for one in stored)
+    acts = [subject.act_of(one) for one in stored if one is not None]
+    assert len(acts) == 3
     assert not [act for act in acts if not formats.has_resolution(act)]
     experts = []
     for number, parts in enumerate(checkpoints.sources(kind, layer.layer_idx)):
-        gate, up, down = (part.astype(np.float64) for part in moe.unpack_expert(number))
+        gate, up, down = (np.asarray(part).astype(np.float64) for part in moe.unpack_expert(number))
         kept = [parts[part].format == one for part, one in zip(SHAPES, stored, strict=True)]
         reach = {part: parts[part].reach for part, same in zip(SHAPES, kept, strict=True) if same}
         experts.append(reference.Expert(gate=gate, up=up, down=down, reach=reach))
@@ -92,7 +94,7 @@ def on_cpu(layer: KTMoEWrapper, kind: str, inputs: Inputs, mask: torch.Tensor) -
         as_float64(weights),
         experts,
         moe.config,
-        acts,
+        (acts[0], acts[1], acts[2]),
         [width for shard in moe._core.slices for width in shard],
         mask=mask.numpy(),
         out="bf16",
@@ -122,8 +124,8 @@ def _rounded(value: np.ndarray, error: np.ndarray | float) -> Uncertain:
 
 def check_sum(got: torch.Tensor, cpu: Uncertain, other: np.ndarray, what: str) -> None:
     """Check the sum of both parts; `other` is the GPU's in float64."""
-    other = _rounded(other, 0.0)
-    total = _rounded(cpu.value + other.value, cpu.error + other.error)
+    gpu = _rounded(other, 0.0)
+    total = _rounded(cpu.value + gpu.value, cpu.error + gpu.error)
     assert got.dtype == torch.bfloat16
     assert np.isfinite(total.error).all()
     bounds.check(as_float64(got), total.value, total.error, what)

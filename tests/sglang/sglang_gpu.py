@@ -121,7 +121,7 @@ class Method:
     def meant(self, parts: dict[str, Source]) -> reference.Expert:
         """Return what an expert of the checkpoint means on this GPU, in float64."""
         exact = type(self) is not Method
-        values = {
+        values: dict[str, Any] = {
             part: one.values if exact else self.values(*self.stored(one)).numpy()
             for part, one in parts.items()
         }

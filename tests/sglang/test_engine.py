@@ -84,11 +84,11 @@ def expected(layer: Any, kind: str, inputs: Any) -> reference.Uncertain:
     moe = layer.ktk_layer.moe
     [variant] = [one for one in moe.backend.variants if one.name == moe.variant]
     subject = Subject(moe.backend, variant)
-    acts = tuple(subject.act_of(one) for one in (moe.format, moe.up_format, moe.down_format))
-    found = [
-        reference.Expert(**{part: parts[part].values for part in SHAPES})
-        for parts in checkpoints.sources(kind, 1)
+    gate, up, down = (subject.act_of(one) for one in (moe.format, moe.up_format, moe.down_format))
+    values: list[dict[str, Any]] = [
+        {part: parts[part].values for part in SHAPES} for parts in checkpoints.sources(kind, 1)
     ]
+    found = [reference.Expert(**one) for one in values]
     hidden, ids, weights = inputs
     return reference.bounded_layer(
         as_float64(hidden),
@@ -96,7 +96,7 @@ def expected(layer: Any, kind: str, inputs: Any) -> reference.Uncertain:
         as_float64(weights),
         found,
         moe.config,
-        acts,
+        (gate, up, down),
         [width for shard in moe._core.slices for width in shard],
         out="bf16",
     )
@@ -258,7 +258,7 @@ def test_dense_layers_of_codes_are_packed_and_computed(name: str, made: Engine) 
     widths, k = [128, 128, 256], H
     rng = np.random.default_rng(0)
     weight = torch.from_numpy(rng.standard_normal((sum(widths), k)).astype(np.float32) / k**0.5)
-    layer = torch.nn.Module()
+    layer: Any = torch.nn.Module()
     layer.logical_widths = widths
     if name == "int8":
         method = made.int8.W8A8Int8LinearMethod(of_quantization())

@@ -144,7 +144,7 @@ def test_deferred_experts_arrive_one_layer_later(
     method: str, kind: str, cuda: Cuda, patch: pytest.MonkeyPatch, fork: Path, tmp_path: Path
 ) -> None:
     path = checkpoints.write(tmp_path / "model", kind)
-    more = {"kt_max_deferred_experts_per_token": 1}
+    more: dict[str, Any] = {"kt_max_deferred_experts_per_token": 1}
     first, last = sglang_fork.model(patch, fork, path, method, kind, **more)
     assert first.cpu.max_deferred_experts_per_token == 1
     assert last.cpu.max_deferred_experts_per_token == 0

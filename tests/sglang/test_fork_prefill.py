@@ -112,7 +112,7 @@ def test_four_bits_reach_the_gpu(
         with pytest.raises(RuntimeError, match="Only Tensors of floating point"):
             layer(*inputs)
         check_written(layer, "int4")
-        module = sys.modules[sglang_fork.NAME]
+        module: Any = sys.modules[sglang_fork.NAME]
         check_long_result(layer, "int4", inputs, module._SHARED_FULL_CONTEXT.gpu_method.given)
         check_short(layer, "int4", 100)
         module._SHARED_FULL_CONTEXT.close()
@@ -184,7 +184,7 @@ def test_the_two_slots_of_mxfp4_get_the_next_layer_while_one_is_computed(
     patch.setitem(gpu.METHODS, "mxfp4", Prepared)
     path = checkpoints.write(tmp_path / "model", "mxfp4")
     layers = sglang_fork.model(patch, fork, path, "MXFP4", "mxfp4", **PREFILL)
-    marlin = {"allocate_v4_mxfp4_marlin": lambda **s: _allocated(**s)}
+    marlin: dict[str, Any] = {"allocate_v4_mxfp4_marlin": lambda **s: _allocated(**s)}
     marlin["prepare_v4_mxfp4_marlin"] = _prepare
     put(patch, "sglang.srt.layers.quantization.v4_marlin_moe", marlin)
     patch.setattr(torch.cuda, "is_available", lambda: True)

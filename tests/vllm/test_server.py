@@ -49,7 +49,17 @@ def served(vllm: Vllm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     more = ["--enforce-eager", "--max-model-len", "192", "--max-num-seqs", "8"]
-    command = [vllm.python, "-m", "ktk", "serve", folder, "--port", str(port), "--engine", "vllm"]
+    command = [
+        str(vllm.python),
+        "-m",
+        "ktk",
+        "serve",
+        str(folder),
+        "--port",
+        str(port),
+        "--engine",
+        "vllm",
+    ]
     with log.open("w") as file:
         process = subprocess.Popen(
             [*command, "--", *more],

