@@ -59,5 +59,6 @@ def check_linears(model: Any, ids: torch.Tensor) -> None:
         stored = reference.encode(reference.Uncertain(exact, np.zeros_like(exact)), act)
         bias = None if module.bias is None else module.bias.detach().double().numpy()
         y = reference.biased(reference.matmul(stored, weight), bias)
+        assert isinstance(F32, elements.Float)
         y = y.widened(F32.rounding(y.size, up_to=True))
         bounds.check(out.double().numpy(), y.value, y.error, module.layer.name)

@@ -5,6 +5,7 @@ Arguments: a folder, a backend, a file for the results, to which the number of t
 
 import os
 import sys
+from typing import Any
 
 import torch
 import transformers
@@ -16,10 +17,10 @@ from ktk.transformers.packed import packed_modules
 def main(path: str, backend: str, results: str) -> None:
     options = {}
     if size := int(os.environ.get("WORLD_SIZE", 0)):
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
         options["distributed_config"] = DistributedConfig(tp_size=size, ep_size=size)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float32,
         experts_implementation="ktk",

@@ -30,7 +30,7 @@ GPT_OSS = tiny.Family("GptOssForCausalLM", {**SIZES, "sliding_window": 128})
 
 
 def write(
-    folder: Path, family: tiny.Family = QWEN3, dense: str = "q8_0", **split: int
+    folder: Path, family: tiny.Family = QWEN3, dense: str = "q8_0", **split: Any
 ) -> tuple[Path, Any]:
     """Write it; return the first file, and the model in float32 that its blocks mean.
 

@@ -48,7 +48,7 @@ def under(prefix: str) -> Callable[[torch.nn.Module], Tensors]:
 
 def known(kind: Any, **options: Any) -> dict[str, Any]:
     """Return config.json as transformers writes it."""
-    return json.loads(kind(**options).to_json_string(use_diff=False))
+    return dict(json.loads(kind(**options).to_json_string(use_diff=False)))
 
 
 OTHER = {"encoder": "decoder", "decoder": "encoder", "thinker": "talker", "talker": "thinker"}

@@ -71,7 +71,8 @@ def written_as(
     tensors = load_file(folder / "model.safetensors")
     for name in [one for one in tensors if one.endswith("_proj.weight")]:
         stem = name.removesuffix(".weight")
-        made, values = write(tuple(tensors.pop(name).shape))
+        n, k = tensors.pop(name).shape
+        made, values = write((n, k))
         tensors |= {stem + suffix: tensor.contiguous() for suffix, tensor in made.items()}
         values = torch.from_numpy(values).float()
         if ".experts." in name:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -79,8 +79,8 @@ UNKNOWN: dict[str, Any] = {
 def module(apply: Any, layout: Layout) -> Any:
     def apply_gate(joined: torch.Tensor) -> torch.Tensor:
         if layout.interleaved:
-            return apply(joined[..., ::2], joined[..., 1::2])
-        return apply(*joined.chunk(2, dim=-1))
+            return cast(torch.Tensor, apply(joined[..., ::2], joined[..., 1::2]))
+        return cast(torch.Tensor, apply(*joined.chunk(2, dim=-1)))
 
     return SimpleNamespace(_apply_gate=apply_gate)
 

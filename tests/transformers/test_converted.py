@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ pytest.importorskip("compressed_tensors")
 def test_transformers_loads_the_same_values(family: str, to: str, tmp_path: Path) -> None:
     source, output = FAMILIES[family].save(tmp_path / "source"), tmp_path / to
     convert_checkpoint(source, output, to=to)
-    auto = transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForCausalLM
     before = auto.from_pretrained(source).state_dict()
     model, said = auto.from_pretrained(output, output_loading_info=True)
     assert not any(said.values()), said
@@ -71,7 +72,7 @@ def test_experts_that_share_tensors_are_found_by_their_new_names(tmp_path: Path)
     source = Family("Llama4ForCausalLM", extra).save(tmp_path / "source")
     assert any(name.endswith(".gate_up_proj") for name in load_file(source / "model.safetensors"))
     convert_checkpoint(source, tmp_path / "to", to="int4")
-    auto = transformers.AutoModelForCausalLM
+    auto: Any = transformers.AutoModelForCausalLM
     model, said = auto.from_pretrained(tmp_path / "to", output_loading_info=True)
     assert not any(said.values()), said
     found = model.state_dict()

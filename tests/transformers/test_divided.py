@@ -12,7 +12,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import ktk.transformers  # noqa: F401
 
@@ -27,7 +27,14 @@ def results(folder: Path, backend: str, out: Path, ranks: int = 0) -> dict[str, 
         "--standalone",
         f"--nproc-per-node={ranks}",
     ]
-    command = [sys.executable, *(launch if ranks else []), SCRIPT, folder, backend, out]
+    command = [
+        sys.executable,
+        *(launch if ranks else []),
+        str(SCRIPT),
+        str(folder),
+        backend,
+        str(out),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     names = map(str, range(ranks)) if ranks else ["one"]

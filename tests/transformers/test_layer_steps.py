@@ -58,10 +58,14 @@ def test_models_give_the_same_bits_with_and_without(
     model = load(name, tmp_path)
     assert have(model, FastLayer)
     assert bool(have(model, FastBlock)) == (name in BLOCKS)
-    seen = []
+    seen: list[Any] = []
     for call in ("route_and_compute", "add_rms_norm"):
         real = getattr(_core, call)
-        spy = lambda *x, call=call, real=real: seen.append(call) or real(*x)  # noqa: E731
+
+        def spy(*x: Any, call: str = call, real: Any = real) -> Any:
+            seen.append(call)
+            return real(*x)
+
         monkeypatch.setattr(_core, call, spy)
     mine = decode(model)
     assert set(seen) == {"add_rms_norm"} | ({"route_and_compute"} if name in BLOCKS else set())
@@ -198,7 +202,7 @@ def test_routers_of_any_number_of_workers_have_the_bits_of_one(threads: int, bia
     out = torch.empty_like(x)
     _core.route_and_compute(moe._core, x, weight, offsets, out, 3, True, False)
     logits, scores = torch.empty(2, 10).bfloat16(), torch.empty(2, 3).bfloat16()
-    ids = torch.empty(2, 3, dtype=torch.int64)
+    ids: Any = torch.empty(2, 3, dtype=torch.int64)
     _core.route(x, weight, offsets, logits, scores, ids, True)
     assert torch.equal(out, moe(x, ids, scores))
     with pytest.raises(ValueError, match="top_k must be between 1 and 10"):

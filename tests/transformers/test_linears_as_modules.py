@@ -92,6 +92,7 @@ def test_a_dense_layer_has_the_gradient_of_its_weight(saved: Reference) -> None:
     weight = torch.from_numpy(layer.layer.linear.unpack())
     # Ones and weights are bf16 numbers: sums in f32 are all that is rounded.
     bound = len(weight) * 2.0**-24 * weight.abs().sum(0)
+    assert x.grad is not None
     assert bool(((x.grad - weight.sum(0)).abs() <= bound).all())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def jetmoe(block: Any, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> t
     order = ids.flatten().argsort(stable=True)
     sizes = ids.flatten().bincount(minlength=E).tolist()
     block.router.forward = lambda _: (order, order // K, w.flatten()[order], sizes, None)
-    return (block(x[None]) - block.bias)[0]
+    return cast(torch.Tensor, (block(x[None]) - block.bias)[0])
 
 
 def nllb(block: Any, x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def omni(part: str) -> dict[str, Any]:
 
 def each(block: Any, prefix: str) -> Tensors:
     """Write a block's experts one by one, as published."""
-    tensors = {}
+    tensors: Tensors = {}
     for e in range(E):
         gate, up = block.gate_up_proj[e].chunk(2)
         parts = {"gate": gate, "up": up, "down": block.down_proj[e]}
@@ -208,14 +208,14 @@ CASES = {
     ),
     "inkling-2": Case(
         lambda: Inkling2Experts(
-            transformers.Inkling2TextConfig(**INKLING, experts_implementation="eager")
+            transformers.Inkling2TextConfig(**INKLING | {"experts_implementation": "eager"})
         ),
         inkling,
         known(transformers.Inkling2TextConfig, **INKLING),
         rounding=IN_FLOAT32,
     ),
     "beam": Case(
-        lambda: BeamExperts(eager(OMNI)),
+        lambda: BeamExperts(cast(Any, eager(OMNI))),
         lambda block: each(block, "model.layers.1.mlp.experts."),
         OMNI | {"model_type": "beam"},
         rounding=IN_FLOAT32,

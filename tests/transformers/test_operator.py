@@ -71,6 +71,8 @@ def test_gradients_are_those_of_the_layer(layer: OpLayer) -> None:
     for compute in (layer, functools.partial(torch.ops.ktk.moe, layer=layer.number)):
         one, other = x.clone().requires_grad_(), weights.clone().requires_grad_()
         compute(one, ids, other).backward(grad)
+        assert one.grad is not None
+        assert other.grad is not None
         assert torch.equal(one.grad, wanted.hidden)
         assert torch.equal(other.grad, wanted.topk_weights)
     with torch.no_grad():

@@ -34,7 +34,7 @@ class Experts(torch.nn.Module):
             hidden = [self.act(self.gate[e] @ token, self.up[e] @ token) for e in chosen]
             each = [self.down[e] @ one for e, one in zip(chosen, hidden, strict=True)]
             rows.append(sum(weight * one for weight, one in zip(weights, each, strict=True)))
-        return torch.stack(rows)  # type: ignore[arg-type]
+        return torch.stack(rows)
 
 
 def smallthinker(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def configurations(kind: type) -> Iterator[Any]:
     module: ModuleType = importlib.import_module(name)
     for one in vars(module).values():
         if inspect.isclass(one) and one.__module__ == name and hasattr(one, "model_type"):
-            config = one()
+            config: Any = one()
             # Sizes may differ from layer to layer; the classes of experts want one.
             config.allow_global_per_layer_attribute_access = True
             for size, value in SIZES.items():

@@ -84,7 +84,8 @@ def test_logits_differ_by_the_order_of_a_sum_and_scores_follow(
 
 def route(x: torch.Tensor, weight: torch.Tensor, top_k: int, chosen_only: bool = True) -> Any:
     logits = torch.empty(len(x), len(weight))
-    scores, ids = torch.empty(len(x), top_k), torch.empty(len(x), top_k, dtype=torch.int64)
+    scores = torch.empty(len(x), top_k)
+    ids: Any = torch.empty(len(x), top_k, dtype=torch.int64)
     _core.route(x, weight, None, logits, scores, ids, chosen_only)
     return logits, scores, ids
 
@@ -138,9 +139,10 @@ def test_what_is_no_softmax_router_stays() -> None:
 def test_errors_name_the_argument() -> None:
     x, weight = torch.ones(1, 32), torch.ones(16, 32)
     logits, scores = torch.empty(1, 16), torch.empty(1, 17)
+    wide: Any = torch.empty(1, 17, dtype=torch.int64)
     with pytest.raises(ValueError, match="ids must have 1 rows of 1 to 16 numbers"):
-        _core.route(x, weight, None, logits, scores, torch.empty(1, 17, dtype=torch.int64), True)
-    ids = torch.empty(1, 2, dtype=torch.int64)
+        _core.route(x, weight, None, logits, scores, wide, True)
+    ids: Any = torch.empty(1, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="scores"):
         _core.route(x, weight, None, logits, scores, ids, True)
     with pytest.raises(ValueError, match="bias"):

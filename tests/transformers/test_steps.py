@@ -108,7 +108,7 @@ def test_what_is_attended_to(dtype: torch.dtype, tokens: int) -> None:
     norms = [random(depth).to(dtype) for _ in range(2)]
     cos, sin = (random(depth).to(dtype) for _ in range(2))
     found, projected = torch.empty(1, 1, heads * depth, dtype=dtype), torch.empty_like(x)
-    given = (x, cos, sin, *norms, keys, values, tokens - 1)
+    given = (x, cos, sin, norms[0], norms[1], keys, values, tokens - 1)
     core.forward(*given, found, False)
     core.forward(*given, projected, True)
     assert torch.equal(projected, out(found))
@@ -119,7 +119,7 @@ def test_what_is_attended_to(dtype: torch.dtype, tokens: int) -> None:
         _core.rms_norm(rows, norm, normed, *kind)
         turned.append(normed)
     rotated = [torch.empty_like(one) for one in turned]
-    _core.rotate(*turned, cos, sin, *rotated)
+    _core.rotate(turned[0], turned[1], cos, sin, rotated[0], rotated[1])
     for now, old, row in ((keys, before[0], rotated[1]), (values, before[1], v(x))):
         assert torch.equal(now[0, :, tokens - 1], row.view(shared, depth))
         old[:, :, tokens - 1] = now[:, :, tokens - 1]
@@ -132,7 +132,7 @@ def test_what_is_attended_to(dtype: torch.dtype, tokens: int) -> None:
     if tokens > 1:
         assert not steps._is_attention(found, other, *past, 0.2)
     if 1 < tokens < 100:
-        cut = (one[:, :, 1:] for one in past)
+        cut = past[0][:, :, 1:], past[1][:, :, 1:]
         assert not steps._is_attention(found, query, *cut, 0.2)
 
 
@@ -142,9 +142,8 @@ def test_nan_and_infinities_stay_in_their_heads() -> None:
         ktk.Linear("BF16", columns, rows).load(np.ones((rows, columns), np.float32))
         for rows, columns in ((128, width), (64, width), (64, width), (width, 128))
     )
-    core = _core.AttentionStep(
-        *(one._core for one in (q, k, v, out)), heads, shared, depth, 0.1, None, None
-    )
+    layers = (q._core, k._core, v._core, out._core)
+    core = _core.AttentionStep(*layers, heads, shared, depth, 0.1, None, None)
     keys, values = torch.randn(2, 1, shared, 100, depth)
     values[0, 0, 3, 5] = torch.nan
     keys[0, 1, 70, 2] = torch.nan
@@ -204,7 +203,7 @@ def test_what_was_shown_never_changes(model: Any) -> None:
 def test_memory_is_taken_for_many_tokens_at_once() -> None:
     cache = DynamicCache()
     cache.update(torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4), 0)
-    layer = cache.layers[0]
+    layer: Any = cache.layers[0]
     places = set()
     for token in range(3, 300):
         room = room_of(layer)
@@ -293,7 +292,7 @@ def test_errors_name_the_argument() -> None:
         ktk.Linear("BF16", columns, rows).load(np.ones((rows, columns), np.float32))
         for rows, columns in ((128, 64), (64, 64), (64, 64), (64, 128))
     )
-    layers = [one._core for one in (q, k, v, out)]
+    layers = (q._core, k._core, v._core, out._core)
     with pytest.raises(ValueError, match="multiple of the heads"):
         _core.AttentionStep(*layers, 4, 3, 32, 0.1, None, None)
     with pytest.raises(ValueError, match="other widths than its heads"):

@@ -84,7 +84,12 @@ def test_all_caches_give_the_same_tokens(folder: Path) -> None:
     # Attention over a cache adds up in another order: in float32, that moves no token elsewhere.
     model = ktk.transformers.load(folder, dtype=torch.float32)
     ids = tiny.tokens(length=9)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     options["attention_mask"] = torch.ones_like(ids)
     plain = model.generate(ids, use_cache=False, **options)
     assert plain.shape == (2, 17)
