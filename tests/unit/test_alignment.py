@@ -53,8 +53,10 @@ def test_scales_and_biases() -> None:
     bias = shifted(np.zeros(I, np.float32))
     with pytest.raises(ValueError, match=SENTENCE.format("gate_bias", "float32", 4)):
         moe.load_expert(0, **arrays, gate_bias=bias)
-    codes = {name: np.ones(array.shape, np.int8) for name, array in arrays.items()}
-    scales = {f"{name}_scale": np.ones(len(array), np.float32) for name, array in codes.items()}
+    codes: dict[str, Any] = {name: np.ones(array.shape, np.int8) for name, array in arrays.items()}
+    scales: dict[str, Any] = {
+        f"{name}_scale": np.ones(len(array), np.float32) for name, array in codes.items()
+    }
     moe.load_expert(0, **codes, **scales)
     scales["up_scale"] = shifted(scales["up_scale"])
     with pytest.raises(ValueError, match=SENTENCE.format("up_scale", "float32", 4)):
@@ -77,7 +79,7 @@ def test_calls(run: Callable[..., Any], name: str) -> None:
     moe = layer()
     for e in range(E):
         moe.load_expert(e, **expert())
-    arrays = {
+    arrays: dict[str, Any] = {
         "hidden": np.ones((3, H), np.float32),
         "topk_ids": np.zeros((3, 1), np.int64),
         "topk_weights": np.ones((3, 1), np.float32),
@@ -91,7 +93,7 @@ def test_calls(run: Callable[..., Any], name: str) -> None:
 
 def test_tensors_of_torch() -> None:
     memory = torch.zeros(4 * I * H + 1, dtype=torch.uint8)
-    arrays = {name: torch.from_numpy(array) for name, array in expert().items()}
+    arrays: dict[str, Any] = {name: torch.from_numpy(array) for name, array in expert().items()}
     odd = torch.from_numpy(memory.numpy()[1:].view(np.float32)).reshape(I, H)
     with pytest.raises(ValueError, match=SENTENCE.format("gate", "float32", 4)):
         layer().load_expert(0, **arrays | {"gate": odd})

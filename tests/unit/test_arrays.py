@@ -21,9 +21,10 @@ def moe() -> ktk.MoE:
     generator = torch.Generator().manual_seed(0)
     for expert in range(2):
         shapes = {"gate": (32, HIDDEN), "up": (32, HIDDEN), "down": (HIDDEN, 32)}
-        layer.load_expert(
-            expert, **{k: torch.randn(*s, generator=generator) for k, s in shapes.items()}
-        )
+        weights: dict[str, Any] = {
+            k: torch.randn(*s, generator=generator) for k, s in shapes.items()
+        }
+        layer.load_expert(expert, **weights)
     return layer
 
 
@@ -57,7 +58,8 @@ def test_every_library_gives_the_same_bits(moe: ktk.MoE, call: dict[str, Any]) -
     from_numpy = moe(**numpy)
     assert isinstance(from_numpy, np.ndarray)
     assert np.array_equal(from_numpy, expected.numpy())
-    foreign = moe(**{name: Foreign(array) for name, array in numpy.items()})
+    arrays: dict[str, Any] = {name: Foreign(array) for name, array in numpy.items()}
+    foreign = moe(**arrays)
     assert torch.equal(foreign, expected)
 
 

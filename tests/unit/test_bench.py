@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,7 +112,7 @@ def test_disturbed_measurements_are_repeated(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.undisturbed(lambda: next(values), noise=0.05, tries=3).value == "b"
 
 
-def run_cli(*arguments: str) -> list[dict[str, object]]:
+def run_cli(*arguments: str) -> list[dict[str, Any]]:
     result = CliRunner().invoke(app, [*QUICK, *TINY, *arguments, "--json"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.stdout.splitlines()]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def test_noise_breaks_no_verdict(
     found = []
     for seed in range(200):
         machine = Noisy(seed, modes=modes, outliers=outliers, drift=drift)
-        verdict = compare(lambda m=machine: m.sample(1.0), lambda m=machine: m.sample(slower), 0.05)
+        base, changed = partial(machine.sample, 1.0), partial(machine.sample, slower)
+        verdict = compare(base, changed, 0.05)
         assert verdict is not None
         found.append(verdict.state)
     # Of 200 no more than four times the chance of an error, which is 1 % at most.

@@ -212,8 +212,11 @@ def test_load_moe_takes_only_the_slots_asked_for_through_the_map(tmp_path: Path)
     load_moe(tmp_path, 0, backend, experts=[0, 2], physical_to_logical_map=[2, 0, 1])  # type: ignore[arg-type]
     assert sorted(backend.loaded) == [0, 2]
     assert backend.left_out == [1]
-    assert torch.equal(backend.loaded[0].gate.data, experts()["gate"][2])
-    assert torch.equal(backend.loaded[2].gate.data, experts()["gate"][1])
+    first, second = backend.loaded[0].gate, backend.loaded[2].gate
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first.data, experts()["gate"][2])
+    assert torch.equal(second.data, experts()["gate"][1])
 
 
 @pytest.mark.parametrize(

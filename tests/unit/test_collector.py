@@ -216,8 +216,9 @@ def test_ranks_add_up_to_the_layer(name: str, ranks: int) -> None:
     wide = MoEConfig(num_experts=1, num_experts_per_tok=1, hidden_size=128, intermediate_size=384)
     sizes = {"gate": (384, 128), "up": (384, 128), "down": (128, 384)}
     rng = np.random.default_rng(0)
+    config: dict[str, Any] = {}
     if name == "floats":
-        fmt, config = Format("bf16"), {}
+        fmt = Format("bf16")
         make = lambda source: {".weight": source}  # noqa: E731
         made: Any = {part: torch.from_numpy(rng.standard_normal(n)) for part, n in sizes.items()}
         made = {part: one.bfloat16() for part, one in made.items()}

@@ -156,7 +156,8 @@ class Machine:
         reads = sum(max(mode * 200e-6, 20e-6 * one) + 2e-6 * one for one in rows)
         return reads + 15e-6 + 1e-6 * tokens
 
-    def __call__(self, hidden: Any, ids: Any, weights: Any, *, out: Any) -> None:
+    def __call__(self, hidden: Any, topk_ids: Any, topk_weights: Any, *, out: Any) -> None:
+        ids, weights = topk_ids, topk_weights
         assert hidden.shape == out.shape == (len(ids), 4)
         assert ids.shape == weights.shape
         experts, rows = np.unique(ids[ids >= 0], return_counts=True)
@@ -184,6 +185,7 @@ def test_measured_tables_predict_the_machine(experts: int, modes: Sequence[float
         mode = chance.uniform(0.8, 2)
         few = [1] * 8
         slowdown = table.memory_slowdown(few, machine.takes(few, 1, mode), 1)
+        assert slowdown is not None
         predicted = table.seconds(rows, tokens, slowdown)
         assert predicted == pytest.approx(machine.takes(rows, tokens, mode), rel=0.15)
 
@@ -201,7 +203,7 @@ def test_calls_that_are_held_up_make_no_impossible_table() -> None:
 
 def layer(**others: Any) -> ktk.MoE:
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}
-    options = {"intermediate_size": 64, "pool": ktk.WorkerPool(1)} | sizes | others
+    options: dict[str, Any] = {"intermediate_size": 64, "pool": ktk.WorkerPool(1)} | sizes | others
     return ktk.load_backend("BF16").moe(**options)
 
 

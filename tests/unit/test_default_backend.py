@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ktk
-from ktk import Format
+from ktk import Format, names
 from ktk.checkpoint import open_checkpoint
 from ktk.errors import BackendNotFound, CheckpointFormatError
 from ktk.loading import default, default_backend
@@ -210,7 +210,7 @@ def test_published_files_are_loaded_without_a_name(tmp_path: Path, model: str) -
 
 def test_the_next_of_a_list_is_taken_where_the_first_refuses(tmp_path: Path) -> None:
     write(tmp_path, "gptq")
-    assert default.PREFERRED["u4"] == ("RAWINT4", "AMXINT4")
+    assert names.PREFERRED["u4"] == ("RAWINT4", "AMXINT4")
     with open_checkpoint(tmp_path) as checkpoint:
         layer = checkpoint.layer(0)
         with pytest.raises(CheckpointFormatError):

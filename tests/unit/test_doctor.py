@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from ktk import BackendInfo, _core, system
+from ktk import BackendInfo, _core, registry, system
 from ktk.cli import app, health, report
 from ktk.cli.health import isa, software
 from ktk.cli.health.finding import Finding
@@ -225,7 +226,7 @@ def fail(error: BackendError) -> Any:
 
 def test_a_library_that_is_absent_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever this machine has: one where nothing is wrong but the library is well."""
-    real = report.open_backend
+    real = registry.open_backend
     absent = BackendUnsupported("a long text", brief="needs libfoo", advice="install libfoo")
 
     def open_backend(info: BackendInfo) -> Any:
@@ -248,7 +249,7 @@ def findings(check: Any) -> list[tuple[str, str]]:
 
 
 def test_a_cpu_without_avx2_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     [finding] = isa.cpu(Machine(detected=[]))
     assert (finding.subject, finding.state) == ("CPU", "problem")
     assert "pass the host CPU" in finding.advice

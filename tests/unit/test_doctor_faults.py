@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -15,7 +16,8 @@ import pytest
 from planted_machine import CPU, CPUS, GROUP, NODE, frequency, plant, process, stat
 
 from ktk.cli import health
-from ktk.cli.health.finding import numbers
+from ktk.cli.health.finding import NOTE, OK, WARNING, in_the_way, numbers
+from ktk.cli.health.machine import Machine
 
 THP = "sys/kernel/mm/transparent_hugepage/enabled"
 STATUS = planted.healthy()["proc/self/status"]
@@ -289,17 +291,17 @@ def test_a_planted_fault_is_the_one_thing_in_the_way(
     fault = FAULTS[name]
     for variable, value in fault.environment.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(health.isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     machine = plant(
         tmp_path / "root", fault.changed, fault.later, cpus=fault.cpus, detected=fault.detected
     )
     found = health.examine(machine, health.RESOURCES)
-    [warning] = [one for one in found if one.state not in (health.OK, health.NOTE)]
-    assert (warning.subject, warning.state) == (fault.subject, health.WARNING)
+    [warning] = [one for one in found if one.state not in (OK, NOTE)]
+    assert (warning.subject, warning.state) == (fault.subject, WARNING)
     assert fault.text in warning.text
     assert fault.evidence in warning.evidence
     assert fault.advice in warning.advice
-    assert health.in_the_way(found) == [fault.subject]
+    assert in_the_way(found) == [fault.subject]
 
 
 @pytest.mark.parametrize(
@@ -320,11 +322,11 @@ def test_a_planted_fault_is_the_one_thing_in_the_way(
 def test_a_healthy_machine_is_no_cause_for_alarm(
     changed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health.isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("KTK_THREADS", "8")
     found = health.examine(plant(tmp_path / "root", changed), health.RESOURCES)
-    assert health.in_the_way(found) == []
-    assert {one.state for one in found} <= {health.OK, health.NOTE}
+    assert in_the_way(found) == []
+    assert {one.state for one in found} <= {OK, NOTE}
     subjects = {one.subject for one in found}
     assert {"workers", "NUMA", "memory", "swap", "huge pages", "frequency"} <= subjects
 
@@ -334,7 +336,7 @@ def test_desktop_cpus_without_avx512_hide_nothing(tmp_path: Path) -> None:
     for vendor, family, model in (("GenuineIntel", 6, 151), ("AuthenticAMD", 25, 1)):
         text = planted.cpuinfo("fpu avx2 hypervisor", vendor, family, model)
         machine = plant(tmp_path / str(model), {"proc/cpuinfo": text}, detected=("avx2",))
-        assert health.in_the_way(health.examine(machine, health.RESOURCES)) == []
+        assert in_the_way(health.examine(machine, health.RESOURCES)) == []
 
 
 # --- on the machine that runs the tests ---------------------------------------------------------
@@ -357,7 +359,7 @@ def warnings(document: dict[str, Any], subject: str) -> list[dict[str, str]]:
 
 
 def test_a_mask_of_this_process_is_named() -> None:
-    cores = [core for node in health.Machine().topology["nodes"] for core in node["cores"]]
+    cores = [core for node in Machine().topology["nodes"] for core in node["cores"]]
     if len(cores) < 2:
         pytest.skip("one core: no mask leaves another out")
     found = doctor(f"os.sched_setaffinity(0, [{cores[0]}])")
@@ -398,9 +400,9 @@ def test_too_many_workers_and_guard_mode_are_named() -> None:
 
 
 def test_a_build_without_kernels_for_this_cpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    [*found] = health.isa.kernels(health.Machine())
+    [*found] = health.isa.kernels(Machine())
     assert found == []
-    [finding] = health.isa.kernels(health.Machine(detected=["avx2", "avx1024"]))
+    [finding] = health.isa.kernels(Machine(detected=["avx2", "avx1024"]))
     assert (finding.subject, finding.state) == ("build", "warning")
     assert "no kernels for avx1024" in finding.text
 

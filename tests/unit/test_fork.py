@@ -44,7 +44,9 @@ class Parent:
         )
         rng = np.random.default_rng(0)
         shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
-        self.expert = {n: rng.standard_normal(s, np.float32) / 16 for n, s in shapes.items()}
+        self.expert: dict[str, Any] = {
+            n: rng.standard_normal(s, np.float32) / 16 for n, s in shapes.items()
+        }
         for expert in range(E):
             self.moe.load_expert(expert, **self.expert)
         self.few, self.many = self.inputs(2), self.inputs(TOKENS)
@@ -58,7 +60,7 @@ class Parent:
         ids = np.tile(np.arange(K), (tokens, 1))
         return np.ones((tokens, H), np.float32), ids, np.ones((tokens, K), np.float32)
 
-    def stream_call(self, inputs: tuple[np.ndarray, ...]) -> _core.AsyncCall:
+    def stream_call(self, inputs: tuple[np.ndarray, np.ndarray, np.ndarray]) -> _core.AsyncCall:
         out = np.empty_like(inputs[0])
         errors = _core.Latch()
         return _core.AsyncCall(self.moe._core, *inputs, None, out, errors, name="layer", live=True)

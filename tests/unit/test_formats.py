@@ -111,7 +111,8 @@ def test_a_nan_is_where_it_was_put(fmt: Format) -> None:
 
 
 def rounded(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    return np.clip(np.rint(values / scale), -8, 7) * scale
+    rounded: np.ndarray = np.clip(np.rint(values / scale), -8, 7) * scale
+    return rounded
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.8], ids=["largest magnitude", "cut off"])

@@ -28,13 +28,18 @@ INT8 = Format("i8", "f32", "none", 1, 0)
 GPTQ = Format("u4", "f16", "u8", 1, 32)
 
 
-def floats() -> dict[str, torch.Tensor]:
+def floats() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(E, *shape, generator=generator) for name, shape in PARTS.items()}
 
 
 def make(backend: str) -> ktk.MoE:
-    sizes = {"num_experts": E, "num_experts_per_tok": 1, "hidden_size": H, "intermediate_size": I}
+    sizes: dict[str, Any] = {
+        "num_experts": E,
+        "num_experts_per_tok": 1,
+        "hidden_size": H,
+        "intermediate_size": I,
+    }
     return ktk.load_backend(backend).moe(**sizes, pool=ktk.WorkerPool(1, pin=False))
 
 
@@ -47,7 +52,7 @@ def arrays_of(made: dict[str, Quantized]) -> dict[str, Any]:
 
 def same_weights(a: ktk.MoE, b: ktk.MoE) -> bool:
     return a.format == b.format and all(
-        np.array_equal(x, y)
+        np.array_equal(np.asarray(x), np.asarray(y))
         for expert in range(E)
         for x, y in zip(a.unpack_expert(expert), b.unpack_expert(expert), strict=True)
     )
@@ -88,7 +93,7 @@ def test_e5m2_is_no_e4m3() -> None:
         make("FP8").load_expert(0, **arrays, gate_scale=torch.ones(I, 1))
     with pytest.raises(ValueError, match="gate holds e5m2, but given says e4m3"):
         make("FP8").load_expert(0, **arrays, gate_scale=torch.ones(I, 1), given=ROWS)
-    other = dict.fromkeys(PARTS, data.to(torch.float8_e4m3fnuz))
+    other: dict[str, Any] = dict.fromkeys(PARTS, data.to(torch.float8_e4m3fnuz))
     with pytest.raises(TypeError, match=r"gate has dtype float8_e4m3fnuz; .* reads float8_e4m3fn"):
         make("FP8").load_expert(0, **other)
 
@@ -146,22 +151,23 @@ def test_groups_that_could_be_two_are_asked_for() -> None:
 )
 def test_what_quantize_returns_goes_into_load(backend: str, fmt: Format) -> None:
     weights = floats()
-    stacks = {name: quantize(weight, fmt) for name, weight in weights.items()}
+    stacks: dict[str, Any] = {name: quantize(weight, fmt) for name, weight in weights.items()}
     loaded = make(backend).load(**stacks)
     assert loaded.format == fmt
     assert same_weights(loaded, make(backend).load(**arrays_of(stacks), given=fmt))
     one_by_one = make(backend)
     for expert in range(E):
-        one_by_one.load_expert(
-            expert, **{name: quantize(weight[expert], fmt) for name, weight in weights.items()}
-        )
+        one: dict[str, Any] = {name: quantize(part[expert], fmt) for name, part in weights.items()}
+        one_by_one.load_expert(expert, **one)
     assert same_weights(one_by_one, loaded)
-    in_lists = {name: [stack[expert] for expert in range(E)] for name, stack in stacks.items()}
+    in_lists: dict[str, Any] = {
+        name: [stack[expert] for expert in range(E)] for name, stack in stacks.items()
+    }
     assert same_weights(make(backend).load(**in_lists), loaded)
 
 
 def test_what_belongs_to_quantized_is_not_given_twice() -> None:
-    stacks = {name: quantize(weight, INT8) for name, weight in floats().items()}
+    stacks: dict[str, Any] = {name: quantize(weight, INT8) for name, weight in floats().items()}
     with pytest.raises(ValueError, match="gate is Quantized and has its scales: gate_scale is too"):
         make("AMXINT8").load(**stacks, gate_scale=stacks["gate"].scale)
     with pytest.raises(ValueError, match=r"gate is Quantized in i8 .*, but given says e4m3"):
@@ -220,13 +226,15 @@ def strided(weight: torch.Tensor) -> torch.Tensor:
 def test_rows_that_are_not_contiguous_are_taken(backend: str) -> None:
     weights = floats()
     expected = make(backend).load(**weights)
-    across = {name: strided(weight) for name, weight in weights.items()}
+    across: dict[str, Any] = {name: strided(weight) for name, weight in weights.items()}
     assert same_weights(make(backend).load(**across), expected)
     wide = {name: weight.repeat_interleave(2, -1)[..., ::2] for name, weight in weights.items()}
     assert same_weights(make(backend).load(**wide), expected)
-    numpy = {name: weight.numpy() for name, weight in across.items()}
+    numpy: dict[str, Any] = {name: weight.numpy() for name, weight in across.items()}
     assert same_weights(make(backend).load(**numpy), expected)
-    turned = {name: weight.numpy()[:, ::-1].copy()[:, ::-1] for name, weight in weights.items()}
+    turned: dict[str, Any] = {
+        name: weight.numpy()[:, ::-1].copy()[:, ::-1] for name, weight in weights.items()
+    }
     assert same_weights(make(backend).load(**turned), expected)
     wrapper = ktk.KTMoEWrapper(0, E, 1, H, I, method=backend)
     wrapper.load_weights_from_tensors(*across.values())
@@ -295,5 +303,6 @@ def test_arrays_and_experts_are_made_of_each_other() -> None:
     arrays = {"gate": 1, "gate_scale": 2, "up": 3, "up_zero": 4, "down": 5, "down_bias": 6}
     expert = Expert.of_arrays(arrays, dict.fromkeys(PARTS, INT8))
     assert expert.arrays() == arrays
+    assert expert.gate is not None
     assert (expert.gate.scale, expert.up.zero, expert.down.bias) == (2, 4, 6)
     assert {matrix.format for matrix in expert.matrices.values()} == {INT8}

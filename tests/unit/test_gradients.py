@@ -14,7 +14,7 @@ E, K, H, I, TOKENS = 2, 2, 64, 32, 3  # noqa: E741
 REFUSED = r"{} requires grad, but ktk computes inference only.*torch\.no_grad\(\)"
 
 
-def weights(**keywords: Any) -> dict[str, torch.Tensor]:
+def weights(**keywords: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"gate": (E, I, H), "up": (E, I, H), "down": (E, H, I)}
     return {
@@ -23,7 +23,12 @@ def weights(**keywords: Any) -> dict[str, torch.Tensor]:
 
 
 def make() -> ktk.MoE:
-    sizes = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": H, "intermediate_size": I}
+    sizes: dict[str, Any] = {
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": H,
+        "intermediate_size": I,
+    }
     return ktk.load_backend("BF16").moe(**sizes)
 
 
@@ -32,7 +37,7 @@ def moe() -> ktk.MoE:
     return make().load(**weights())
 
 
-def inputs() -> dict[str, torch.Tensor]:
+def inputs() -> dict[str, Any]:
     return {
         "hidden": torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(1)),
         "topk_ids": torch.tensor([[0, 1]] * TOKENS),

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import ktk
 from ktk.cli import app, contents
 from ktk.errors import BackendImportError, BackendUnsupported
+from ktk.sizes import size_text
 
 E, K, H, I = 3, 2, 160, 96  # noqa: E741 - the names the table of families uses
 LAYERS = (1, 2, 4)
@@ -165,7 +166,7 @@ def test_totals_keep_the_reason_of_any_layer() -> None:
     [(0, "0.0 KiB"), (1536, "1.5 KiB"), (3 << 20, "3.0 MiB"), (5 << 29, "2.5 GiB")],
 )
 def test_sizes_are_written_for_people(nbytes: int, text: str) -> None:
-    assert contents.size_text(nbytes) == text
+    assert size_text(nbytes) == text
 
 
 def test_a_narrow_terminal_tears_no_word(tmp_path: Path) -> None:

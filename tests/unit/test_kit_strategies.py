@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def test_every_activation_function_is_drawn(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_drawn_is_what_a_layer_takes() -> None:
     from ktk.testing.strategies import ACTIVATIONS
 
-    sizes = dict.fromkeys(
+    sizes: dict[str, Any] = dict.fromkeys(
         ("num_experts", "num_experts_per_tok", "hidden_size", "intermediate_size"), 1
     )
     made = [ktk.MoEConfig(**sizes, **options) for options in ACTIVATIONS]

@@ -160,6 +160,7 @@ def test_what_checkpoints_store_is_computed_as_it_is() -> None:
     same = ktk.Linear("AMXINT8", K, N).load(codes.data, codes.scale, given="i8-f32-row")
     assert torch.equal(linear(X), same(X))
     parts = ktk.Linear("AMXINT8", K, N)
+    assert codes.scale is not None
     parts.load([codes.data[:32], codes.data[32:]], [codes.scale[:32], codes.scale[32:]])
     assert torch.equal(linear(X), parts(X))
     with pytest.raises(ValueError, match="scale must be a list with an entry for each of 2 parts"):
@@ -187,7 +188,7 @@ def test_rows(linear: ktk.Linear) -> None:
     assert linear.rows([]).shape == (0, K)
     for nonsense in (np.zeros(3, np.float32), [1.0], [True], 3, None, "ab"):
         with pytest.raises(TypeError, match="ids must be "):
-            linear.rows(nonsense)  # type: ignore[arg-type]
+            linear.rows(nonsense)
 
 
 def test_submitted_calls_run_in_order(linear: ktk.Linear) -> None:
@@ -242,11 +243,11 @@ def test_weights_of_another_shape_are_refused() -> None:
 
 def test_sizes_and_options_are_checked() -> None:
     for name in ("in_features", "out_features"):
-        sizes = {"in_features": K, "out_features": N}
+        sizes: dict[str, Any] = {"in_features": K, "out_features": N}
         with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
             ktk.Linear("BF16", **sizes | {name: 0})
         with pytest.raises(TypeError, match=f"{name} must be an int"):
-            ktk.Linear("BF16", **sizes | {name: "many"})  # type: ignore[arg-type]
+            ktk.Linear("BF16", **sizes | {name: "many"})
     with pytest.raises(ValueError, match="can be split into at most 3 shards, not 4"):
         make(shards=4).load(WEIGHT)
     with pytest.raises(ValueError, match="shards must be at least 1"):
@@ -299,7 +300,7 @@ def test_gradients_are_refused(linear: ktk.Linear) -> None:
 def test_a_layer_is_not_pickled_or_copied(linear: ktk.Linear) -> None:
     for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match=r"ktk\.Linear cannot be pickled or copied"):
-            attempt(linear)  # type: ignore[operator]
+            attempt(linear)
 
 
 def test_what_it_says_of_itself(linear: ktk.Linear) -> None:
@@ -346,7 +347,7 @@ def test_a_child_of_fork_gets_a_sentence() -> None:
         child = os.fork()
         if child == 0:
             try:
-                body()  # type: ignore[operator]
+                body()
                 result = "fine"
             except BaseException as error:
                 result = str(error)

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import ktk
 from ktk.checkpoint import describe, verify
+from ktk.checkpoint.nearest import nearest
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
-from ktk.checkpoint.safetensors.find import nearest
 from ktk.checkpoint.safetensors.locations import Locations
 from ktk.cli import app
 from ktk.conversion.convert import convert

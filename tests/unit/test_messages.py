@@ -225,7 +225,8 @@ def test_the_reference_knows_all_activations_and_no_other() -> None:
     for activation, options in itertools.product(ACTIVATIONS, activations.OPTIONS):
         needs = activations.ACTIVATIONS[activation].needs
         layer = ktk.MoEConfig(**config(), activation=activation, **options, **needs)
-        bounded = reference.bounded_glu(*[reference.Uncertain(x, np.zeros(8))] * 2, layer)
+        exact = reference.Uncertain(x, np.zeros(8))
+        bounded = reference.bounded_glu(exact, exact, layer)
         np.testing.assert_allclose(reference.glu(x, x, layer), bounded.value, rtol=1e-12)
     with pytest.raises(ValueError, match="does not know the activation 'mish'"):
         reference.glu(x, x, SimpleNamespace(activation="mish"))  # type: ignore[arg-type]
@@ -281,20 +282,41 @@ def test_the_reference_is_what_torch_computes() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ktk.WorkerPool("4"), r"threads must be a number of threads \(an int\), got '4'"),
+        (
+            lambda: ktk.WorkerPool("4"),  # type: ignore[arg-type]
+            r"threads must be a number of threads \(an int\), got '4'",
+        ),
         (lambda: ktk.WorkerPool(2**40), "threads must be a number of threads"),
-        (lambda: ktk.WorkerPool(thread=4), "no argument 'thread'; it takes threads, cpus, pin"),
-        (lambda: ktk.WorkerPool(1, None, True, 4), "takes at most 3 arguments, got 4"),
-        (lambda: ktk.WorkerPool(1, threads=2), "got the argument 'threads' twice"),
-        (lambda: ktk.WorkerPool(cpus="ab"), "cpus must be a list of ints or None, got 'ab'"),
-        (lambda: ktk.WorkerPool(pin=1), "pin must be a bool, got 1"),
+        (
+            lambda: ktk.WorkerPool(thread=4),  # type: ignore[call-arg]
+            "no argument 'thread'; it takes threads, cpus, pin",
+        ),
+        (
+            lambda: ktk.WorkerPool(1, None, True, 4),  # type: ignore[call-arg]
+            "takes at most 3 arguments, got 4",
+        ),
+        (
+            lambda: ktk.WorkerPool(1, threads=2),  # type: ignore[misc]
+            "got the argument 'threads' twice",
+        ),
+        (
+            lambda: ktk.WorkerPool(cpus="ab"),  # type: ignore[arg-type]
+            "cpus must be a list of ints or None, got 'ab'",
+        ),
+        (lambda: ktk.WorkerPool(pin=1), "pin must be a bool, got 1"),  # type: ignore[arg-type]
         (lambda: ktk.WorkerPool(10_000), "10000 threads are more than a machine with"),
         (lambda: ktk.WorkerPool(cpus=[0] * 10_000), "10000 threads are more than a machine with"),
         (lambda: ktk.WorkerPool(-1), "number of threads >= 0, got -1"),
-        (lambda: ktk.Format(3), 'element must be the name of an element, as "f32", got 3'),
-        (lambda: ktk.Format(), "needs the argument 'element'"),
+        (
+            lambda: ktk.Format(3),  # type: ignore[arg-type]
+            'element must be the name of an element, as "f32", got 3',
+        ),
+        (lambda: ktk.Format(), "needs the argument 'element'"),  # type: ignore[call-arg]
         (lambda: ktk.Format("f32", group_k=-1), "group_k must be an int from 0 to"),
-        (lambda: ktk.Format("f32", groups=3), "no argument 'groups'"),
+        (
+            lambda: ktk.Format("f32", groups=3),  # type: ignore[call-arg]
+            "no argument 'groups'",
+        ),
     ],
 )
 def test_pools_and_formats(make: Callable[[], Any], message: str) -> None:

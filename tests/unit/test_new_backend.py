@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,8 @@ SOURCES = ("backends", "ktk", "native", "subprojects", "tests", "tools")
 FILES = ("meson.build", "meson.options", "pyproject.toml", "README.md", "LICENSE")
 
 
-def run(*command: str | Path, **options: object) -> str:
-    done = subprocess.run(
+def run(*command: str | Path, **options: Any) -> str:
+    done: subprocess.CompletedProcess[str] = subprocess.run(
         list(map(str, command)), capture_output=True, text=True, timeout=600, check=False, **options
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -68,7 +69,7 @@ def test_a_new_backend_builds_and_passes_the_kit(tree: Path) -> None:
 @pytest.mark.slow
 def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
     folder, target = tmp_path / "package", tmp_path / "site"
-    new = [sys.executable, "-m", "ktk.testing.new_backend", "Scaffold", "--package", folder]
+    new = [sys.executable, "-m", "ktk.testing.new_backend", "Scaffold", "--package", str(folder)]
     assert f"pip install --no-build-isolation {folder}" in run(
         *new, cwd=tmp_path
     )  # not beside the source tree's ktk
@@ -100,7 +101,8 @@ def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["BF16", "two words", "1ST", "../x"])
 def test_a_bad_name_is_refused_and_changes_nothing(name: str, tree: Path) -> None:
     before = (tree / "backends" / "meson.build").read_text()
-    command = [sys.executable, tree / "tools" / "new_backend.py", name, "--dir", tree]
+    script = tree / "tools" / "new_backend.py"
+    command = [sys.executable, str(script), name, "--dir", str(tree)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "exists already" in done.stderr or "is no name for a backend" in done.stderr

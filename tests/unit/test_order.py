@@ -62,18 +62,22 @@ def test_sorted_columns_are_those_of_sorted_tokens(backend: str, ordered: str, t
         assert torch.equal(y, without(hidden, ids, weights))
     # One choice is no sum: bit by bit.
     for e in range(E):
-        order = experts[e].gate.order
+        gate = experts[e].gate
+        assert gate is not None
+        order = gate.order
         x = hidden if order is None else hidden[:, order.long()].contiguous()
-        one, weight = torch.full((tokens, 1), e), weights[:, :1].contiguous()
-        assert torch.equal(moe(hidden, one, weight), without(x, one, weight))
+        single, weight = torch.full((tokens, 1), e), weights[:, :1].contiguous()
+        assert torch.equal(moe(hidden, single, weight), without(x, single, weight))
 
 
 def test_experts_that_share_an_order_encode_tokens_once_and_mean_the_same() -> None:
-    first = expert("u4-f16-g32", 0, ORDERED["x only"])
+    first = expert("u4-f16-g32", 0, ORDERED["x only"]).gate
+    assert first is not None
+    assert first.order is not None
     experts = [expert("u4-f16-g32", e, ()) for e in range(E)]
     parts = [
         {
-            part: replace(matrix, order=None if part == "down" else first.gate.order)
+            part: replace(matrix, order=None if part == "down" else first.order)
             for part, matrix in one.matrices.items()
         }
         for one in experts
@@ -81,7 +85,7 @@ def test_experts_that_share_an_order_encode_tokens_once_and_mean_the_same() -> N
     moe = layer("RAWINT4", [Expert(**one) for one in parts])
     without = layer("RAWINT4", experts)
     hidden, ids, weights = chosen(40)
-    x = hidden[:, first.gate.order.long()].contiguous()
+    x = hidden[:, first.order.long()].contiguous()
     assert torch.equal(moe(hidden, ids, weights), without(x, ids, weights))
     # Other experts change nothing of these: every expert has tokens encoded for itself now.
     moe.load_expert(E - 1, expert("u4-f16-g32", 9, ORDERED["x of each expert"], joint=False))
@@ -98,7 +102,7 @@ def test_experts_that_share_an_order_encode_tokens_once_and_mean_the_same() -> N
 def test_a_row_has_the_same_bits_whatever_is_beside_it(
     shards: int, threads: int, joint: bool
 ) -> None:
-    experts = [expert("u4-bf16-zero-u8-g32", e, SIZES.keys(), joint=joint) for e in range(E)]
+    experts = [expert("u4-bf16-zero-u8-g32", e, tuple(SIZES), joint=joint) for e in range(E)]
     pool = ktk.WorkerPool(threads)
     moe = layer("AMXINT4", experts, shards=shards, pool=pool)
     hidden, ids, weights = chosen(600)
@@ -135,6 +139,7 @@ def test_experts_without_a_gate_sort_their_tokens() -> None:
     hidden, ids, weights = chosen(40)
     y = moe(hidden, ids, weights)
     for e, one in enumerate(experts):
+        assert one.up.order is not None
         x = hidden[:, one.up.order.long()].contiguous()
         single, weight = torch.full((40, 1), e), weights[:, :1].contiguous()
         assert torch.equal(moe(hidden, single, weight), without(x, single, weight))
@@ -149,7 +154,7 @@ def test_experts_without_a_gate_sort_their_tokens() -> None:
 @pytest.mark.parametrize("joint", [True, False], ids=["gate as up", "gate and up"])
 def test_a_layer_is_within_its_bound(joint: bool) -> None:
     """BF16 multiplies tokens that are rounded each by itself: their order matters to sums only."""
-    experts = [expert("bf16", e, SIZES.keys(), joint=joint) for e in range(E)]
+    experts = [expert("bf16", e, tuple(SIZES), joint=joint) for e in range(E)]
     moe = layer("BF16", experts)
     unsorted = layer(
         "BF16",
@@ -290,7 +295,8 @@ def test_rows_that_share_scales_stay_where_they_are() -> None:
 
 def test_ranks_have_parts_of_sorted_columns() -> None:
     """Columns of down go to ranks in their order, and the same rows of gate and up."""
-    one = expert("u4-f16-g32", 2, SIZES.keys(), joint=False)
+    one = expert("u4-f16-g32", 2, tuple(SIZES), joint=False)
+    assert one.down.order is not None
     order = one.down.order.long()
     for rank, (first, behind) in enumerate(((0, 64), (64, 160))):
         cut = cut_expert(one, first, behind, rank)
@@ -300,6 +306,8 @@ def test_ranks_have_parts_of_sorted_columns() -> None:
         for part in ("gate", "up"):
             mine, whole = cut.matrices[part], one.matrices[part]
             assert torch.equal(dequantize(mine), dequantize(whole)[there])
+            assert mine.bias is not None
+            assert whole.bias is not None
             assert torch.equal(mine.bias, whole.bias[there])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def reference(strategy: str, counts: np.ndarray, number: int) -> np.ndarray:
 @pytest.mark.parametrize("number", [0, 1, 4, 5, 7, 13, 39, 40, 41, 1000])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_strategies_are_as_defined(strategy: str, number: int) -> None:
-    counts = frequency()
+    counts: Any = frequency()
     mask = generate_gpu_experts_masks(counts, number, strategy)
     assert mask.dtype == torch.bool
     assert np.array_equal(mask.numpy(), reference(strategy, counts, number))
@@ -83,7 +84,8 @@ def test_files_of_counts_and_masks_come_back(tmp_path: Path) -> None:
     assert all(torch.equal(again[n], masks[n]) for n in masks)
     wrapper = KTMoEWrapper(3, E, 2, 64, 64, again[3], method="BF16", cpuinfer_threads=1)
     assert torch.equal(wrapper.gpu_experts_mask, masks[3])
-    assert Placement.balanced(found[3], 2).num_experts == E
+    counts_of_one: Any = found[3]
+    assert Placement.balanced(counts_of_one, 2).num_experts == E
 
 
 def test_files_of_sglang_come_back(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_arrays_are_those_that_the_kit_makes(fmt: Any, seed: int, shape: tuple[i
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((shape[0], 2 * shape[1])).astype(np.float32)
     source = formats.make_source(fmt, values, rng)
-    arrays = {
+    arrays: dict[str, Any] = {
         name: None if array is None else torch.as_tensor(array)
         for name in ("data", "scale", "zero")
         for array in [getattr(source, name)]

@@ -58,7 +58,8 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 def size(request: pytest.FixtureRequest) -> tuple[int, int]:
-    return request.param
+    size: tuple[int, int] = request.param
+    return size
 
 
 def qwen3(hidden: int, inner: int) -> Any:
@@ -140,11 +141,9 @@ def check(
 ) -> None:
     """Load the checkpoint into each backend, and compare weights and outputs of every variant."""
     expected = made.expected(meant)
+    fields: list[dict[str, Any]] = [{part: w[part].numpy() for part in PARTS} for w in meant]
     experts = [
-        reference.Expert(
-            **{part: w[part].numpy() for part in PARTS}, **(biases[e] if biases else {})
-        )
-        for e, w in enumerate(meant)
+        reference.Expert(**one, **(biases[e] if biases else {})) for e, one in enumerate(fields)
     ]
     for name in names:
         for variant in ktk.load_backend(name).variants:
@@ -183,18 +182,21 @@ class Named(torch.nn.Module):
 
     def __init__(self, weights: list[Weights]) -> None:
         super().__init__()
-        experts = torch.nn.ModuleList(torch.nn.ModuleDict() for _ in weights)
-        for module, parts in zip(experts, weights, strict=True):
+        modules = [torch.nn.ModuleDict() for _ in weights]
+        experts = torch.nn.ModuleList(modules)
+        for module, parts in zip(modules, weights, strict=True):
             for part, weight in parts.items():
-                linear = torch.nn.Linear(*weight.T.shape, bias=False, dtype=weight.dtype)
+                linear = torch.nn.Linear(
+                    weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype
+                )
                 linear.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
                 module[f"{part}_proj"] = linear
         mlp = torch.nn.ModuleDict({"experts": experts})
         layers = {str(LAYER): torch.nn.ModuleDict({"mlp": mlp})}
-        self.model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict(layers)})
+        self.model: Any = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict(layers)})
 
 
-def set_scales(linear: torch.nn.Module) -> None:
+def set_scales(linear: Any) -> None:
     """Fill in the scales and zero points of the extremes of each group."""
     arguments = linear.quantization_scheme.weights
     weight = linear.weight.float()
@@ -221,13 +223,13 @@ def set_scales(linear: torch.nn.Module) -> None:
 
 
 def asymmetric() -> dict[str, Any]:
-    scheme = preset_name_to_scheme("W4A16_ASYM", ["Linear"]).model_dump()
+    scheme: dict[str, Any] = preset_name_to_scheme("W4A16_ASYM", ["Linear"]).model_dump()
     scheme["weights"]["group_size"] = 32
     return scheme
 
 
 def by_groups(size: int) -> dict[str, Any]:
-    scheme = preset_name_to_scheme("W4A16", ["Linear"]).model_dump()
+    scheme: dict[str, Any] = preset_name_to_scheme("W4A16", ["Linear"]).model_dump()
     scheme["weights"]["group_size"] = size
     return scheme
 
@@ -282,7 +284,7 @@ def test_checkpoints_of_compressed_tensors(
     check(tmp_path, made, meant, backends)
 
 
-def meaning(linear: torch.nn.Module) -> torch.Tensor:
+def meaning(linear: Any) -> torch.Tensor:
     """What the tensors of a compressed module mean, in float64.
 
     compressed-tensors unpacks them; its own product with the scales would be rounded to bf16.
@@ -313,7 +315,8 @@ def meaning(linear: torch.nn.Module) -> torch.Tensor:
     if isinstance(zero, torch.Tensor):
         zero = spread(zero)
     whole = state["weight_global_scale"].double() if "weight_global_scale" in state else 1.0
-    return (codes - zero) * spread(scale) / whole
+    values: torch.Tensor = (codes - zero) * spread(scale) / whole
+    return values
 
 
 # --- by published packings ----------------------------------------------------------------------
@@ -336,7 +339,8 @@ def expert_name(expert: int, part: str) -> str:
 def test_fine_grained_fp8(size: tuple[int, int], tmp_path: Path) -> None:
     """The tensors of DeepSeek-V3: E4M3, and in f32 what to multiply each 128 x 128 with."""
     made = block(qwen3, size)
-    tensors, meant = {}, []
+    tensors: dict[str, torch.Tensor] = {}
+    meant: list[Weights] = []
     for e, expert in enumerate(made.weights):
         meant.append({})
         for part, weight in expert.items():
@@ -372,7 +376,8 @@ def awq_words(codes: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("method", ["gptq", "gptq_v2", "gptq symmetric", "awq"])
 def test_gptq_and_awq(method: str, size: tuple[int, int], tmp_path: Path) -> None:
     made = block(qwen3, size)
-    tensors, meant = {}, []
+    tensors: dict[str, torch.Tensor] = {}
+    meant: list[Weights] = []
     symmetric = method == "gptq symmetric"
     for e, expert in enumerate(made.weights):
         meant.append({})

@@ -65,7 +65,7 @@ def make_layer(pair: strategies.Conversion, hidden: int, intermediate: int) -> s
     arrays: dict[str, Any] = {
         name: [
             formats.make_source(
-                pair.given, strategies.fill("normal", shape, rng) / 8, rng, pair.stored
+                pair.given, strategies.fill("normal", shape, rng) / np.float32(8), rng, pair.stored
             )
         ]
         for name, shape in shapes.items()
@@ -120,7 +120,8 @@ def test_any_size_is_cut_into_any_number_of_shards(
             whole = whole or stored
             if pair.kept:
                 for part, cut, uncut in zip(("gate", "up", "down"), stored, whole, strict=True):
-                    bounds.check_same_bits(cut, uncut, f"{part} of {intermediate} / {shards}")
+                    what = f"{part} of {intermediate} / {shards}"
+                    bounds.check_same_bits(np.asarray(cut), np.asarray(uncut), what)
             if known:
                 expected = subject.expected(moe, layer, batch)
                 got = np.asarray(moe(batch.hidden, batch.ids, batch.weights))
@@ -143,7 +144,7 @@ def test_experts_of_one_layer_may_come_as_floats_and_as_codes() -> None:
         moes.append(moe)
     assert moes[1].shard_widths == (192, 192, 192, 192)
     for cut, uncut in zip(moes[1].unpack_expert(0), moes[0].unpack_expert(0), strict=True):
-        bounds.check_same_bits(cut, uncut, "4 shards")
+        bounds.check_same_bits(np.asarray(cut), np.asarray(uncut), "4 shards")
 
 
 def test_fewer_shards_than_nodes_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +167,7 @@ def test_scales_that_shards_chose_are_not_written() -> None:
 
 
 def test_shards_are_a_positive_number() -> None:
-    sizes = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64}
+    sizes: dict[str, Any] = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64}
     backend = ktk.load_backend("BF16")
     for shards in (0, -1):
         with pytest.raises(ValueError, match=f"shards must be at least 1, got {shards}"):

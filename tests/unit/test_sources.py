@@ -17,7 +17,12 @@ INT8 = Format("i8", "f32", "none", 1, 0)
 
 @pytest.fixture
 def moe() -> ktk.MoE:
-    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "hidden_size": H, "intermediate_size": I}
+    sizes: dict[str, Any] = {
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "hidden_size": H,
+        "intermediate_size": I,
+    }
     return ktk.load_backend("AMXINT8").moe(**sizes, pool=ktk.WorkerPool(1, pin=False))
 
 
@@ -63,7 +68,7 @@ def test_scales_of_another_type_are_not_read_as_what_was_said(moe: ktk.MoE) -> N
 def test_one_block_of_scales_may_span_the_matrix() -> None:
     """Where 128 rows are all there are, their group is inferred to be the whole extent."""
     size = 128
-    sizes = {"num_experts": 1, "num_experts_per_tok": 1}
+    sizes: dict[str, Any] = {"num_experts": 1, "num_experts_per_tok": 1}
     moe = ktk.load_backend("FP8").moe(
         **sizes, hidden_size=size, intermediate_size=size, pool=ktk.WorkerPool(1, pin=False)
     )

@@ -146,6 +146,7 @@ def test_gpt_oss_has_blocks_biases_and_alternating_rows(tmp_path: Path) -> None:
     with SafetensorsCheckpoint(tmp_path) as checkpoint:
         found = checkpoint.layer(3).expert(1)
     for part, matrix in found.matrices.items():
+        assert matrix.bias is not None
         assert torch.equal(matrix.bias, biases[part][1])
 
 

@@ -16,7 +16,12 @@ import pytest
 import ktk
 from ktk import _core
 
-SIZES = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 32, "intermediate_size": 32}
+SIZES: dict[str, Any] = {
+    "num_experts": 1,
+    "num_experts_per_tok": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+}
 NAME = b"ktk.backend"
 
 

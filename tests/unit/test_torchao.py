@@ -182,7 +182,7 @@ def test_what_torchao_writes_itself(tmp_path: Path) -> None:
     state, values = {}, {}
     for part, (n, k) in SIZES.items():
         for e in range(E):
-            linear = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
+            linear: Any = torch.nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
             quantize_(linear, Int8WeightOnlyConfig())
             state[NAMES[part].format(e=e) + ".weight"] = linear.weight.data
             values[part, e] = linear.weight.dequantize(torch.float32).detach().numpy()

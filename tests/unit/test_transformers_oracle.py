@@ -71,7 +71,8 @@ def save(row: Model, hidden: int, inner: int, folder: Path) -> Saved:
 
 @pytest.fixture(scope="module", params=SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 def size(request: pytest.FixtureRequest) -> tuple[int, int]:
-    return request.param
+    size: tuple[int, int] = request.param
+    return size
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -173,7 +174,8 @@ def bound(saved: Saved, moe: Any, act: Any) -> np.ndarray:
                 part = one_row(x[token], exact[e], stored[e], config, act)
                 total[token] += abs(weight) * part
     # The weighted sum itself, in f32.
-    return total * (1 + 1e-5) + 1e-6 * np.abs(saved.expected) + 1e-12
+    bound: np.ndarray = total * (1 + 1e-5) + 1e-6 * np.abs(saved.expected) + 1e-12
+    return bound
 
 
 def one_row(x: np.ndarray, exact: Any, stored: Any, config: Any, act: Any) -> np.ndarray:

@@ -21,7 +21,12 @@ E, K, H, I = 4, 2, 64, 96  # noqa: E741 - the names of the table of families
 
 
 def made(**options: Any) -> ktk.MoE:
-    sizes = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": H, "intermediate_size": I}
+    sizes: dict[str, Any] = {
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": H,
+        "intermediate_size": I,
+    }
     return ktk.load_backend("BF16").moe(**sizes, activation="relu2", gated=False, **options)
 
 
@@ -42,7 +47,12 @@ def test_a_layer_without_gate_takes_no_memory_for_one() -> None:
 
 def gated() -> ktk.MoE:
     up, down = weights()
-    sizes = {"num_experts": E, "num_experts_per_tok": K, "hidden_size": H, "intermediate_size": I}
+    sizes: dict[str, Any] = {
+        "num_experts": E,
+        "num_experts_per_tok": K,
+        "hidden_size": H,
+        "intermediate_size": I,
+    }
     return ktk.load_backend("BF16").moe(**sizes, activation="relu2").load(up, up, down)
 
 

@@ -101,9 +101,9 @@ def loaded(linears: ModuleType, layer: Layer, matrices: dict[Any, schemes.Tensor
         for suffix, tensor in tensors.items():
             param = layer.get_parameter(suffix.removeprefix("."))
             if part is None:
-                param.weight_loader(param, tensor)  # type: ignore[operator]
+                param.weight_loader(param, tensor)  # type: ignore[attr-defined]
             else:
-                param.weight_loader(param, tensor, part)  # type: ignore[operator]
+                param.weight_loader(param, tensor, part)  # type: ignore[attr-defined]
     method.process_weights_after_loading(layer)
     return method
 

@@ -37,7 +37,8 @@ def made(on_input: bool = True, **options: Any) -> ktk.MoE:
         apply_router_weight_on_input=on_input,
         **options,
     )
-    return moe.load(**weights())
+    arrays: dict[str, Any] = weights()
+    return moe.load(**arrays)
 
 
 def batch(k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -144,7 +145,7 @@ def test_llama_4_is_read_and_converted(tmp_path: Path, whole: bool) -> None:
     (source / "config.json").write_text(json.dumps(config))
     convert(source, tmp_path / "packed", backend="BF16")
     x, ids, factors = batch(1)
-    bias = {name: one for name, one in exact.items() if not name.endswith("_bias")}
+    bias: dict[str, Any] = {name: one for name, one in exact.items() if not name.endswith("_bias")}
     plain = ktk.load_backend("BF16").moe(
         num_experts=E,
         num_experts_per_tok=1,

@@ -108,19 +108,19 @@ class Model:
 
     def options(self, config: Any, hidden: int, inner: int) -> dict[str, Any]:
         """Return what a configuration knows; experts are `inner` wide, dense layers twice that."""
-        own = "moe_intermediate_size" in annotations(config)
+        own = "moe_intermediate_size" in annotated(config)
         sizes = {"hidden_size": hidden, "moe_intermediate_size": inner}
         sizes["intermediate_size"] = 2 * inner if own else inner
         sizes |= {"expert_ffn_hidden_size": inner, "ffn_hidden_size": 2 * inner}
         return known(config, COMMON | sizes) | self.extra
 
 
-def annotations(config: Any) -> set[str]:
+def annotated(config: Any) -> set[str]:
     return {name for base in config.__mro__ for name in vars(base).get("__annotations__", {})}
 
 
 def known(config: Any, options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name in annotations(config)}
+    return {name: value for name, value in options.items() if name in annotated(config)}
 
 
 def width_of(experts: Any) -> int:

@@ -28,7 +28,8 @@ class Integers:
     @property
     def values(self) -> np.ndarray:
         scale = self.scale.double().numpy()[:, self.order]
-        return (self.codes - self.zero[:, self.order]) * scale
+        values: np.ndarray = (self.codes - self.zero[:, self.order]) * scale
+        return values
 
 
 def random(
