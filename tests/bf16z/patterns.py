@@ -32,7 +32,8 @@ def any_bits(rng: np.random.Generator, shape: tuple[int, int]) -> U16:
 
 def with_exponents(rng: np.random.Generator, shape: tuple[int, int], exponents: list[int]) -> U16:
     """Any signs and mantissas, but these exponents."""
-    return (any_bits(rng, shape) & 0x807F) | (rng.choice(exponents, shape) << 7).astype(np.uint16)
+    found = rng.choice(exponents, shape).astype(np.uint16) << np.uint16(7)
+    return (any_bits(rng, shape) & np.uint16(0x807F)) | found
 
 
 def last_lane() -> U16:

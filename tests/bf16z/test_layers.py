@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -37,7 +40,7 @@ def run(moe: ktk.MoE, tokens: int) -> torch.Tensor:
     return out
 
 
-def make(backend: str, variant: str, given: dict[str, torch.Tensor], shards: int = 1) -> ktk.MoE:
+def make(backend: str, variant: str, given: dict[str, Any], shards: int = 1) -> ktk.MoE:
     moe = ktk.MoE(ktk.load_backend(backend), CONFIG, variant=variant, shards=shards)
     moe.load(**given)
     return moe
@@ -55,7 +58,7 @@ def test_a_layer_is_that_of_bf16(variant: str, shards: int) -> None:
         assert torch.equal(run(packed, tokens), run(plain, tokens))
     assert packed.nbytes < 0.85 * plain.nbytes
     for ours, theirs in zip(packed.unpack_expert(3), plain.unpack_expert(3), strict=True):
-        assert (ours == theirs).all()
+        assert np.asarray(ours == theirs).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -74,9 +77,10 @@ def test_a_matrix_that_does_not_fit_is_plain_and_disturbs_no_other(
     assert usual + one // 4 < packed.nbytes < usual + 2 * one
     assert packed.nbytes < plain.nbytes
     # Weights that fit take its place, and the bytes come back.
-    fitting = weights()
+    fitting: dict[str, Any] = weights()
     for expert in (1, 3):
-        packed.load_expert(expert, **{part: fitting[part][expert] for part in fitting})
+        one_expert = {part: fitting[part][expert] for part in fitting}
+        packed.load_expert(expert, **one_expert)
     assert packed.nbytes == usual
     assert torch.equal(run(packed, 5), run(make("BF16", variant, fitting, shards), 5))
 

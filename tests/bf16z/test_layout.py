@@ -131,7 +131,7 @@ def test_products_are_those_of_bf16(variant: str, weights: U16, m: int, seed: in
     rng = np.random.default_rng(seed)
     act = rng.standard_normal((m, weights.shape[1]), np.float32)
     with np.errstate(over="ignore"):
-        act[rng.integers(m)] *= rng.choice(np.float32([0, 1e-38, 1e38, np.inf, np.nan]))
+        act[rng.integers(m)] *= rng.choice(np.array([0, 1e-38, 1e38, np.inf, np.nan], np.float32))
     plain, packed = pack(BF16, variant, weights), pack(BF16Z, variant, weights)
     ours, theirs = packed.matmul(act), plain.matmul(act)
     np.testing.assert_array_equal(ours.view(np.uint32), theirs.view(np.uint32))

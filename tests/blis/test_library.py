@@ -100,7 +100,7 @@ def test_64_bit_integers_are_refused_before_anything_is_called() -> None:
 
 def test_a_chosen_library_is_the_only_one_that_is_tried(tmp_path: Path) -> None:
     folder = hide(tmp_path, {"libblis.so.4": standin()})
-    wrong = {"KTK_BLIS_LIBRARY": "/nowhere/libblis.so", "LD_LIBRARY_PATH": folder}
+    wrong: dict[str, Any] = {"KTK_BLIS_LIBRARY": "/nowhere/libblis.so", "LD_LIBRARY_PATH": folder}
     text = python(SEARCH, **wrong)
     assert "cannot run here: KTK_BLIS_LIBRARY=/nowhere/libblis.so: there is no such library" in text
     text = reason("libm.so.6")
@@ -141,7 +141,7 @@ def test_what_is_absent_is_known_in_any_language(tmp_path: Path) -> None:
         "cannot open shared object file": "kann nicht geoeffnet werden",
     }
     write_catalogue(tmp_path / "de" / "LC_MESSAGES" / "libc.mo", words)
-    language = {"LC_ALL": "C.UTF-8", "LANGUAGE": "de"}
+    language: dict[str, Any] = {"LC_ALL": "C.UTF-8", "LANGUAGE": "de"}
     code = TRANSLATED.replace("FOLDER", str(tmp_path)) + SEARCH
     text = python(code, KTK_BLIS_LIBRARY="/nowhere/libblis.so", **language)
     assert "KTK_BLIS_LIBRARY=/nowhere/libblis.so: there is no such library" in text

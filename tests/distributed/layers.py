@@ -17,7 +17,7 @@ ZERO_EXPERTS = 4
 
 def layer(only: Collection[int] | None = None, backend: str = "AMXINT8", **sizes: int) -> ktk.MoE:
     """Return a layer with all experts, or with some."""
-    config = {
+    config: dict[str, Any] = {
         "num_experts": EXPERTS,
         "num_experts_per_tok": TOP_K,
         "hidden_size": HIDDEN,

@@ -51,7 +51,8 @@ class Ranks:
         end = time.monotonic() + _LIMIT
         while time.monotonic() < end:
             try:
-                return self._queue.get(timeout=1)
+                message: tuple[int, Any] = self._queue.get(timeout=1)
+                return message
             except queue.Empty:
                 if not any(process.is_alive() for process in self.processes):
                     break

@@ -112,7 +112,7 @@ def files(rank: int, size: int, say: Any, folder: str) -> tuple[int, int]:
         read += count
         return count
 
-    os.preadv = counting
+    os.preadv = counting  # type: ignore[assignment]
     divided = ExpertParallel.from_checkpoint(folder, 0, "AMXINT8", timeout=100)
     os.preadv = preadv
     hidden, ids, weights = tokens(9, rank)

@@ -47,7 +47,9 @@ def test_one_rank_is_gone(how: signal.Signals, shared: bool) -> None:
         for _ in range(SIZE):
             assert ranks.message()[1] == (False, "going")
         time.sleep(0.2)
-        os.kill(ranks.processes[VICTIM].pid, how)
+        pid = ranks.processes[VICTIM].pid
+        assert pid is not None
+        os.kill(pid, how)
         results = ranks.wait({0, 2})
     for result in results:
         blamed, sentence, stays = result

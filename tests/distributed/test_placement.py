@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -41,7 +43,7 @@ def test_balanced_holds_all_experts_and_no_more(
 
 
 def test_balanced_is_better_than_contiguous() -> None:
-    counts = 1.0 / np.arange(1, 129)  # Zipf's law
+    counts: Any = 1.0 / np.arange(1, 129)  # Zipf's law
     used = {
         name: max(counts[list(one)].sum() for one in placement.experts) / counts.sum() * 4
         for name, placement in {
@@ -75,8 +77,9 @@ def test_copies_share_the_tokens() -> None:
 )
 def test_parts_of_ranks(ranks: int, tokens: int, k: int, seed: int) -> None:
     random = np.random.default_rng(seed)
+    counts: Any = random.random(9)
     placement = Placement.balanced(
-        random.random(9), ranks, replicas=int(random.integers(0, 9 * (ranks - 1) + 1))
+        counts, ranks, replicas=int(random.integers(0, 9 * (ranks - 1) + 1))
     )
     ids = random.integers(-1, 12, (tokens, k)).astype(np.int32)  # from 9 on: zero experts
     home = int(random.integers(-1, ranks))

@@ -63,7 +63,7 @@ def executes(instruction: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         source = f'int main(void) {{ __asm__ volatile("{instruction}"); return 0; }}'
         program = Path(folder, "program")
-        compiler = ["cc", "-x", "c", "-", "-o", program]
+        compiler = ["cc", "-x", "c", "-", "-o", str(program)]
         if subprocess.run(compiler, input=source.encode(), check=False).returncode != 0:
             return False
         return subprocess.run([program], check=False).returncode == 0
@@ -197,7 +197,9 @@ def deny_amx() -> None:
 NONE, P66, PF3, PF2 = range(4)
 
 
-def _vex(opcode: int, prefix: int, reg: int, rest: bytes, *, x: int = 0, b: int = 0, v: int = 0):
+def _vex(
+    opcode: int, prefix: int, reg: int, rest: bytes, *, x: int = 0, b: int = 0, v: int = 0
+) -> bytes:
     second = (reg < 8) << 7 | (x < 8) << 6 | (b < 8) << 5 | 2
     return bytes([0xC4, second, (~v & 15) << 3 | prefix, opcode]) + rest
 

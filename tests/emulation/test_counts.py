@@ -10,6 +10,7 @@ Runs under run_emulated.py only; test_trap.py does that.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import amx_tools
 import numpy as np
@@ -76,7 +77,7 @@ def matrix(kernel: Kernel) -> _core.PackedMatrix:
         return _core.PackedMatrix(backend.core, kernel.variant, blocks, given=stored, stored=stored)
     given = recipe(backend, stored).given
     made = quantize(torch.from_numpy(rng.standard_normal((N, K))).bfloat16(), given)
-    parts = {"scale": made.scale, "zero": made.zero}
+    parts: dict[str, Any] = {"scale": made.scale, "zero": made.zero}
     return _core.PackedMatrix(
         backend.core,
         kernel.variant,

@@ -5,6 +5,8 @@ Runs where AMX can be executed: on a CPU that has it, and under run_emulated.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 import amx_tools
 import numpy as np
 import pytest
@@ -121,14 +123,15 @@ def test_bf16_in_12_bits_gives_the_same_bits(kind: str, shape: tuple[int, int, i
     for name in ("BF16", "BF16Z"):
         backend, _ = find(name, "amx_bf16")
         results.append(_core.PackedMatrix(backend.core, "amx_bf16", weight).matmul(act))
-    np.testing.assert_array_equal(*(result.view(np.uint32) for result in results))
+    one, other = (result.view(np.uint32) for result in results)
+    np.testing.assert_array_equal(one, other)
 
 
 def integer_codes(element: str, values: np.ndarray) -> np.ndarray:
     """The codes of small integers in a floating-point type of at most eight bits."""
     table = formats.element_table(element)
     codes = {value: code for code, value in reversed(list(enumerate(table.tolist())))}
-    found = np.vectorize(codes.__getitem__, otypes=[np.uint8])(values)
+    found: np.ndarray = np.vectorize(codes.__getitem__, otypes=[np.uint8])(values)
     return found if element == "e4m3" else found[:, ::2] | found[:, 1::2] << 4
 
 
@@ -164,7 +167,7 @@ def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int
 def random_blocks(name: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     """Rows of blocks of any bits that make finite numbers."""
     columns, size = block(name)
-    blocks = rng.integers(0, 256, (500, size), dtype=np.uint8)
+    blocks: np.ndarray = rng.integers(0, 256, (500, size), dtype=np.uint8)
     blocks = blocks[np.isfinite(decoded(blocks, name)).all(axis=1)]
     picked = rng.integers(0, len(blocks), (shape[0], shape[1] // columns))
     return blocks[picked].reshape(shape[0], -1)
@@ -193,9 +196,9 @@ def test_ggml_products_have_the_bits_of_vnni(name: str, m: int, n: int) -> None:
     expected = vnni.matmul(act)
     assert np.isfinite(expected).any()  # exponents of mxfp4 reach beyond f32
     for ukernel, (_, m_max) in enumerate(variant.ukernels):
-        rows = min(m, m_max)
-        result = matrix.matmul(act[:rows], ukernel=ukernel)
-        np.testing.assert_array_equal(result, expected[:rows])
+        most = min(m, m_max)
+        result = matrix.matmul(act[:most], ukernel=ukernel)
+        np.testing.assert_array_equal(result, expected[:most])
 
 
 @pytest.mark.parametrize(
@@ -204,7 +207,7 @@ def test_ggml_products_have_the_bits_of_vnni(name: str, m: int, n: int) -> None:
 def test_a_layer_equals_the_other_variants(name: str, variant: str) -> None:
     """A layer on two threads; AMX and AVX-512 read the same weights."""
     backend, _ = find(name, variant)
-    config = {
+    config: dict[str, Any] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "hidden_size": 256,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import amx_tools
 import numpy as np
 import pytest
-from amx_tools import assemble, config
+from amx_tools import Soft, assemble, config
 
 # rax: configuration, rcx: C, rdx: A, rsi: B, rdi: stride of C, r8: stride of A and B.
 CFG, C, A, B, C_STRIDE, AB_STRIDE = 0, 1, 2, 6, 7, 8
@@ -16,10 +19,16 @@ INT8 = {
     "tdpbusd": (np.uint8, np.int8),
     "tdpbuud": (np.uint8, np.uint8),
 }
+#: Executes a program: (code, registers).
+Run = Callable[[bytes, list[int]], Any]
+#: Configuration, C, A and B.
+Operands = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 SHAPES = [(16, 16, 16), (1, 1, 1), (5, 7, 3), (16, 3, 9), (2, 16, 16)]  # m, n, k in words
 
 
-def product(op: str, cfg, c, a, b) -> tuple[bytes, list[int]]:
+def product(
+    op: str, cfg: np.ndarray, c: np.ndarray, a: np.ndarray, b: np.ndarray
+) -> tuple[bytes, list[int]]:
     """A program that does c += a x b in place, and the registers it wants."""
     code = (
         assemble("ldtilecfg", base=CFG)
@@ -36,7 +45,7 @@ def product(op: str, cfg, c, a, b) -> tuple[bytes, list[int]]:
     return code, registers
 
 
-def operands(m: int, n: int, k: int, seed: int):
+def operands(m: int, n: int, k: int, seed: int) -> Operands:
     """Configuration, C of 4-byte columns, and A and B as 64-byte rows."""
     rng = np.random.default_rng(seed)
     cfg = config({0: (m, 4 * n), 1: (m, 4 * k), 2: (k, 4 * n)})
@@ -46,13 +55,13 @@ def operands(m: int, n: int, k: int, seed: int):
     return cfg, c, a, b
 
 
-def bf16_operands(m: int, n: int, k: int, seed: int):
+def bf16_operands(m: int, n: int, k: int, seed: int) -> Operands:
     """The same with values of widely different sizes, so that every rounding shows."""
     rng = np.random.default_rng(seed)
     cfg, _, a, b = operands(m, n, k, seed)
 
-    def values(shape):
-        x = rng.standard_normal(shape) * 2.0 ** rng.integers(-70, 60, shape)
+    def values(shape: tuple[int, int]) -> np.ndarray:
+        x: np.ndarray = rng.standard_normal(shape) * 2.0 ** rng.integers(-70, 60, shape)
         return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
     a[:] = values((16, 32)).view(np.uint8)
@@ -65,7 +74,7 @@ def as_float(bf16_rows: np.ndarray) -> np.ndarray:
 
 
 @pytest.fixture(params=["software", "hardware"])
-def run(request, soft):
+def run(request: pytest.FixtureRequest, soft: Soft) -> Run:
     """Executes a program: (code, registers)."""
     if request.param == "software":
         return soft.run
@@ -76,7 +85,7 @@ def run(request, soft):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("op", INT8)
-def test_int8_products_are_exact(op, shape, run):
+def test_int8_products_are_exact(op: str, shape: tuple[int, int, int], run: Run) -> None:
     m, n, k = shape
     cfg, c, a, b = operands(m, n, k, seed=1)
     a_type, b_type = INT8[op]
@@ -87,7 +96,9 @@ def test_int8_products_are_exact(op, shape, run):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bf16_products_have_the_bits_of_the_model(shape, seed, run):
+def test_bf16_products_have_the_bits_of_the_model(
+    shape: tuple[int, int, int], seed: int, run: Run
+) -> None:
     m, n, k = shape
     cfg, c, a, b = bf16_operands(m, n, k, seed)
     expected = amx_tools.model_bf16(c, as_float(a)[:m, : 2 * k], as_float(b)[:k, : 2 * n])
@@ -95,7 +106,7 @@ def test_bf16_products_have_the_bits_of_the_model(shape, seed, run):
     np.testing.assert_array_equal(c.view(np.uint32), expected.view(np.uint32))
 
 
-def test_subnormals_are_zero_to_bf16_products(run):
+def test_subnormals_are_zero_to_bf16_products(run: Run) -> None:
     cfg, c, a, b = bf16_operands(1, 1, 1, seed=0)
     c[:] = 2.0**-140
     a.view(np.uint16)[0, :2] = 0x0001, 0x3F80  # smallest subnormal, one
@@ -104,7 +115,7 @@ def test_subnormals_are_zero_to_bf16_products(run):
     assert c[0, 0] == 0
 
 
-def test_infinity_and_nan_stay_in_their_row(run):
+def test_infinity_and_nan_stay_in_their_row(run: Run) -> None:
     cfg, c, a, b = bf16_operands(4, 16, 16, seed=3)
     a.view(np.uint16)[1, 3] = 0x7F80
     a.view(np.uint16)[2, 5] = 0x7FC0
@@ -115,7 +126,7 @@ def test_infinity_and_nan_stay_in_their_row(run):
     np.testing.assert_array_equal(c[[0, 3]], expected[[0, 3]])
 
 
-def test_a_smaller_row_leaves_the_rest_of_the_tile_zero(run):
+def test_a_smaller_row_leaves_the_rest_of_the_tile_zero(run: Run) -> None:
     """tileloadd of 2 rows into a tile that held 16 clears the other 14 and the tail of each row."""
     cfg = config({0: (16, 64)})
     small = config({0: (2, 8)})
@@ -137,7 +148,7 @@ def test_a_smaller_row_leaves_the_rest_of_the_tile_zero(run):
     np.testing.assert_array_equal(out, expected)
 
 
-def test_configuration_comes_back_from_sttilecfg(run):
+def test_configuration_comes_back_from_sttilecfg(run: Run) -> None:
     cfg = config({0: (16, 64), 3: (1, 4), 7: (5, 28)})
     out = np.full(64, 255, np.uint8)
     registers = [0] * 16
@@ -149,7 +160,9 @@ def test_configuration_comes_back_from_sttilecfg(run):
 @pytest.mark.parametrize("tile", [0, 7])
 @pytest.mark.parametrize("displacement", [0, 64, -64, 4096])
 @pytest.mark.parametrize(("base", "index", "scale"), [(1, 2, 1), (9, 8, 2), (2, 9, 8), (11, 0, 4)])
-def test_memory_forms(base, index, scale, displacement, tile, run):
+def test_memory_forms(
+    base: int, index: int, scale: int, displacement: int, tile: int, run: Run
+) -> None:
     """Every register pair, scale and displacement finds the same rows."""
     memory = np.arange(16 * 1024, dtype=np.int32).reshape(-1, 16)
     out = np.zeros((3, 16), np.int32)
@@ -178,7 +191,9 @@ def test_memory_forms(base, index, scale, displacement, tile, run):
         ({0: (2, 0)}, ("tilezero", 0), "not both"),
     ],
 )
-def test_what_hardware_refuses_is_refused(cfg, op, reason, soft):
+def test_what_hardware_refuses_is_refused(
+    cfg: dict[int, tuple[int, int]], op: tuple[Any, ...], reason: str, soft: Soft
+) -> None:
     memory = config(cfg)
     registers = [0] * 16
     registers[CFG] = memory.ctypes.data
@@ -187,7 +202,7 @@ def test_what_hardware_refuses_is_refused(cfg, op, reason, soft):
     assert reason in fault
 
 
-def test_tiles_need_a_configuration(soft):
+def test_tiles_need_a_configuration(soft: Soft) -> None:
     fault = soft.run(assemble("tilezero", 0), [0] * 16)
     assert fault is not None
     assert "no tile configuration" in fault
@@ -204,5 +219,5 @@ def test_tiles_need_a_configuration(soft):
         "c4e27f49c0",  # tilezero with VEX.L
     ],
 )
-def test_other_instructions_are_left_alone(code, soft):
+def test_other_instructions_are_left_alone(code: str, soft: Soft) -> None:
     assert soft.decode(bytes.fromhex(code), [0] * 16) is None

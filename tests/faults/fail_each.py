@@ -90,7 +90,7 @@ def compute(moe: ktk.MoE) -> torch.Tensor:
     ids = torch.randint(0, moe.config.num_experts, (9, 2), generator=generator)
     weights = torch.rand(9, 2, generator=generator)
     later = moe.submit(x, ids, weights).wait()
-    now = moe(x, ids, weights)
+    now: torch.Tensor = moe(x, ids, weights)
     assert torch.equal(later, now)
     return now
 

@@ -32,6 +32,7 @@ from ktk.checkpoint.packed.folder import read_index
 from ktk.checkpoint.reader import CheckpointReader
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.tensor_file import TensorFile
+from ktk.conversion import convert
 from ktk.errors import CheckpointError
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -185,7 +186,8 @@ def quantized() -> Target:
 def packed() -> Target:
     """Read packed files: the list of layers, and a header whose checksum is right."""
     makes = [sound.packed(folder() / "model"), bf16z(folder() / "model")]
-    wholes, seeds = [], []
+    wholes: list[bytes] = []
+    seeds: list[bytes] = []
     for made in makes:
         header, rest = split((made / "layer-00000.safetensors").read_bytes())
         wholes.append(rest)
@@ -218,7 +220,7 @@ def packed() -> Target:
 def bf16z(made: Path) -> Path:
     """Convert to a backend whose packed bytes are in the file."""
     source = sound.safetensors(made.parent / "source")
-    sound.convert(source, made, backend="BF16Z")
+    convert(source, made, backend="BF16Z")
     return made
 
 

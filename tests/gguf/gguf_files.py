@@ -60,13 +60,13 @@ def tensor(shape: tuple[int, ...], kind: str, seed: int) -> Tensor:
     rng = np.random.default_rng(seed)
     if ik_type := ik_types.TYPES.get(kind.lower()):
         return Tensor(ik_rows(ik_type, shape, rng), ik_type)
-    kind = Type[kind]
+    known = Type[kind]
     values = (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
     try:
-        return Tensor(gguf.quants.quantize(values, kind), kind)
+        return Tensor(gguf.quants.quantize(values, known), known)
     except NotImplementedError:
-        blocks = gguf.quants.quant_shape_to_byte_shape(shape, kind)
-        return Tensor(rng.integers(0, 256, blocks, dtype=np.uint8), kind)
+        blocks = gguf.quants.quant_shape_to_byte_shape(shape, known)
+        return Tensor(rng.integers(0, 256, blocks, dtype=np.uint8), known)
 
 
 def ik_rows(kind: IkType, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:

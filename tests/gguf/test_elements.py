@@ -69,7 +69,7 @@ def test_blocks_are_bytes_of_a_known_type(rows: np.ndarray, given: str) -> None:
 
 
 def test_depths_and_shapes_are_checked_in_blocks() -> None:
-    sizes = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64}
+    sizes: dict[str, Any] = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64}
     moe = ktk.load_backend("BF16").moe(intermediate_size=48, **sizes)
     gate = np.zeros((48, 36), np.uint8)
     with pytest.raises(ValueError, match=r"down: depth 48 is not made of whole blocks of q4_0"):
@@ -97,7 +97,7 @@ class OnGpu:
 
 
 def test_a_factor_beside_blocks_is_read_in_cpu_memory_only() -> None:
-    sizes = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64}
+    sizes: dict[str, Any] = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 64}
     moe = ktk.load_backend("BF16").moe(intermediate_size=64, **sizes)
     blocks = np.zeros((64, 36), np.uint8)
     factor: Any = OnGpu(np.ones(1, np.float32))

@@ -85,7 +85,7 @@ def test_products_are_no_less_exact_than_ggmls(kind: Type) -> None:
 
 def mixed_layers() -> dict[str, Tensor]:
     """Two layers as llama-quantize makes Q4_K_M: Q6_K for down in the first, Q4_K in the second."""
-    tensors = {}
+    tensors: dict[str, files.Tensor] = {}
     for layer, down in enumerate((Type.Q6_K, Type.Q4_K)):
         parts = {
             "gate": weights((E, I, H), Type.Q4_K, 10 * layer),
@@ -113,7 +113,8 @@ def silu_layer(
     gate = np.einsum("th,tjih->tji", hidden, parts["gate"][ids])
     up = np.einsum("th,tjih->tji", hidden, parts["up"][ids])
     inner = gate / (1 + np.exp(-gate)) * up
-    return np.einsum("tj,tji,tjhi->th", topk_weights, inner, parts["down"][ids])
+    sums: np.ndarray = np.einsum("tj,tji,tjhi->th", topk_weights, inner, parts["down"][ids])
+    return sums
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

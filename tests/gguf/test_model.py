@@ -9,6 +9,7 @@ from typing import Any
 import gguf_files as files
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType as Type
 from typer.testing import CliRunner
 
 import ktk
@@ -42,7 +43,7 @@ def test_blocks_are_loaded_as_they_are_without_a_name(tmp_path: Path) -> None:
     assert moe.backend.name == "LLAMAFILE"
     for e in range(files.E):
         for part, got in zip(files.PARTS, moe.unpack_expert(e), strict=True):
-            assert np.array_equal(got, parts[part][e].values.astype(np.float32))
+            assert np.array_equal(np.asarray(got), parts[part][e].values.astype(np.float32))
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("Q8_0", "LLAMAFILE"), ("F16", "BF16")])
@@ -51,7 +52,7 @@ def test_a_factor_beside_is_kept_beside_blocks_only(
 ) -> None:
     tensors = files.stacked(files.experts(kind))
     for part in files.PARTS:
-        factor = files.Tensor(np.full(files.E, 0.5, np.float32), files.Type.F32)
+        factor = files.Tensor(np.full(files.E, 0.5, np.float32), Type.F32)
         tensors[f"blk.0.ffn_{part}_exps.scale"] = factor
     path = files.write(tmp_path / "model.gguf", tensors)
     assert ktk.MoE.from_checkpoint(path, 0).backend.name == backend
@@ -75,7 +76,7 @@ def test_a_model_is_loaded_layer_by_layer(tmp_path: Path) -> None:
         alone = ktk.MoE.from_checkpoint(path, number)
         for e in range(files.E):
             for got, wanted in zip(moe.unpack_expert(e), alone.unpack_expert(e), strict=True):
-                assert np.array_equal(got, wanted)
+                assert np.array_equal(np.asarray(got), np.asarray(wanted))
     assert ktk.Model.from_checkpoint(path, layers=[3]).layers == (3,)
 
 

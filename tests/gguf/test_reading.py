@@ -231,6 +231,7 @@ def test_scales_go_with_their_blocks(tmp_path: Path) -> None:
     assert formats_of(expert) == ("q4_k", "q4_k", "q4_k")
     np.testing.assert_array_equal(expert.up.data, parts["up"].data[3])
     np.testing.assert_array_equal(expert.up.scale, SCALES[3:])
+    assert expert.gate is not None
     assert expert.gate.scale is None
 
 

@@ -51,7 +51,7 @@ def test_the_tensors_say_the_rest(layout: str, fields: dict[str, Any], tmp_path:
     assert moe.config.activation == activation
     assert moe.config.gated == (layout != "without a gate")
     # The same as of tensors that are given.
-    stacks = {
+    stacks: dict[str, Any] = {
         part: torch.from_numpy(one.values.astype(np.float32))
         for part, one in parts.items()
         if layout != "without a gate" or part != "gate"
@@ -121,7 +121,9 @@ def test_one_bit_for_a_weight(tmp_path: Path) -> None:
         parts[part] = Tensor(blocks.reshape(E, n, -1), Type.Q1_0)
     path = files.write(tmp_path / "m.gguf", files.stacked(parts))
     with open_checkpoint(path) as checkpoint:
-        got = checkpoint.layer(0).values(1).gate.data
+        gate = checkpoint.layer(0).values(1).gate
+        assert gate is not None
+        got = gate.data
     data = parts["gate"].data[1]
     for row in (0, I - 1):
         for column in range(H):

@@ -120,6 +120,8 @@ def test_the_stand_in_is_a_product(build: Build, options: tuple[str, ...]) -> No
     )
     offset = ctypes.c_int32(0)
     whole, small, real, pointer = ctypes.c_int, ctypes.c_int8, ctypes.c_float, ctypes.c_void_p
+    left: list[Any]
+    right: list[Any]
     left, right = [pointer, whole, small], [pointer, whole, small]
     library.cblas_gemm_s8s8s32.argtypes = [
         *[whole] * 7, real, *left, *right, real, pointer, whole, pointer

@@ -67,9 +67,9 @@ def check_blocks(made: np.ndarray, name: str, x: np.ndarray) -> None:
 @pytest.mark.parametrize("count", range(1, GROUP + 1))
 def test_sums_around_the_limit_of_a_word(count: int, sign: int) -> None:
     """So many products of 32 * 127 in a group: eight fit into 16 bits, nine do not."""
-    mask = np.zeros((1, K // GROUP, GROUP), np.int64)
-    mask[:, :, :count] = 1
-    mask = mask.reshape(1, K)
+    groups = np.zeros((1, K // GROUP, GROUP), np.int64)
+    groups[:, :, :count] = 1
+    mask = groups.reshape(1, K)
     sub = np.tile(np.array([[127, -128, 1, -1]]), (N, K // GROUP // 4))
     x = np.repeat(mask * sign, ROWS, 0).astype(np.float32)
     check(np.repeat(mask * -32, N, 0), sub, x)

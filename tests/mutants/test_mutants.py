@@ -134,7 +134,16 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["cc", *CFLAGS.split(), *include, "-c", *sorted(HERE.glob("*.c"))], cwd=folder, check=True
     )
     objects = sorted(folder.glob("*.o"))
-    command = ["c++", "-fPIC", "-shared", HERE / "throws.cc", *objects, "-o", made, "-lm"]
+    command = [
+        "c++",
+        "-fPIC",
+        "-shared",
+        str(HERE / "throws.cc"),
+        *map(str, objects),
+        "-o",
+        str(made),
+        "-lm",
+    ]
     subprocess.run(command, check=True)
     return made
 

@@ -12,7 +12,7 @@ from ktk import Format
 
 SIZE = 512
 EXPERTS = 4
-SIZES = {
+SIZES: dict[str, Any] = {
     "num_experts": EXPERTS,
     "num_experts_per_tok": EXPERTS,
     "hidden_size": SIZE,
@@ -44,13 +44,14 @@ STORED = {
 
 def weights(name: str, blank: slice | None = None, seed: int = 0) -> dict[str, Any]:
     """Return what load() takes: random experts whose `blank` intermediate columns are zero."""
+    more: dict[str, Any] = {}
     rng = np.random.default_rng(seed)
     shape = (EXPERTS, SIZE, SIZE)
     if name not in STORED:
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             part: rng.standard_normal(shape, np.float32) / 8 for part in ("gate", "up", "down")
         }
-        zero, per_byte, more = 0, 1, {}
+        zero, per_byte = 0, 1
     else:
         stored = STORED[name]
         zero, per_byte = stored.zero_code, stored.per_byte

@@ -18,6 +18,7 @@ from numa_memory import NODES, Mapping, added, bound, pages_by_node, size_on
 
 import ktk
 from ktk.cli import health
+from ktk.cli.health.machine import Machine
 
 HERE = Path(__file__).parent
 IDS = [node["id"] for node in NODES]
@@ -155,7 +156,7 @@ def test_a_pool_of_kt_kernel_takes_the_nodes_that_it_names(
 
 
 def test_doctor_says_how_weights_are_divided() -> None:
-    [numa] = [found for found in health.memory.numa(health.Machine()) if found.subject == "NUMA"]
+    [numa] = [found for found in health.memory.numa(Machine()) if found.subject == "NUMA"]
     assert numa.state == "ok"
     assert "weights are divided between them" in numa.text
 

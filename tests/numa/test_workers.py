@@ -7,6 +7,7 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numa_layers as layers
 import pytest
@@ -24,7 +25,7 @@ def node_of_worker(pool: ktk.WorkerPool, worker: int) -> int:
 
 
 def reads_of_a_call(
-    first_reads: FirstReads, moe: ktk.MoE, weights: Sequence, tokens: int
+    first_reads: FirstReads, moe: ktk.MoE, weights: Sequence[Any], tokens: int
 ) -> list[Read]:
     with first_reads.of(weights) as reads:
         layers.compute(moe, tokens)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -40,20 +41,22 @@ def weight(part: str, layer: int, expert: int, sizes: Sizes = (E, H, I)) -> torc
     _, hidden, inner = sizes
     n, k = (hidden, inner) if part == "down" else (inner, hidden)
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(n, k, generator=generator) / k**0.5).bfloat16()
+    values: torch.Tensor = torch.randn(n, k, generator=generator) / k**0.5
+    return values.bfloat16()
 
 
 def tensors_of(matrix: Quantized) -> dict[str, torch.Tensor]:
     """Name the tensors of a matrix as the checkpoints of its format do."""
     data = matrix.data.contiguous()
-    if matrix.format == BLOCKS:
-        return {".weight": data.view(torch.float8_e4m3fn), ".weight_scale_inv": matrix.scale}
-    if matrix.format == ROWS:
-        return {".weight": data, ".weight_scale": matrix.scale}
-    if matrix.format == GROUPS:
-        return {".weight_packed": data.view(torch.int32), ".weight_scale": matrix.scale}
-    if matrix.format == MX:
-        return {".weight": data, ".scale": matrix.scale}
+    scale = matrix.scale
+    if matrix.format == BLOCKS and scale is not None:
+        return {".weight": data.view(torch.float8_e4m3fn), ".weight_scale_inv": scale}
+    if matrix.format == ROWS and scale is not None:
+        return {".weight": data, ".weight_scale": scale}
+    if matrix.format == GROUPS and scale is not None:
+        return {".weight_packed": data.view(torch.int32), ".weight_scale": scale}
+    if matrix.format == MX and scale is not None:
+        return {".weight": data, ".scale": scale}
     if matrix.format == NV:
         assert matrix.scale is not None
         assert matrix.factor is not None
@@ -70,7 +73,7 @@ def write(
 ) -> Path:
     """Write a model whose experts are bf16, or in a format."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for layer in layers:
         for expert in range(sizes[0]):
             for part in PARTS:
@@ -98,7 +101,7 @@ def outputs(moe: ktk.MoE, tokens: int = 4) -> torch.Tensor:
 def same_weights(a: ktk.MoE, b: ktk.MoE) -> bool:
     """Whether two layers hold the same numbers, bit by bit."""
     return all(
-        (mine == theirs).all()
+        np.asarray(mine == theirs).all()
         for expert in range(a.config.num_experts)
         for mine, theirs in zip(a.unpack_expert(expert), b.unpack_expert(expert), strict=True)
     )

@@ -37,7 +37,7 @@ def write(folder: Path, sizes: made.Sizes = (made.E, made.H, made.I), **config: 
     parts = {"one.safetensors": first, "two.safetensors": {**tensors}}
     for name in first:
         del parts["two.safetensors"][name]
-    places = {}
+    places: dict[str, str] = {}
     for file, part in parts.items():
         save_file(part, folder / file)
         places |= dict.fromkeys(part, file)

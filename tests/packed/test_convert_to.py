@@ -284,7 +284,7 @@ def test_other_matrices_in_codes_are_decoded(dtype: torch.dtype, tmp_path: Path)
     from safetensors.torch import load_file, save_file
 
     said = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = {"dtype": "float16"} if dtype == torch.float16 else {}
+    config: dict[str, Any] = {"dtype": "float16"} if dtype == torch.float16 else {}
     source = models.write(tmp_path / "source", quantization_config=said, **config)
     tensors = load_file(source / "one.safetensors")
     stem = "model.layers.0.self_attn.q_proj"

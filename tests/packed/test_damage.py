@@ -64,7 +64,7 @@ def test_a_truncated_file_is_named(packed: Path, keep: float) -> None:
 def test_a_flipped_bit_is_found_in_any_tensor(packed: Path, name: str, expert: int) -> None:
     path = packed / FILE
     layout = ktk.checkpoint.packed.PackedCheckpoint(packed).layer(0).header.layout
-    nbytes = layout.specs[name].nbytes
+    nbytes = layout.place(name, 0)[1]
     at = header_size(path) + layout.offsets[name] + expert * nbytes + nbytes // 3
     data = bytearray(path.read_bytes())
     data[at] ^= 0x10

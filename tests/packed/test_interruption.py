@@ -62,7 +62,7 @@ def test_any_moment_may_be_the_last(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_command_can_be_killed_and_resumed(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", layers=tuple(range(8)))
-    command = [sys.executable, "-m", "ktk", "convert", source]
+    command = [sys.executable, "-m", "ktk", "convert", str(source)]
     options = ["--backend", "AMXINT4", "--threads", "1"]
     output = tmp_path / "killed"
     process = subprocess.Popen([*command, output, *options], stderr=subprocess.PIPE)

@@ -203,7 +203,7 @@ def test_bytes_that_are_no_packed_weights_are_refused_before_they_are_read(
     data = bytearray(path.read_bytes())
     fault(memoryview(data)[start + begin :][:nbytes])
     sums = {name: list(found) for name, found in header.checksums.items()}
-    sums["up"][0] = headers.checksum(data[start + begin :][:nbytes])
+    sums["up"][0] = headers.checksum(bytes(data[start + begin :][:nbytes]))
     wrong = headers.Header(**{**vars(header), "checksums": sums})
     data[:start] = headers.to_bytes(wrong)
     path.write_bytes(data)
@@ -244,7 +244,7 @@ def test_a_backend_of_somebody_else_has_the_same(
     (site / "sized-1.0.dist-info" / "entry_points.txt").write_text(entry)
     (site / "sized_plugin.py").write_text(PLUGIN)
     flags = ["-std=gnu11", "-O1", "-ffp-contract=off", "-fPIC", "-shared"]
-    command = ["cc", *flags, "-isystem", ktk.get_include(), MUTANTS / "sized.c"]
+    command = ["cc", *flags, "-isystem", ktk.get_include(), str(MUTANTS / "sized.c")]
     subprocess.run([*command, "-o", site / "libsized.so", "-lm"], check=True)
     monkeypatch.syspath_prepend(site)
     folder = made.write(tmp_path / "source")
