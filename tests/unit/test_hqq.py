@@ -5,6 +5,7 @@ They are written here by the description of the format, and by hqq's own packing
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from meanings import F32, assert_loads, assert_means, save
 from schemes import NAMES, SIZES, E
 from written import HQQ, PACKINGS, hqq, letters, packed
 
+import ktk
 from ktk.checkpoint import open_checkpoint
 from ktk.errors import CheckpointError
 
@@ -36,6 +38,23 @@ def test_all_widths(tmp_path: Path, bits: int, axis: int) -> None:
     save(tmp_path, made, HQQ)
     assert_means(tmp_path, values, F32)
     assert_loads(tmp_path, values, "BF16", torch.bfloat16)
+
+
+def test_it_is_decoded_and_a_line_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """No backend keeps zero points that are no codes; one that quantises again is a warning."""
+    made, values = all_of(4, 1, 64, torch.float16)
+    save(tmp_path, made, HQQ)
+    caplog.set_level(logging.INFO, "ktk")
+    moe = ktk.MoE.from_checkpoint(tmp_path, 3)
+    assert moe.backend.name == "BF16"
+    assert "layers 3: decoded to f32 and rounded; bf16" in caplog.text
+    for part, got in zip(("gate", "up", "down"), moe.unpack_expert(1), strict=True):
+        exact = torch.from_numpy(np.asarray(values[part, 1])).to(torch.bfloat16).float()
+        assert torch.equal(torch.from_numpy(np.asarray(got)).float(), exact)
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+    ktk.MoE.from_checkpoint(tmp_path, 3, "AMXINT8")
+    [warning] = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "decoded to f32 and quantised by AMXINT8" in warning.getMessage()
 
 
 def test_words_may_be_called_floats(tmp_path: Path) -> None:
