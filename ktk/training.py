@@ -105,8 +105,8 @@ class TrainableLayer(PackedLayer):
             An adapter.
         save : bool
             Keep the products of gate and up, which a backward pass computes again otherwise: twice
-            ``intermediate_size`` bf16 for each token and expert that it names. The same bits of all
-            gradients come out either way.
+            ``intermediate_size`` bf16 for each token and expert that it names, and twice an
+            adapter's rank float32. The same bits of all gradients come out either way.
 
         Returns
         -------
@@ -115,20 +115,22 @@ class TrainableLayer(PackedLayer):
             Products of gate, then of up, with what the adapter adds, without biases and routing
             weights. What no expert computes holds anything. Without a gate
             [tokens, k, 1, intermediate_size]. Of an expert whose down has its columns in an order,
-            they are in that.
+            they are in that. With an adapter, rows are longer by twice its rank: behind each
+            product is what goes into the factor B beside it, ``scale * x A^T`` in float32.
         """
         import torch
 
         result = empty_like(_plain(hidden)) if out is None else out
+        adapters = _adapters(lora)
         kept = None
         if save:
-            shape = kept_shape(self.config, _shape(topk_ids))
+            shape = kept_shape(self.config, _shape(topk_ids), 0 if lora is None else lora.rank)
             kept = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
         _core.forward_with(
             self._core,
             *inputs(*map(_plain, (hidden, topk_ids, topk_weights, mask))),
             readable("out", result),
-            _adapters(lora),
+            adapters,
             None,
             readable("kept", kept),
         )
@@ -228,9 +230,12 @@ for _name in ("forward_train", "backward"):
     getattr(TrainableLayer, _name)._torchdynamo_disable = True
 
 
-def kept_shape(config: MoEConfig, ids: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of what `forward_train` keeps for ids [tokens, k]: gate, if any, and up."""
-    return (*ids, len(config.parts) - 1, config.intermediate_size)
+def kept_shape(config: MoEConfig, ids: Sequence[int], rank: int = 0) -> tuple[int, ...]:
+    """Return the shape of what `forward_train` keeps for ids [tokens, k]: gate, if any, and up.
+
+    Of an adapter's rank float32 follow each product, two elements of bf16 each.
+    """
+    return (*ids, len(config.parts) - 1, config.intermediate_size + 2 * rank)
 
 
 def linear_backward(linear: Any, grad: Array, x_gradient: Array) -> Array:

@@ -9,7 +9,8 @@
 //   row 5:  act[5][k]  acc[5][0]               acc[5][1]       12 sums, 2 weights, mask, broadcast
 //
 // Up to 3 rows have registers for both tiles of columns of a block: they use weights in the order
-// of memory, step by step. More rows pass over a run of steps in L1 twice, for a tile each.
+// of memory, step by step. More rows pass over a run of steps in L1 twice, for a tile each, or once
+// if nobody wants the second.
 #pragma once
 
 #include <immintrin.h>
@@ -115,7 +116,7 @@ void multiply_tile(const Tile& t) {
     multiply_columns<kRows, 2>(t, 0, fetch);
   } else {
     multiply_columns<kRows, 1>(t, 0, fetch);
-    multiply_columns<kRows, 1>(t, 1, fetch);
+    if (t.columns > kTileCols) multiply_columns<kRows, 1>(t, 1, fetch);
   }
 }
 

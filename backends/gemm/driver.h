@@ -53,7 +53,8 @@ struct Tile : Run {
   const char* act;  // first row
   size_t act_stride;
   size_t rows;
-  float* dst;  // first row, first column of the block
+  size_t columns;  // that are wanted of the block: more may be computed
+  float* dst;      // first row, first column of the block
   size_t dst_stride;
   Fetch fetch;
   BulkFetch bulk_fetch;  // the same, for those that prefer it
@@ -63,6 +64,11 @@ struct Tile : Run {
 };
 
 constexpr size_t kRunBytes = 16384;  // half of the smallest L1
+
+template <class Kernel>
+constexpr bool states_runs() {
+  return requires { Kernel::kRunSlabs; } || requires { Kernel::kRunBytes; };
+}
 
 template <class Kernel>
 constexpr size_t row_step() {
@@ -83,6 +89,14 @@ inline size_t run_slabs(const Kernel& kernel, bool is_alone) {
   }
   const size_t bytes = kernel.offset(1) - kernel.offset(0);
   return smaller(most > bytes ? most / bytes : 1, slabs);
+}
+
+// Where the run that begins at a slab ends. A last one of hardly more than loads and stores of
+// sums, such as where an adapter's rank follows weights, goes along with the one before.
+template <class Kernel>
+inline size_t run_end(size_t begin, size_t run, size_t slabs) {
+  const size_t with_last = states_runs<Kernel>() ? run : run + run / 4;
+  return slabs - begin <= with_last ? slabs : begin + run;
 }
 
 template <class Kernel>
@@ -114,13 +128,14 @@ inline void gemm(const ktk_matmul* mm) {
   for (size_t n = mm->n_begin; n < mm->n_end; n += Kernel::kNr, block_offset += block_bytes) {
     tile.block = stream.begin + block_offset;
     float* const dst = mm->dst + (n - mm->n_begin);
+    tile.columns = smaller(mm->n_end - n, Kernel::kNr);
     Fetch header = fetch_from(block_offset, kLine);
     for (size_t at = 0; at < kernel.offset(0); at += kLine) header.next();
     if constexpr (requires { kernel.begin_block(tile.block, dst); }) {
       kernel.begin_block(tile.block, dst);
     }
     for (tile.begin = 0; tile.begin < slabs; tile.begin = tile.end) {
-      tile.end = smaller(tile.begin + run, slabs);
+      tile.end = run_end<Kernel>(tile.begin, run, slabs);
       const size_t offset = block_offset + kernel.offset(tile.begin);
       // What follows the last block is elsewhere: a run ends where fetching comes to it. Not where
       // runs are decoded, which are short, and as long as tiles want them.

@@ -54,7 +54,8 @@ class TrainingMemory:
     optimizer
         Gradients of the factors, and Adam's moments.
     products_per_token
-        Of gate, if there is one, and up, in bf16, which all layers keep until their backward pass.
+        Of gate, if there is one, and up, in bf16, which all layers keep until their backward pass,
+        and rows of the adapter's rank in f32 beside them.
     hidden_per_token
         The bf16 input of all layers, which is what is kept under gradient checkpointing, or with
         ``keep_products=False``.
@@ -81,7 +82,7 @@ def training_memory(layers: Sequence[LayerSizes], rank: int) -> TrainingMemory:
         h, i = layer.hidden_size, layer.intermediate_size
         matrices = 2 + layer.gated
         factors += matrices * layer.num_experts * rank * (h + i) * 4
-        products += layer.num_experts_per_tok * (matrices - 1) * i * 2
+        products += layer.num_experts_per_tok * (matrices - 1) * (i * 2 + rank * 4)
         hidden += 2 * h
         use = layer.backends.get(layer.default_backend or "")
         known = None if use is None else use.nbytes

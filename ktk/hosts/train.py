@@ -85,8 +85,9 @@ def _train(
 def _train_shape(
     hidden: torch.Tensor, topk_ids: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    *_, layer, keep = others
-    shape = kept_shape(LAYERS[layer].moe.config, topk_ids.shape) if keep else (0,)
+    _, factors, _, _, layer, keep = others
+    rank = factors[0].shape[1] if factors else 0
+    shape = kept_shape(LAYERS[layer].moe.config, topk_ids.shape, rank) if keep else (0,)
     return hidden.new_empty(hidden.shape), hidden.new_empty(
         shape, dtype=torch.bfloat16, device="cpu"
     )

@@ -49,6 +49,12 @@ const Adapter* Lora::of(size_t token) const {
   return &adapters[static_cast<size_t>(number)];
 }
 
+size_t Lora::most_rank() const {
+  size_t most = 0;
+  for (const Adapter& adapter : adapters) most = std::max(most, adapter.rank);
+  return most;
+}
+
 size_t LowRank::own_bytes(size_t rank) {
   return product(2 * width(rank), product(kBlock, sizeof(float)));
 }

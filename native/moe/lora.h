@@ -34,6 +34,7 @@ struct Lora {
   const int32_t* of_tokens = nullptr;
 
   const Adapter* of(size_t token) const;
+  size_t most_rank() const;
 };
 
 // Products with the factors of one expert's matrix [rows, columns]. Rows, or columns, that are said

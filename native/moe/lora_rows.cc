@@ -12,12 +12,6 @@ const T& part_of(const Parts<T>& parts, LoraRows::Part part) {
   return part == LoraRows::kGate ? parts.gate : part == LoraRows::kUp ? parts.up : parts.down;
 }
 
-size_t most_rank(const Lora& lora) {
-  size_t most = 0;
-  for (const Adapter& adapter : lora.adapters) most = std::max(most, adapter.rank);
-  return most;
-}
-
 }  // namespace
 
 std::vector<RowBlock> row_blocks(const Route& route, size_t most) {
@@ -35,7 +29,7 @@ LoraRows::LoraRows(const Lora& lora, const Config& config, const Weights& weight
     : lora_(lora),
       config_(config),
       weights_(weights),
-      width_(LowRank::width(most_rank(lora))),
+      width_(LowRank::width(lora.most_rank())),
       own_low_rank_(own_.add(LowRank::own_bytes(width_))),
       own_turned_(own_.add(product(2, LowRank::kBlock), product(width_, sizeof(float)))),
       own_x_(own_.add(kDecodedRows, product(odd_stride(LowRank::kBlock), sizeof(float)))) {}

@@ -143,6 +143,7 @@ class ChunkRun {
   void reduce_hidden(char* own) {
     while (const RowBlock* block = take(lora_->blocks(), next_hidden_)) {
       lora_->reduce_hidden(*block, request_.hidden, lora_own(own));
+      if (request_.kept.data) keep_low_rank(*block);
     }
   }
 
@@ -303,6 +304,20 @@ class ChunkRun {
       for (const float* const panel : {gate, up}) {
         if (!panel) continue;
         ops_.from_f32(panel + i * plan_.panel_stride, kept.type, columns, kept.at(row++, column));
+      }
+    }
+  }
+
+  // Writes rows of low rank behind where these go.
+  void keep_low_rank(const RowBlock& block) const {
+    const Rows& kept = request_.kept;
+    const size_t bytes = kept.bytes_of(kept.stride - config_.intermediate);
+    for (size_t at = block.first; at < block.first + block.count; ++at) {
+      const size_t token = begin_ + route_.tokens[at];
+      size_t row = config_.first_products() * (token * request_.choice.top_k + route_.slots[at]);
+      for (const auto part : {LoraRows::kGate, LoraRows::kUp}) {
+        if (part == LoraRows::kGate && !config_.gated) continue;
+        std::memcpy(kept.at(row++, config_.intermediate), lora_->row(part, at), bytes);
       }
     }
   }

@@ -105,20 +105,21 @@ class GivenLora {
   std::vector<AnyArray> arrays_;
 };
 
-std::vector<int64_t> kept_shape(const Layer& layer, const Choice& choice) {
+std::vector<int64_t> kept_shape(const Layer& layer, const Request& request) {
+  const Choice& choice = request.choice;
   return {static_cast<int64_t>(choice.tokens), static_cast<int64_t>(choice.top_k),
           static_cast<int64_t>(layer.config().first_products()),
-          static_cast<int64_t>(layer.config().intermediate)};
+          static_cast<int64_t>(kept_columns(layer.config(), request.lora))};
 }
 
-// Memory for the products of gate and up, which are bf16.
+// Memory for the products of gate and up, which are bf16, and what an adapter leaves beside them.
 template <typename Array>
-Rows kept_in(const Array& array, const Layer& layer, const Choice& choice) {
-  check_compact("kept", array, kept_shape(layer, choice));
+Rows kept_in(const Array& array, const Layer& layer, const Request& request) {
+  check_compact("kept", array, kept_shape(layer, request));
   const ktk_element type = float_of("kept", array.dtype());
   if (type != KTK_BF16) throw nb::type_error("kept must be bfloat16");
   void* const data = const_cast<void*>(static_cast<const void*>(array.data()));
-  return {data, type, layer.config().intermediate};
+  return {data, type, kept_columns(layer.config(), request.lora)};
 }
 
 void forward_with(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights,
@@ -130,7 +131,7 @@ void forward_with(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle we
   AnyOutput kept;
   if (!kept_.is_none()) {
     kept = output_from("kept", kept_);
-    call.request.kept = kept_in(kept, layer, call.request.choice);
+    call.request.kept = kept_in(kept, layer, call.request);
   }
   const Unlocked unlocked;
   layer.forward(call.request);
@@ -150,7 +151,7 @@ void backward_moe(Layer& layer, const FloatBackend& floats, nb::handle hidden, n
   AnyArray kept;
   if (!kept_.is_none()) {
     kept = input_from("kept", kept_);
-    call.request.kept = kept_in(kept, layer, choice);
+    call.request.kept = kept_in(kept, layer, call.request);
   }
   const auto tokens = static_cast<int64_t>(choice.tokens);
   const AnyOutput dx = output_from("hidden_gradient", hidden_gradient);

@@ -82,11 +82,6 @@ class BackwardRun {
     if (lora_) lora_->use(shared_);
     std::memset(dx(0), 0, product(plan_.tokens, config_.hidden, sizeof(float)));
     each(plan_.tokens, [&](size_t token, char* own) { encode(token, own); });
-    if (lora_) {
-      each(lora_->blocks().size(), [&](size_t i, char* own) {
-        lora_->reduce_hidden(lora_->blocks()[i], forward_.hidden, own + plan_.own.low_rank);
-      });
-    }
     for (size_t group = 0; group + 1 < plan_.groups.size(); ++group) {
       run_group(plan_.groups[group], plan_.groups[group + 1]);
     }
@@ -197,30 +192,18 @@ class BackwardRun {
   }
 
   void pack_b(size_t active, char* own) const {
-    if (const auto& q = plan_.q_down; q.bytes) {
-      const size_t tail = plan_.down_tail, rest = q.matrix.k - tail;
-      for (const BackwardLora::RowsOfB& rows :
-           {BackwardLora::RowsOfB{LoraRows::kDown, 0, 0, config_.hidden},
-            BackwardLora::RowsOfB{BackwardLora::RowsOfB::kNone, 0, tail, rest}}) {
-        lora_->pack_b(lora_->down(), active, rows, transposing_, q,
-                      matrix_at(active, plan_.expert.q_down), own);
-      }
-    }
-    const auto& q = plan_.q_gate_up;
-    if (!q.bytes) return;
-    char* const memory = matrix_at(active, plan_.expert.q_gate_up);
-    for (size_t part = first_part(); part < 2; ++part) {
+    const auto pack = [&](const BackwardPlan::FactorB& factor, size_t first, size_t at,
+                          size_t rows) {
+      lora_->pack_b(active, {factor.part, first, at, rows}, transposing_, factor.matrix,
+                    matrix_at(active, factor.at), own);
+    };
+    for (const auto& factor : plan_.b_down) pack(factor, 0, 0, config_.hidden);
+    for (const auto& factor : plan_.b_gate_up) {
+      const std::vector<size_t>& depth = plan_.depth[factor.part == LoraRows::kUp];
       for (size_t s = 0; s < slices_.size(); ++s) {
-        lora_->pack_b(lora_->gate_up(), active,
-                      {part ? LoraRows::kUp : LoraRows::kGate, slices_[s].begin,
-                       plan_.depth[part][s], slices_[s].width()},
-                      transposing_, q, memory, own);
+        pack(factor, slices_[s].begin, depth[s] - factor.depth, slices_[s].width());
       }
     }
-    lora_->pack_b(
-        lora_->gate_up(), active,
-        {BackwardLora::RowsOfB::kNone, 0, plan_.gate_up_tail, q.matrix.k - plan_.gate_up_tail},
-        transposing_, q, memory, own);
   }
 
   void encode(size_t token, char* own) const {
@@ -243,18 +226,18 @@ class BackwardRun {
     transposing_.multiply(matrix, memory, m, act, begin, end, dst, stride, own + plan_.own.scratch);
   }
 
-  // Encodes q behind rows of gradients.
-  void add_q(const RowBlock& task, const BackwardLora::Beside& beside,
-             const TransposedMatrix& matrix, size_t place, size_t tail, char* acts,
-             char* own) const {
-    if (!matrix.bytes) return;
-    const size_t m = task.count, columns = matrix.matrix.n, stride = plan_.panel_stride;
-    float* const q = panel(0, own);
-    // Beside zeros, which are multiplied with zeros.
-    for (size_t r = 0; r < m; ++r) std::fill_n(q + r * stride, columns, 0.0f);
-    transposing_.encode(matrix, m, tail, matrix.matrix.k, q, stride, acts);
-    multiply(matrix, matrix_at(task.active, place), m, acts, 0, columns, q, stride, own);
-    lora_->keep(beside, task, q, stride);
+  // Encodes q behind rows of gradients, which are encoded for `matrix`.
+  void add_q(const RowBlock& task, const std::vector<BackwardPlan::FactorB>& factors,
+             const TransposedMatrix& matrix, size_t tail, char* acts, char* own) const {
+    if (factors.empty()) return;
+    const size_t m = task.count, stride = plan_.panel_stride;
+    float *const q = panel(0, own), *const product = panel(1, own);
+    for (const BackwardPlan::FactorB& b : factors) {
+      transposing_.multiply_part(b.matrix, matrix_at(task.active, b.at), m, acts, matrix.act_bytes,
+                                 b.depth, 0, b.matrix.matrix.n, product, stride,
+                                 own + plan_.own.scratch);
+      lora_->keep(b.part, task, product, q + b.column, stride);
+    }
     transposing_.encode(matrix, m, tail, matrix.matrix.k, q, stride, acts);
   }
 
@@ -276,7 +259,7 @@ class BackwardRun {
     }
     if (lora_) {
       lora_->clear_down(task);
-      add_q(task, lora_->down(), plan_.q_down, plan_.expert.q_down, plan_.down_tail, gather, own);
+      add_q(task, plan_.b_down, plan_.down[0], plan_.down_tail, gather, own);
     }
     for (size_t s = 0; s < slices_.size(); ++s) {
       const Slice& slice = slices_[s];
@@ -314,10 +297,15 @@ class BackwardRun {
       }
     }
     if (lora_) {
-      add_q(task, lora_->gate_up(), plan_.q_gate_up, plan_.expert.q_gate_up, plan_.gate_up_tail,
-            dz(first), own);
+      add_q(task, plan_.b_gate_up, gate_up, plan_.gate_up_tail, dz(first), own);
+      for (size_t row = first; row < first + m; ++row) {
+        for (const auto part : lora_->gate_up()) {
+          const size_t which = part == LoraRows::kUp;
+          lora_->load(part, row, kept_.at(kept_place(which, row), config_.intermediate));
+        }
+      }
+      lora_->finish(task, route_);
     }
-    if (lora_) lora_->finish(task, route_);
     if (const float* const bias = weights_.down_bias(expert)) {
       products().gemm(m, 1, config_.hidden, gather_dy(first, m, own), config_.hidden, 1, bias, 1,
                       dots, 1);
@@ -350,11 +338,14 @@ class BackwardRun {
   // The products of gate (0) or up (1) that the forward pass kept.
   void load(size_t part, const RowBlock& task, size_t column, size_t columns, float* to) const {
     for (size_t r = 0; r < task.count; ++r) {
-      const size_t at = task.first + r;
-      const size_t choice = route_.tokens[at] * forward_.choice.top_k + route_.slots[at];
-      const size_t row = config_.first_products() * choice + part - first_part();
-      ops_.to_f32(kept_.at(row, column), kept_.type, columns, to + r * plan_.panel_stride);
+      ops_.to_f32(kept_.at(kept_place(part, task.first + r), column), kept_.type, columns,
+                  to + r * plan_.panel_stride);
     }
+  }
+  // The row of kept_ that has the product of gate (0) or up (1) for a row.
+  size_t kept_place(size_t part, size_t row) const {
+    const size_t choice = route_.tokens[row] * forward_.choice.top_k + route_.slots[row];
+    return config_.first_products() * choice + part - first_part();
   }
 
   void weigh(const RowBlock& task, size_t columns, float* products) const {
@@ -452,10 +443,10 @@ void backward(Layer& layer, const FloatBackend& floats, const BackwardRequest& r
       if (kept.data) {
         kept.data = kept.at(config.first_products() * begin * top_k);
       } else {
-        kept = {nullptr, KTK_BF16, config.intermediate};
+        kept = {nullptr, KTK_BF16, kept_columns(config, forward.lora)};
         const size_t rows = product(config.first_products() * step, top_k);
         Carver products;
-        const size_t at = products.add(rows, kept.bytes_of(config.intermediate));
+        const size_t at = products.add(rows, kept.bytes_of(kept.stride));
         if (!again) again = Memory(products.size());
         products.guard(again.data());
         kept.data = again.data() + at;

@@ -10,6 +10,8 @@ namespace {
 
 // Between rows of Gradients::kColumns columns: an odd number of cache lines, see odd_stride().
 constexpr size_t kStride = Gradients::kColumns + 16;
+// Rows of tokens, which lie anywhere, between the one that is fetched and the one that is decoded.
+constexpr size_t kAhead = 2;
 
 // to[columns of a][n] += a^T x b over `rows`, where `to` may be NULL.
 void add_product(size_t m, size_t n, size_t rows, const float* a, size_t a_row, const float* b,
@@ -19,6 +21,24 @@ void add_product(size_t m, size_t n, size_t rows, const float* a, size_t a_row, 
 
 void add_rows(size_t rows, size_t columns, const float* from, size_t stride, float* to) {
   for (size_t i = 0; to && i < rows; ++i) ops().add(from + i * stride, columns, to);
+}
+
+// Has a task's columns of `m` rows of an active expert, which are tokens anywhere, as f32. No
+// processor expects the next of them.
+void decode(const Rows& from, const Route& route, size_t begin, const Gradients::Task& task,
+            size_t done, size_t m, float* to) {
+  const Route::Active& active = route.active[task.active];
+  const size_t columns = task.end - task.begin;
+  const auto at = [&](size_t row) {
+    return from.at(begin + route.tokens[active.first + row], task.begin);
+  };
+  for (size_t row = done; row < done + m; ++row, to += kStride) {
+    if (row + kAhead < active.count) {
+      const char* const next = at(row + kAhead);
+      for (size_t i = 0; i < from.bytes_of(columns); i += 64) __builtin_prefetch(next + i);
+    }
+    ops().to_f32(at(row), from.type, columns, to);
+  }
 }
 
 float* moved(float* base, size_t by) { return base ? base + by : nullptr; }
@@ -94,14 +114,9 @@ void Gradients::of_hidden(const Task& task, const Route& route, size_t begin,
                                    own.sums + FactorSums::floats(kColumns, rank()));
   for (size_t done = 0; done < active.count; done += kRows) {
     const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
-    for (size_t row = 0; row < m; ++row) {
-      const Rows& hidden = request_.forward.hidden;
-      float* const to = own.rows + row * kStride;
-      ops().to_f32(hidden.at(begin + route.tokens[first + row], task.begin), hidden.type, columns,
-                   to);
-      if (route.weighs_input()) {
-        ops().scale(route.input_weight(first + row), 1, columns, to, columns);
-      }
+    decode(request_.forward.hidden, route, begin, task, done, m, own.rows);
+    for (size_t row = 0; route.weighs_input() && row < m; ++row) {
+      ops().scale(route.input_weight(first + row), 1, columns, own.rows + row * kStride, columns);
     }
     if (const LoraRows* const q = rows.backward) {
       gate.add(m, q->row(LoraRows::kGate, first), q->width(), own.rows, kStride);
@@ -129,17 +144,14 @@ void Gradients::of_output(const Task& task, const Route& route, size_t begin,
   const auto factor = FactorSums::of_b(moved(request_.lora.b.down, at), columns, rank(), own.sums);
   for (size_t done = 0; done < active.count; done += kRows) {
     const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
-    for (size_t row = 0; row < m; ++row) {
-      const Rows& gradient = request_.forward.out;
-      float* const to = own.rows + row * kStride;
-      ops().to_f32(gradient.at(begin + route.tokens[first + row], task.begin), gradient.type,
-                   columns, to);
-      ops().scale(route.weights[first + row], 1, columns, to, columns);
-    }
+    decode(request_.forward.out, route, begin, task, done, m, own.rows);
     if (const LoraRows* const p = rows.forward) {
       factor.add(m, p->row(LoraRows::kDown, first), p->width(), own.rows, kStride);
     }
     if (!has_weights(active.expert)) continue;
+    for (size_t row = 0; row < m; ++row) {
+      ops().scale(route.weights[first + row], 1, columns, own.rows + row * kStride, columns);
+    }
     const size_t row = (active.expert - w.first) * h + task.begin;
     add_product(columns, i, m, own.rows, kStride, rows.h + first * rows.stride, rows.stride,
                 moved(w.weight.down, row * i), i);

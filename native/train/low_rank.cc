@@ -42,32 +42,24 @@ void BackwardLora::pack_a(const Beside& beside, size_t active, size_t begin,
   }
 }
 
-void BackwardLora::pack_b(const Beside& beside, size_t active, const RowsOfB& rows,
-                          const Transposing& transposing, const TransposedMatrix& to, char* memory,
-                          char* own) const {
+void BackwardLora::pack_b(size_t active, const RowsOfB& rows, const Transposing& transposing,
+                          const TransposedMatrix& to, char* memory, char* own) const {
   const size_t stride = transposing.stride();
   float* const buffer = transposing.buffer(own);
-  const auto found = std::find(beside.begin(), beside.end(), rows.part);
   for (size_t done = 0; done < rows.rows; done += transposing.rows()) {
     const size_t count = std::min(rows.rows - done, transposing.rows());
-    for (size_t r = 0; r < count; ++r) std::fill_n(buffer + r * stride, to.matrix.n, 0.0f);
-    if (found != beside.end()) {
-      const auto column = static_cast<size_t>(found - beside.begin()) * adapter_.rank;
-      backward_.factors(adapter_, *found, active)
-          .read_b(rows.first + done, count, buffer + column, stride);
-    }
+    backward_.factors(adapter_, rows.part, active).read_b(rows.first + done, count, buffer, stride);
     Transposing::pack(buffer, stride, count, to, rows.at + done, memory);
   }
 }
 
-void BackwardLora::keep(const Beside& beside, const RowBlock& block, float* q,
+void BackwardLora::keep(LoraRows::Part part, const RowBlock& block, float* product, float* q,
                         size_t stride) const {
-  ops().scale(adapter_.scale, block.count, width(beside), q, stride);
-  for (size_t i = 0; i < beside.size(); ++i) {
-    for (size_t r = 0; r < block.count; ++r) {
-      std::copy_n(q + r * stride + i * adapter_.rank, adapter_.rank,
-                  backward_.row(beside[i], block.first + r));
-    }
+  const size_t rank = adapter_.rank;
+  ops().scale(adapter_.scale, block.count, rank, product, stride);
+  for (size_t r = 0; r < block.count; ++r) {
+    std::copy_n(product + r * stride, rank, q + r * stride);
+    std::copy_n(product + r * stride, rank, backward_.row(part, block.first + r));
   }
 }
 
@@ -78,10 +70,17 @@ void BackwardLora::finish(const RowBlock& block, const Route& route) const {
       ops().scale(route.weights[r], 1, rank, backward_.row(part, r), rank);
     }
     for (const auto part : gate_up_) {
-      ops().scale(route.input_weight(r), 1, rank, forward_.row(part, r), rank);
+      if (route.weighs_input()) {
+        ops().scale(route.input_weight(r), 1, rank, forward_.row(part, r), rank);
+      }
     }
   }
   forward_.finish_down(block);
+  for (size_t r = block.first; r < block.first + block.count; ++r) {
+    for (const auto part : down_) {
+      ops().scale(route.weights[r], 1, rank, forward_.row(part, r), rank);
+    }
+  }
 }
 
 }  // namespace ktk

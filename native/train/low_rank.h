@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <vector>
 
 #include "moe/lora_rows.h"
@@ -32,30 +33,29 @@ class BackwardLora {
 
   const Beside& down() const { return down_; }
   const Beside& gate_up() const { return gate_up_; }
+  size_t rank() const { return adapter_.rank; }
   // Columns of q.
   size_t width(const Beside& beside) const { return beside.size() * adapter_.rank; }
 
   // Packs the factors A of an active expert, columns from `begin` on, as depth `at` of a matrix.
   void pack_a(const Beside& beside, size_t active, size_t begin, const Transposing& transposing,
               const TransposedMatrix& to, size_t at, char* memory, char* own) const;
-  // Rows of B, from `first` on, that are depth [at, at + rows) of a matrix; kNone: zeros.
+  // Packs `rows` rows of a factor B, from `first` on, as depth [at, at + rows) of a matrix.
   struct RowsOfB {
-    static constexpr int kNone = -1;
-    int part;
+    LoraRows::Part part;
     size_t first, at, rows;
   };
-  // Packs the factors B, those of each matrix in columns of their own.
-  void pack_b(const Beside& beside, size_t active, const RowsOfB& rows,
-              const Transposing& transposing, const TransposedMatrix& to, char* memory,
-              char* own) const;
+  void pack_b(size_t active, const RowsOfB& rows, const Transposing& transposing,
+              const TransposedMatrix& to, char* memory, char* own) const;
 
-  // Scales B^T dz, which q is then, and keeps it for the gradients of factors.
-  void keep(const Beside& beside, const RowBlock& block, float* q, size_t stride) const;
+  // Makes columns of q of the product B^T dz of one matrix, which it scales, and keeps them for the
+  // gradients of factors. Both are `stride` floats apart.
+  void keep(LoraRows::Part part, const RowBlock& block, float* product, float* q,
+            size_t stride) const;
 
-  // x A^T of gate and up, for one of blocks().
-  const std::vector<RowBlock>& blocks() const { return forward_.blocks(); }
-  void reduce_hidden(const RowBlock& block, const Rows& hidden, char* own) const {
-    forward_.reduce_hidden(block, hidden, own);
+  // x A^T of gate or up for a row, as the forward pass left it.
+  void load(LoraRows::Part part, size_t row, const char* kept) const {
+    std::memcpy(forward_.row(part, row), kept, adapter_.rank * sizeof(float));
   }
   // h A^T of down for a block of rows: clear_down(), then columns [begin, end) of h one behind the
   // other, then finish(), which scales what was kept.

@@ -57,15 +57,22 @@ void BackwardPlan::make_matrices(const BackwardLora* lora) {
   }
   gate_up = transposing_.matrix(config_.hidden, end(used, gate_up_tail, q_gate_up_width));
   expert.gate_up = expert.pieces.add(gate_up.bytes);
-  if (q_down_width) {
-    q_down = transposing_.matrix(q_down_width, down_depth);
-    expert.q_down = expert.pieces.add(q_down.bytes);
-  }
-  if (q_gate_up_width) {
-    q_gate_up = transposing_.matrix(q_gate_up_width, gate_up.matrix.k);
-    expert.q_gate_up = expert.pieces.add(q_gate_up.bytes);
-  }
   widest_q_ = std::max(q_down_width, q_gate_up_width);
+  if (lora) make_factors(*lora);
+}
+
+void BackwardPlan::make_factors(const BackwardLora& lora) {
+  const auto add = [&](LoraRows::Part part, size_t begin, size_t end, std::vector<FactorB>& to) {
+    FactorB one{part, transposing_.matrix(lora.rank(), end - begin), begin, 0, 0};
+    one.column = to.size() * lora.rank();
+    one.at = expert.pieces.add(one.matrix.bytes);
+    to.push_back(one);
+  };
+  for (const auto part : lora.down()) add(part, 0, down_tail, b_down);
+  for (const auto part : lora.gate_up()) {
+    const bool is_up = part == LoraRows::kUp;
+    add(part, depth[is_up][0], is_up ? gate_up_tail : depth[1][0], b_gate_up);
+  }
 }
 
 void BackwardPlan::cut_pieces(bool has_lora) {
@@ -79,15 +86,15 @@ void BackwardPlan::cut_pieces(bool has_lora) {
     cut(Piece::kDown, s, config_.hidden);
     if (config_.gated) cut(Piece::kGate, s, slices_[s].width());
     cut(Piece::kUp, s, slices_[s].width());
-    if (q_down.bytes) pieces.push_back({Piece::kTailOfDown, s, 0, 0});
+    if (!b_down.empty()) pieces.push_back({Piece::kTailOfDown, s, 0, 0});
   }
-  if (q_gate_up.bytes) pieces.push_back({Piece::kTailOfGateUp, 0, 0, 0});
+  if (!b_gate_up.empty()) pieces.push_back({Piece::kTailOfGateUp, 0, 0, 0});
   if (has_lora) pieces.push_back({Piece::kFactorsB, 0, 0, 0});
 }
 
 size_t BackwardPlan::max_tokens(size_t top_k, bool kept) const {
   size_t bytes = sum(product(config_.hidden, sizeof(float)), down[0].act_bytes);
-  const size_t again = kept ? 0 : product(4, config_.intermediate);
+  const size_t again = kept ? 0 : product(4, sum(config_.intermediate, lora_width_));
   bytes = sum(bytes, product(top_k, sum(again, product(lora_width_, sizeof(float)))));
   return std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
 }
@@ -148,8 +155,10 @@ void BackwardPlan::place_own() {
   for (const TransposedMatrix& one : down) {
     scratch = std::max(scratch, transposing_.scratch_bytes(one, kMaxRows));
   }
-  for (const TransposedMatrix* const one : {&q_down, &q_gate_up}) {
-    if (one->bytes) scratch = std::max(scratch, transposing_.scratch_bytes(*one, kMaxRows));
+  for (const auto* const factors : {&b_down, &b_gate_up}) {
+    for (const FactorB& one : *factors) {
+      scratch = std::max(scratch, transposing_.scratch_bytes(one.matrix, kMaxRows));
+    }
   }
   Carver carver;
   own.low_rank = carver.add(lora_own_);

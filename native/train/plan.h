@@ -25,11 +25,18 @@ struct BackwardPlan {
   TransposedMatrix gate_up;
   std::vector<size_t> depth[2];            // of each slice's gate and up in gate_up
   size_t down_tail = 0, gate_up_tail = 0;  // depth of q
-  // What q is multiplied with: factors B, beside zeros where the others have q.
-  TransposedMatrix q_down, q_gate_up;
+  // What makes q: a factor B each, for rows that are encoded for the matrices above.
+  struct FactorB {
+    LoraRows::Part part;
+    TransposedMatrix matrix;
+    size_t depth;   // of what it is multiplied with, in a row
+    size_t column;  // of q
+    size_t at;      // in an expert's memory
+  };
+  std::vector<FactorB> b_down, b_gate_up;
   struct {
     std::vector<size_t> down;
-    size_t gate_up = 0, q_down = 0, q_gate_up = 0;
+    size_t gate_up = 0;
     Carver pieces;
   } expert;  // where they are in an expert's memory
 
@@ -89,6 +96,7 @@ struct BackwardPlan {
     size_t rows = 0, experts = 0;
   };
   void make_matrices(const BackwardLora* lora);
+  void make_factors(const BackwardLora& lora);
   void cut_pieces(bool has_lora);
   Most cut_groups(const Route& route, int workers);
   void place_own();

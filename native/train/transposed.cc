@@ -41,16 +41,42 @@ bool packs_pairs(const Variant& variant) {
   return std::memcmp(expected.data(), found.data(), bytes) == 0;
 }
 
+// Bytes of an element of encoded rows, if they are nothing but elements behind each other: a part
+// of a row is then a row, too.
+size_t element_of_rows(const Variant& variant) {
+  constexpr size_t kDepth = 70;
+  const ktk_matrix matrix = {KTK_PAIR_COLUMNS, kDepth, kStored};
+  const ktk_element element = variant.act_of(matrix).element;
+  if (element != KTK_BF16 && element != KTK_F32) return 0;
+  std::vector<float> row(kDepth);
+  for (size_t k = 0; k < kDepth; ++k) row[k] = static_cast<float>(k + 1);  // exact in bf16
+  const size_t rows = variant.tile.m_step, bytes = variant.act_bytes(matrix);
+  Memory encoded(product(rows, bytes));
+  variant.pack_act(&matrix, 1, 0, kDepth, row.data(), kDepth, encoded.data(), bytes);
+  std::vector<float> found(kDepth);
+  const size_t size = element == KTK_F32 ? sizeof(float) : sizeof(uint16_t);
+  if (bytes < kDepth * size) return 0;
+  ops().to_f32(encoded.data(), element, kDepth, found.data());
+  return found == row ? size : 0;
+}
+
 }  // namespace
 
 FloatBackend::FloatBackend(std::shared_ptr<const BackendTable> table_)
-    : table(std::move(table_)), variant(table->select("")), stored(kStored) {
+    : table(std::move(table_)),
+      variant(table->select("")),
+      stored(kStored),
+      act_element(element_of_rows(variant)) {
   const bool has_bf16 =
       std::any_of(table->formats.begin(), table->formats.end(),
                   [](const ktk_format& format) { return format.element == KTK_BF16; });
   if (!has_bf16 || !packs_pairs(variant)) {
     throw std::invalid_argument(
         table->name + " does not store bf16 weights in pairs of depth, which gradients want");
+  }
+  if (act_element == 0) {
+    throw std::invalid_argument(table->name +
+                                " does not encode activations as plain rows, which gradients want");
   }
 }
 
@@ -104,9 +130,9 @@ void Transposing::pack(const float* rows, size_t stride, size_t count, const Tra
                         steps * KTK_PAIR_STEP_BYTES);
 }
 
-void Transposing::multiply(const TransposedMatrix& matrix, const char* memory, size_t m,
-                           const char* act, size_t begin, size_t end, float* dst, size_t dst_stride,
-                           char* scratch) const {
+void Transposing::multiply_part(const TransposedMatrix& matrix, const char* memory, size_t m,
+                                const char* act, size_t act_bytes, size_t depth, size_t begin,
+                                size_t end, float* dst, size_t dst_stride, char* scratch) const {
   ktk_matmul mm{};
   mm.struct_size = sizeof mm;
   mm.matrix = &matrix.matrix;
@@ -114,8 +140,8 @@ void Transposing::multiply(const TransposedMatrix& matrix, const char* memory, s
   mm.n_begin = begin;
   mm.n_end = end;
   mm.m = m;
-  mm.act = act;
-  mm.act_stride = matrix.act_bytes;
+  mm.act = act + depth * floats_.act_element;
+  mm.act_stride = act_bytes;
   mm.dst = dst;
   mm.dst_stride = dst_stride;
   mm.scratch = scratch;

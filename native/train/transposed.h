@@ -33,12 +33,13 @@ namespace ktk {
 // The backend whose micro-kernels multiply, as it runs on this CPU.
 struct FloatBackend {
   // Throws std::invalid_argument for a backend that does not store bf16 as pack_pairs() packs it,
-  // and what BackendTable::select throws.
+  // or whose encoded rows are not plain elements, and what BackendTable::select throws.
   explicit FloatBackend(std::shared_ptr<const BackendTable> table);
 
   std::shared_ptr<const BackendTable> table;
   const Variant& variant;
   ktk_format stored;
+  size_t act_element;  // bytes of an element of an encoded row
 };
 
 struct TransposedMatrix {
@@ -89,7 +90,15 @@ class Transposing {
   }
   // dst[m][end - begin] = act x matrix. `scratch` is scratch_bytes() long.
   void multiply(const TransposedMatrix& matrix, const char* memory, size_t m, const char* act,
-                size_t begin, size_t end, float* dst, size_t dst_stride, char* scratch) const;
+                size_t begin, size_t end, float* dst, size_t dst_stride, char* scratch) const {
+    multiply_part(matrix, memory, m, act, matrix.act_bytes, 0, begin, end, dst, dst_stride,
+                  scratch);
+  }
+  // The same of rows `act_bytes` apart that were encoded for a deeper matrix: what they have from
+  // `depth` on, which is in steps of pad_depth().
+  void multiply_part(const TransposedMatrix& matrix, const char* memory, size_t m, const char* act,
+                     size_t act_bytes, size_t depth, size_t begin, size_t end, float* dst,
+                     size_t dst_stride, char* scratch) const;
   size_t scratch_bytes(const TransposedMatrix& matrix, size_t m) const;
 
   const Variant& variant() const { return floats_.variant; }

@@ -40,7 +40,7 @@ struct Pass {
   const bool gated;
 
   explicit Pass(bool has_gate) : gated(has_gate) {
-    kept.resize(kTokens * kTopK * (gated ? 2 : 1) * kWidth);
+    kept.resize(kTokens * kTopK * (gated ? 2 : 1) * (kWidth + 2 * kRank));
     for (size_t i = 0; i < kTokens * kTopK; ++i) {
       ids.push_back(static_cast<int32_t>(i * i % (kExperts + kZeroExperts + 2)) - 1);
     }
@@ -62,7 +62,7 @@ struct Pass {
     request.out = {out.data(), KTK_F32, kHidden};
     request.skip = skip;
     request.lora = &lora;
-    request.kept = {kept.data(), KTK_BF16, kWidth};
+    request.kept = {kept.data(), KTK_BF16, ktk::kept_columns(layer.config(), &lora)};
     layer.forward(request);
     if (!keep) request.kept = {};
     request.out = {grad.data(), KTK_BF16, kHidden};

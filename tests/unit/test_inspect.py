@@ -196,7 +196,7 @@ def test_training_says_what_memory_it_takes(tmp_path: Path) -> None:
     assert memory["rank"] == 4
     assert memory["factors"] == 4 * factors
     assert memory["optimizer"] == 12 * factors
-    assert memory["products_per_token"] == len(LAYERS) * K * 2 * I * 2
+    assert memory["products_per_token"] == len(LAYERS) * K * 2 * (I * 2 + 4 * 4)
     assert memory["hidden_per_token"] == len(LAYERS) * H * 2
     backends = json.loads(invoke(folder, "--json"))
     assert "training" not in backends

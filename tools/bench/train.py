@@ -159,7 +159,7 @@ def report(turns: Turns, threads: int, options: argparse.Namespace, peak: float)
         ]
         print(
             f"{name}: backward at {forward / backward:.2f} of the forward's rate; rank 16 adds "
-            f"{more[0]:.0%} forward, {more[1]:.0%} backward"
+            f"{more[0]:.1%} forward, {more[1]:.1%} backward"
         )
         for other in ("torch", options.backends[0]):
             if other != name and f"{other}: backward" in best:
