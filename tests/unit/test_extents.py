@@ -62,11 +62,11 @@ def check(
         ]
         for part, shape in shapes.items()
     }
-    every = {part: [each[e % some] for e in range(experts)] for part, each in sources.items()}
+    gate, up, down = ([each[e % some] for e in range(experts)] for each in sources.values())
     config = MoEConfig(
         num_experts=experts, num_experts_per_tok=k, hidden_size=hidden, intermediate_size=inner
     )
-    layer = Layer(config, (pair, pair, pair), **every)
+    layer = Layer(config, (pair, pair, pair), gate=gate, up=up, down=down)
     # Each expert has a token at most, in an order of its own, but for the first and the last.
     order = rng.permutation(experts)[: 3 * k].reshape(-1, k)
     order[0, 0], order[-1, -1] = 0, experts - 1

@@ -99,7 +99,7 @@ def test_tokens_are_routed_as_by_the_formula(score: str, renormalize: bool) -> N
     found = np.zeros((TOKENS, E))
     np.add.at(found, (np.arange(TOKENS)[:, None], ids.numpy()), weights.double().numpy())
     # exp, sums and quotients of at most E + Z terms, each rounded in f32
-    bound = 8 * (E + Z) * np.finfo(np.float32).eps
+    bound = 8 * (E + Z) * float(np.finfo(np.float32).eps)
     np.testing.assert_allclose(found, dense[:, :E], rtol=bound, atol=0)
     zero = dense[:, E:].sum(1, keepdims=True) * x.double().numpy()
     np.testing.assert_allclose(router._zero_expert_output, zero, rtol=bound, atol=0)
