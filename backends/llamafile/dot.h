@@ -200,7 +200,7 @@ struct Dot : Ymm {
     asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(sum));
     return acc;
   }
-  // The parts of a product with unsigned weights, for sums of words (gemm_words.h); asm for the
+  // The parts of a product with unsigned weights, for sums of words (word_tile.h); asm for the
   // same reasons.
   static Int multiply_unsigned(Int weight, Int act) { return _mm256_maddubs_epi16(weight, act); }
   static Int multiply_words(Int a, Int b) { return _mm256_madd_epi16(a, b); }  // and adds pairs
