@@ -75,7 +75,7 @@ def test_gradients_are_within_the_propagated_bound(
             batch.hidden.astype(np.float64),
             batch.ids,
             batch.weights.astype(np.float64),
-            _products(kept, layer.config),
+            kept.double().numpy(),
             stored_experts(moe, layer),
             layer.config,
             lora,
@@ -97,11 +97,6 @@ def test_gradients_are_within_the_propagated_bound(
             array = np.asarray(getattr(got.weights, name)[number - first])
             array = array if array.ndim == 2 else array[:, np.newaxis]
             _check(array, one, f"{name} of expert {number}")
-
-
-def _products(kept: Any, config: ktk.MoEConfig) -> Any:
-    """Return what `forward_train` kept, without what belongs to an adapter."""
-    return kept[..., : config.intermediate_size].double().numpy()
 
 
 def _weights(config: ktk.MoEConfig) -> list[str]:
@@ -180,7 +175,7 @@ def test_an_adapter_adds_what_it_says(subject: Subject, data: st.DataObject) -> 
             )
             for which, one in enumerate(products):
                 bound = one.error + element.rounding(one.size, up_to=True)
-                got = _products(kept, layer.config)[tokens, slots, which]
+                got = kept.double().numpy()[tokens, slots, which, : one.value.shape[1]]
                 bounds.check(got, one.value, np.where(np.isnan(bound), np.inf, bound), "kept")
             np.add.at(value, tokens, after * out.value)
             np.add.at(error, tokens, np.abs(after) * out.error)

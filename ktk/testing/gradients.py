@@ -151,11 +151,13 @@ def bounded_backward(
     ----------
     grad, hidden : array [tokens, hidden_size]
     ids, topk_weights : array [tokens, k]
-    kept : array [tokens, k, 2, intermediate_size]
-        Products of gate and up, without factors and biases; without a gate, of up alone.
+    kept : array [tokens, k, 2, intermediate_size or more]
+        Products of gate and up, without factors and biases; without a gate, of up alone. What
+        follows `intermediate_size` of them, as of an adapter, is not read.
     experts : sequence of Expert
         Weights as stored.
     """
+    width = config.intermediate_size
     scale = 1.0 if lora is None else lora.scale
     nothing: Any = {"value": np.zeros_like(hidden), "error": np.zeros_like(hidden)}
     dx_value, dx_error, dx_size = (np.zeros_like(hidden) for _ in range(3))
@@ -169,7 +171,7 @@ def bounded_backward(
         factor, dy = exact(after), exact(grad[tokens])
         x = times(exact(hidden[tokens]), exact(before))
         products = {
-            part: kept[tokens, slots, which] for which, part in enumerate(config.parts[:-1])
+            part: kept[tokens, slots, which, :width] for which, part in enumerate(config.parts[:-1])
         }
         z = {
             part: _weighed_sum(one, before, getattr(weights, f"{part}_bias"))

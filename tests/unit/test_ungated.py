@@ -86,7 +86,7 @@ def test_training_takes_memory_for_two_matrices() -> None:
     report = LayerReport(0, **sizes, gated=False)
     memory = training_memory([report], rank=4)
     assert memory.factors == 2 * E * 4 * (H + I) * 4
-    assert memory.products_per_token == K * I * 2
+    assert memory.products_per_token == K * (I * 2 + 4 * 4)
 
 
 def test_an_adapter_has_no_gate_either() -> None:
