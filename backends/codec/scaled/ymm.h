@@ -2,7 +2,8 @@
 // beside the products.
 //
 // Sixteen registers hold the sums of 2 rows x 32 columns or 4 x 16, those of one group of k, and
-// what it takes to decode. More rows share what ymm_decoded.h decodes.
+// what it takes to decode; where scales are between the codes, gcc 12 spills sums of 2 x 32, and
+// two rows have 16 columns. More rows share what ymm_decoded.h decodes.
 //
 // Every output is one chain of additions over ascending k within a group, and one over groups, so a
 // row gets the same bits in any batch.
@@ -114,14 +115,16 @@ class YmmKernel : public ScaledKernel<Layout> {
   using ScaledKernel<Layout>::ScaledKernel;
   static constexpr size_t kMr = 4;
   static constexpr size_t kLineProducts = Layout::kLineDepth * 2;
-  static size_t passes(size_t rows) { return rows <= 2 ? 1 : 2; }
+  static size_t passes(size_t rows) { return rows <= kRowsOf32 ? 1 : 2; }
 
   void tile(const Tile& t) const { kTiles[t.rows](*this, t); }
 
  private:
+  static constexpr size_t kRowsOf32 = Layout::Scales::kLineBytes ? 1 : 2;
+
   template <size_t kRows>
   static void multiply(const YmmKernel& kernel, const Tile& t) {
-    constexpr size_t kHalves = kRows <= 2 ? 2 : 1;
+    constexpr size_t kHalves = kRows <= kRowsOf32 ? 2 : 1;
     Fetch fetch = t.fetch;
     for (size_t half = 0; half < 2; half += kHalves) {
       multiply_codes<Decoder, Layout, kRows, kHalves>(kernel, t, half, fetch);
