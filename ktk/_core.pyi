@@ -461,10 +461,11 @@ class LinearCall:
     def done(self) -> bool:
         """Whether it has ended."""
 
-def rms_norm(x: object | None, weight: object | None, out: object | None, epsilon: float, offset: float, early: bool) -> None:
+def rms_norm(x: object | None, weight: object | None, out: object | None, epsilon: float, offset: float, early: bool, pool: WorkerPool | None = None) -> None:
     """
     Writes rows of x, by the root of their mean square, times weight + offset. early: rounded
-    to the dtype of x, which out has too, before that.
+    to the dtype of x, which out has too, before that. pool: divides many rows; None: the caller's
+    thread computes all.
     """
 
 def rotate(q: object | None, k: object | None, cosine: object | None, sine: object | None, q_out: object | None, k_out: object | None) -> None:

@@ -1,4 +1,4 @@
-"""Routers of a few tokens in one call, where torch takes six."""
+"""Routers of a few tokens in one call, where torch takes six; of a prompt by products of f32."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ class FastRouter:
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return logits, scores and numbers of experts, or what the class would for many tokens."""
         x, weight, bias = hidden_states, self.weight, getattr(self, "bias", None)
-        if (
-            args
-            or kwargs
-            or not is_plain(x)
-            or x.numel() > _MOST * x.shape[-1]
-            or not is_constant(weight, x.dtype)
-        ):
+        if args or kwargs or not is_plain(x) or not is_constant(weight, x.dtype):
             return super().forward(x, *args, **kwargs)  # type: ignore[misc]
         sums_to_one, dtype = self.ktk_router
+        if x.numel() > _MOST * x.shape[-1]:
+            if _has_fast_products(x.dtype):
+                return super().forward(x)  # type: ignore[misc]
+            return _route_many(x, weight, bias, self.top_k, sums_to_one, dtype or x.dtype)
         tokens = x.numel() // x.shape[-1]
         logits = torch.empty(tokens, len(weight), dtype=x.dtype)
         scores = torch.empty(tokens, self.top_k, dtype=dtype or x.dtype)
@@ -55,6 +53,36 @@ class FastRouter:
             sums_to_one,
         )
         return logits, scores, ids
+
+
+def _has_fast_products(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of a dtype on this CPU by more than one dot after another.
+
+    For 16 bits oneDNN does, from AVX-512 on. Otherwise a router of 128 experts takes 12.5 ms for
+    512 tokens of 2048, and 1.8 ms in f32 (Zen 3, 2 threads).
+    """
+    if dtype == torch.float32:
+        return True
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
+    asked = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+    return asked is not None and bool(asked())
+
+
+def _route_many(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    sums_to_one: bool,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = x.detach().reshape(-1, x.shape[-1]).float()
+    added = None if bias is None else bias.detach().float()
+    logits = nn.functional.linear(rows, weight.detach().float(), added).to(x.dtype)
+    values = logits.float()
+    chosen, ids = values.topk(top_k)
+    scores = chosen.softmax(-1) if sums_to_one else values.softmax(-1).gather(-1, ids)
+    return logits, scores.to(dtype), ids
 
 
 def speed_up_routers(model: nn.Module) -> None:

@@ -1,14 +1,18 @@
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "core/floats.h"
+#include "moe/engine.h"
 #include "moe/router.h"
 #include "python/bind.h"
 #include "python/flat.h"
+#include "python/gil.h"
 #include "step/norm.h"
 #include "step/rotary.h"
 
@@ -18,7 +22,7 @@ namespace {
 // Rows of x by the root of their mean square, times weight + offset. `early`: rounded to the type
 // of x before that, too, as most models have it.
 void rms_norm(nb::handle x_, nb::handle weight_, nb::handle out_, float epsilon, float offset,
-              bool early) {
+              bool early, const std::shared_ptr<Engine>& pool) {
   const AnyArray weight = input_from("weight", weight_);
   check_array("weight", weight, {-1});
   check_device("weight", weight);
@@ -29,7 +33,18 @@ void rms_norm(nb::handle x_, nb::handle weight_, nb::handle out_, float epsilon,
   if (out.rows.type != x.rows.type) throw nb::type_error("out must have the dtype of x");
   const DefaultFloats floats;
   Norm norm(weight.data(), float_of("weight", weight.dtype()), n, epsilon, offset, early);
-  for (size_t r = 0; r < x.count; ++r) norm(x.rows.at(r), x.rows.type, out.rows.at(r));
+  const auto compute = [&](Norm& one, size_t begin, size_t end) {
+    for (size_t r = begin; r < end; ++r) one(x.rows.at(r), x.rows.type, out.rows.at(r));
+  };
+  if (!pool) return compute(norm, 0, x.count);
+  const Unlocked unlocked;
+  const auto turn = pool->turn();
+  const auto workers = static_cast<size_t>(pool->pool.size());
+  pool->pool.run([&](int worker) {
+    const auto w = static_cast<size_t>(worker);
+    Norm own = norm;  // with memory for a row
+    compute(own, x.count * w / workers, x.count * (w + 1) / workers);
+  });
 }
 
 // Throws unless an array is n floats side by side; n -1: any number.
@@ -105,9 +120,11 @@ void route(nb::handle x_, nb::handle weight_, nb::handle bias_, nb::handle logit
 void bind_between(nb::module_& m) {
   m.def(
       "rms_norm", &rms_norm, "x"_a.none(), "weight"_a.none(), "out"_a.none(), "epsilon"_a,
-      "offset"_a, "early"_a,
+      "offset"_a, "early"_a, "pool"_a = nb::none(),
       "Writes rows of x, by the root of their mean square, times weight + offset. early: rounded\n"
-      "to the dtype of x, which out has too, before that.");
+      "to the dtype of x, which out has too, before that. pool: divides many rows; None: the "
+      "caller's\n"
+      "thread computes all.");
   m.def("rotate", &rotate, "q"_a.none(), "k"_a.none(), "cosine"_a.none(), "sine"_a.none(),
         "q_out"_a.none(), "k_out"_a.none(),
         "Writes rows of q and k turned by one position: x cosine + (-second half, first half) "

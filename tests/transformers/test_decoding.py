@@ -165,15 +165,29 @@ def test_norms_are_what_they_were_but_for_the_order_of_a_sum(dtype: torch.dtype)
                 assert (error <= bound * wanted.double().abs() + torch.finfo(dtype).tiny).all()
 
 
-def test_norms_leave_gradients_and_prompts_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_leave_gradients_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = nn.Sequential(transformers.models.llama.modeling_llama.LlamaRMSNorm(64))
     norms.speed_up_norms(fast)
     monkeypatch.setattr(_core, "rms_norm", lambda *_: pytest.fail("not for ktk"))
     x = torch.randn(2, 64, requires_grad=True)
     fast(x).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_of_a_prompt_have_the_bits_of_its_rows(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast: Any = nn.Sequential(transformers.models.llama.modeling_llama.LlamaRMSNorm(64).to(dtype))
+    norms.speed_up_norms(fast)
+    pools = [ktk.WorkerPool(threads=3)]
+    monkeypatch.setattr(norms, "default_pool", pools.pop)
+    x = torch.randn(norms._FEW // 64 + 1, 2, 64).to(dtype)
     with torch.no_grad():
-        assert fast(torch.randn(norms._MOST // 64 + 1, 64)).shape[1] == 64
+        together = fast(x.transpose(0, 1))
+        assert not pools
+        alone = torch.stack([fast(row) for row in x], 1)
+    assert torch.equal(together, alone)
 
 
 def test_what_is_no_rms_norm_stays() -> None:

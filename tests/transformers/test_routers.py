@@ -1,4 +1,4 @@
-"""Routers of a few tokens, computed by ktk, choose what torch's do."""
+"""Routers, computed by ktk, choose what torch's do."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_softmax_routers_are_known_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [1, 4, 37])
 def test_logits_differ_by_the_order_of_a_sum_and_scores_follow(
     dtype: torch.dtype, tokens: int
 ) -> None:
@@ -109,6 +109,21 @@ def test_nan_is_chosen_first_and_spoils_its_token_only(chosen_only: bool) -> Non
     _, scores, ids = route(x[1:], weight, 1, chosen_only)
     assert ids.tolist() == [[9]]
     assert scores.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_many_tokens_are_torchs_where_it_multiplies_fast(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = copy.deepcopy(known_routers()["Qwen3MoeTopKRouter"]).to(dtype)
+    fast = sped_up(stock)
+    x = torch.randn(routers._MOST + 1, stock.weight.shape[1]).to(dtype)
+    with torch.no_grad():
+        monkeypatch.setattr(routers, "_has_fast_products", lambda _: True)
+        assert all(map(torch.equal, stock(x), fast(x)))
+        monkeypatch.setattr(routers, "_route_many", lambda *_: "in f32")
+        monkeypatch.setattr(routers, "_has_fast_products", lambda _: False)
+        assert fast(x) == "in f32"
 
 
 def test_many_tokens_and_gradients_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
