@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from rich.table import Table
@@ -26,6 +26,8 @@ from ktk.transformers.packed import packed_modules
 
 # Steps of a reply in one turn, after some that fill caches and let threads start.
 _STEPS, _WARM = 32, 4
+# Steps after these, in which experts are watched.
+_WATCHED = 8
 # One look at the rate of reading.
 _LOOK = 0.1
 
@@ -60,15 +62,28 @@ class Measured:
 
 
 class Stopwatch:
-    """Adds up the time that is spent in the modules of experts of a model."""
+    """A context manager that adds up the time spent in the modules of experts of a model.
+
+    Modules that are watched are called one by one, where ktk would compute a token's router and
+    experts in one call: such a step takes longer.
+    """
 
     def __init__(self, model: Any) -> None:
+        modules = dict(model.named_modules())
+        self._watched = [modules[name] for name in packed_modules(model)]
+        self._hooks: list[Any] = []
         self.seconds = 0.0
         self._began = 0.0
-        modules = dict(model.named_modules())
-        for name in packed_modules(model):
-            modules[name].register_forward_pre_hook(self._begin)
-            modules[name].register_forward_hook(self._end)
+
+    def __enter__(self) -> Self:
+        for module in self._watched:
+            self._hooks.append(module.register_forward_pre_hook(self._begin))
+            self._hooks.append(module.register_forward_hook(self._end))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def _begin(self, *_: Any) -> None:
         self._began = time.perf_counter()
@@ -108,38 +123,46 @@ def measure(
     model = loaded.model
     config = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
-    needed = max(prompts) + _WARM + _STEPS
+    needed = max(prompts) + _WARM + _STEPS + _WATCHED
     if context is not None and needed > context:
         raise ValueError(f"{needed} tokens are needed, and the context of this model has {context}")
     watch = Stopwatch(model)
     generator = torch.Generator().manual_seed(0)
     pool = default_pool()
     probe = LimitProbe(pool.size, cpus=pool.cpus)
-    read = probe.read(_LOOK)
+    probe.read(_LOOK)  # makes its buffer
+    reads: list[float] = []
     prefill: dict[int, list[tuple[float, float]]] = {length: [] for length in prompts}
-    decode: list[tuple[float, float]] = []
+    decode: list[float] = []
+    share: list[tuple[float, float]] = []
     with FewThreads(model), torch.inference_mode():
         for turn in range(rounds + 1):
             for length in prompts:
                 on_step(f"prompt of {length} tokens, turn {turn} of {rounds}")
                 ids = torch.randint(config.vocab_size, (1, length), generator=generator)
                 state: dict[str, Any] = {}
-                took = watch.time(partial(_forward, model, ids, state))
+                with watch:
+                    took = watch.time(partial(_forward, model, ids, state))
                 # The first turn is for caches and threads.
                 if turn:
                     prefill[length].append(took)
                 if length == prompts[0]:
                     on_step(f"{_STEPS} tokens after it")
-                    times = [
-                        watch.time(partial(_forward, model, None, state))
-                        for _ in range(_WARM + _STEPS)
-                    ]
+                    reads.append(probe.read(_LOOK))
+                    step = partial(_forward, model, None, state)
+                    times = [watch.time(step)[0] for _ in range(_WARM + _STEPS)]
+                    reads.append(probe.read(_LOOK))
+                    with watch:
+                        watched = [watch.time(step) for _ in range(_WATCHED)]
                     if turn:
                         decode += times[_WARM:]
-                read = max(read, probe.read(_LOOK))
-    found = [_measured("prefill", length, times) for length, times in prefill.items()]
-    least = sum(loaded.reads.values()) / read
-    return [*found, _measured("decode", 1, decode, least)]
+                        share += watched
+    found = [
+        _measured("prefill", length, [total for total, _ in times], times)
+        for length, times in prefill.items()
+    ]
+    least = sum(loaded.reads.values()) / statistics.median(reads)
+    return [*found, _measured("decode", 1, decode, share, least)]
 
 
 def _forward(model: Any, ids: torch.Tensor | None, state: dict[str, Any]) -> None:
@@ -155,10 +178,14 @@ def _forward(model: Any, ids: torch.Tensor | None, state: dict[str, Any]) -> Non
 
 
 def _measured(
-    phase: str, tokens: int, times: list[tuple[float, float]], least: float | None = None
+    phase: str,
+    tokens: int,
+    times: list[float],
+    watched: list[tuple[float, float]],
+    least: float | None = None,
 ) -> Measured:
-    seconds = statistics.median(total for total, _ in times)
-    share = sum(inside for _, inside in times) / sum(total for total, _ in times)
+    seconds = statistics.median(times)
+    share = sum(inside for _, inside in watched) / sum(total for total, _ in watched)
     fraction = None if least is None else least / seconds
     if fraction is not None and fraction > HIGHEST_FRACTION:
         fraction = None
