@@ -495,6 +495,12 @@ class AttentionStep:
         writes what the last layer would multiply.
         """
 
+def layer_step(attention: AttentionStep, experts: MoE, x: object | None, before: object | None, before_kind: tuple[float, float, bool], cosine: object | None, sine: object | None, q_norm: object | None, k_norm: object | None, keys: object | None, values: object | None, position: int, between: object | None, between_kind: tuple[float, float, bool], weight: object | None, bias: object | None, top_k: int, chosen_only: bool, scores_in_f32: bool, out: object | None) -> None:
+    """
+    Writes what a layer makes of a row: what rms_norm, AttentionStep.forward, add_rms_norm, route_and_compute
+    and a sum would, one after the other, to the same bits.
+    """
+
 def route_and_compute(layer: MoE, x: object | None, weight: object | None, bias: object | None, out: object | None, top_k: int, chosen_only: bool, scores_in_f32: bool) -> None:
     """
     Writes what a layer makes of rows x with the choice of `route`, whose scores are rounded to the

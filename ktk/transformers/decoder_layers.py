@@ -1,4 +1,6 @@
-"""A layer with one token: its residual sums and norms in two calls, where a module takes five.
+"""A layer with one token in one call, or its sums and norms in two, where a module takes five.
+
+The one call is for layers whose attention and experts are ktk's, too.
 
 What a layer does is found by asking it, with other modules in the place of its attention and its
 experts: it has to hand both what ktk would, and to return the sum.
@@ -15,7 +17,9 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from ktk import _core
 from ktk.hosts.plain import is_constant, is_plain
 from ktk.transformers.bare import are_bare
+from ktk.transformers.moe_blocks import FastBlock, prepare
 from ktk.transformers.norms import FastNorm
+from ktk.transformers.steps import FastAttention
 from ktk.transformers.swap import add_to_class
 
 #: Of the first half of a layer, and of the second: a norm, and what computes what is added.
@@ -36,7 +40,9 @@ class FastLayer:
             norms = found["input_layernorm"], found["post_attention_layernorm"]
             weights = _weights(norms, hidden_states)
             if weights is not None:
-                return _compute(found, norms, weights, hidden_states, kwargs)
+                x = hidden_states.detach().contiguous()
+                whole = _compute_whole(found, norms, weights, x, kwargs)
+                return _compute(found, norms, weights, x, kwargs) if whole is None else whole
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -53,8 +59,41 @@ def _weights(norms: Any, x: torch.Tensor) -> Any:
     return found if are_bare(norms) else None
 
 
+def _compute_whole(
+    found: Any, norms: Any, weights: Any, x: torch.Tensor, options: Any
+) -> torch.Tensor | None:
+    """Return what a layer makes of a row; None where a part of it is not ktk's."""
+    attention, block = found["self_attn"], found["mlp"]
+    if (
+        not isinstance(attention, FastAttention)
+        or not isinstance(block, FastBlock)
+        or block.training
+        or not are_bare((attention, block))  # type: ignore[arg-type]
+    ):
+        return None
+    routed = prepare(block._modules["gate"], block._modules["experts"], x)
+    call = attention.ktk_step.prepare(attention, x, **options) if routed else None
+    if routed is None or call is None:
+        return None
+    out = torch.empty_like(x)
+    step: Any = _core.layer_step
+    step(
+        attention.ktk_step.core,
+        routed[0],
+        to_dlpack(x),
+        to_dlpack(weights[0]),
+        norms[0].ktk_norm,
+        *call.arguments(),
+        to_dlpack(weights[1]),
+        norms[1].ktk_norm,
+        *routed[1],
+        to_dlpack(out),
+    )
+    call.room.show(call.layer)
+    return out
+
+
 def _compute(found: Any, norms: Any, weights: Any, x: torch.Tensor, options: Any) -> torch.Tensor:
-    x = x.detach().contiguous()
     normed = torch.empty_like(x)
     given = to_dlpack(x), to_dlpack(weights[0]), to_dlpack(normed)
     _core.rms_norm(*given, *norms[0].ktk_norm)

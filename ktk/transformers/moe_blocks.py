@@ -40,6 +40,18 @@ class FastBlock:
 
 def _compute(gate: Any, experts: Any, x: torch.Tensor) -> torch.Tensor | None:
     """Return the sum of the experts that a router chooses; None if ktk does not compute it all."""
+    prepared = prepare(gate, experts, x)
+    if prepared is None:
+        return None
+    moe, arguments = prepared
+    out = x.new_empty(x.shape)
+    weight, bias, *how = arguments
+    _core.route_and_compute(moe, to_dlpack(x.detach()), weight, bias, to_dlpack(out), *how)
+    return out
+
+
+def prepare(gate: Any, experts: Any, x: torch.Tensor) -> tuple[_core.MoE, tuple[Any, ...]] | None:
+    """Return experts and what ktk is called with for the choice; None if they are not ktk's."""
     packed = packed_of(experts)
     if not isinstance(gate, FastRouter) or not isinstance(packed, Packed):
         return None
@@ -57,18 +69,13 @@ def _compute(gate: Any, experts: Any, x: torch.Tensor) -> torch.Tensor | None:
     sums_to_one, dtype = gate.ktk_router
     if dtype not in (None, torch.float32):
         return None
-    out = x.new_empty(x.shape)
-    _core.route_and_compute(
-        packed.moe._core,
-        to_dlpack(x.detach()),
+    return packed.moe._core, (
         to_dlpack(weight.detach()),
         None if bias is None else to_dlpack(bias.detach()),
-        to_dlpack(out),
         gate.top_k,
         sums_to_one,
         dtype is not None,
     )
-    return out
 
 
 def speed_up_blocks(model: nn.Module) -> None:

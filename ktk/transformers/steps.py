@@ -7,7 +7,7 @@ answer has to be the last product. Whatever else a call wants is left to the mod
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from ktk.transformers import attention
 from ktk.transformers.bare import are_bare
 from ktk.transformers.dense import KtkLinear
 from ktk.transformers.norms import FastNorm
-from ktk.transformers.room import room_of
+from ktk.transformers.room import Room, room_of
 from ktk.transformers.swap import add_to_class
 
 #: Of dense layers, and of norms, which a module need not have.
@@ -55,6 +55,29 @@ class FastAttention:
             if out is not None:
                 return out, None
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+
+class Call(NamedTuple):
+    """What a step is called with beside its input.
+
+    Attributes
+    ----------
+    layer
+        Of a cache; None if it need not be told.
+    room : Room
+        Memory with what the layer holds.
+    given : tensors or Nones
+        Cosine, sine, weights of the norms of queries and keys.
+    """
+
+    layer: Any
+    room: Room
+    given: tuple[torch.Tensor | None, ...]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return them as `_core` takes them, once."""
+        tensors = (*self.given, self.room.keys, self.room.values)
+        return (*(None if one is None else to_dlpack(one) for one in tensors), self.room.filled)
 
 
 class Step:
@@ -94,6 +117,27 @@ class Step:
         **kwargs: Any,
     ) -> torch.Tensor | None:
         """Return what attention returns; None where that is not for ktk to compute."""
+        call = self.prepare(
+            module, x, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+        if call is None:
+            return None
+        out = x.new_empty((1, 1, self.out_width))
+        forward: Any = self.core.forward
+        forward(to_dlpack(x.detach()), *call.arguments(), to_dlpack(out), True)
+        call.room.show(call.layer)
+        return out
+
+    def prepare(
+        self,
+        module: Any,
+        x: torch.Tensor,
+        position_embeddings: _Pair | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Call | None:
+        """Return what ktk is called with beside `x`; None where that is not for ktk to compute."""
         if (
             attention_mask is not None
             or x.shape[:-1] != (1, 1)
@@ -107,11 +151,7 @@ class Step:
         turn = self._turn(position_embeddings)
         if layer is None or norms is None or turn is None:
             return None
-        out = x.new_empty((1, 1, self.out_width))
-        room = room_of(layer)
-        self._compute(x, turn, norms, room, out, project=True)
-        room.show(layer)
-        return out
+        return Call(layer, room_of(layer), (*turn, *norms))
 
     def fits(self, module: Any) -> bool:
         """Tell whether a module still has the layers that this was made of."""
@@ -127,17 +167,10 @@ class Step:
         norms = self._norms(module, x.dtype)
         if norms is None:
             raise ValueError("the norms of this module are not what they were")
-        given = turn if self.turns else (None, None)
-        self._compute(x, given, norms, room, out, project=False)
+        call = Call(None, room, (*(turn if self.turns and turn else (None, None)), *norms))
+        forward: Any = self.core.forward
+        forward(to_dlpack(x.detach()), *call.arguments(), to_dlpack(out), False)
         return out
-
-    def _compute(
-        self, x: torch.Tensor, turn: Any, norms: Any, room: Any, out: torch.Tensor, project: bool
-    ) -> None:
-        given = (x.detach(), *turn, *norms, room.keys, room.values)
-        capsules: Any = [None if one is None else to_dlpack(one) for one in given]
-        call: Any = self.core.forward
-        call(*capsules, room.filled, to_dlpack(out), project)
 
     def _layer(self, module: Any, cache: Any, dtype: torch.dtype) -> Any:
         """Return the layer of a cache that holds what this one appends to."""

@@ -10,12 +10,14 @@ import pytest
 import tiny
 import torch
 from tiny import FAMILIES
+from transformers import DynamicCache
 
 import ktk.transformers
 from ktk import _core
 from ktk.transformers import decoder_layers, moe_blocks
 from ktk.transformers.decoder_layers import FastLayer, is_layer
 from ktk.transformers.moe_blocks import FastBlock, is_block
+from ktk.transformers.packed import packed_modules
 from ktk.transformers.swap import add_to_class
 
 BLOCKS = ("qwen3-moe", "mixtral", "olmoe")
@@ -59,7 +61,7 @@ def test_models_give_the_same_bits_with_and_without(
     assert have(model, FastLayer)
     assert bool(have(model, FastBlock)) == (name in BLOCKS)
     seen: list[Any] = []
-    for call in ("route_and_compute", "add_rms_norm"):
+    for call in ("layer_step", "route_and_compute", "add_rms_norm"):
         real = getattr(_core, call)
 
         def spy(*x: Any, call: str = call, real: Any = real) -> Any:
@@ -68,12 +70,13 @@ def test_models_give_the_same_bits_with_and_without(
 
         monkeypatch.setattr(_core, call, spy)
     mine = decode(model)
-    assert set(seen) == {"add_rms_norm"} | ({"route_and_compute"} if name in BLOCKS else set())
-    for kind in (FastBlock, FastLayer):
+    assert set(seen) == {"layer_step" if name in BLOCKS else "add_rms_norm"}
+    for kind, left in ((FastLayer, BLOCKS), (FastBlock, ())):
         model = without(model, kind)
-    seen.clear()
-    assert all(map(torch.equal, mine, decode(model)))
-    assert not seen
+        seen.clear()
+        assert all(map(torch.equal, mine, decode(model)))
+        assert ("route_and_compute" in seen) == (name in left)
+        assert "layer_step" not in seen
 
 
 @pytest.mark.parametrize("name", NEITHER)
@@ -148,6 +151,95 @@ def test_blocks_leave_other_calls_to_the_class(
     with torch.no_grad():
         assert block(x).shape == x.shape
     assert bool(seen) == what.startswith("hook")
+
+
+@pytest.mark.parametrize("where", ["self_attn", "self_attn.q_proj", "mlp", "mlp.experts"])
+def test_hooks_inside_a_layer_are_called(
+    where: str, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = copy.deepcopy(model.model.layers[0])
+    monkeypatch.setattr(_core, "layer_step", lambda *_: pytest.fail("not for ktk"))
+    seen: list[Any] = []
+    layer.get_submodule(where).register_forward_hook(lambda *_: seen.append(1))
+    decode_layer(model, layer)
+    assert len(seen) == 2
+
+
+def decode_layer(model: Any, layer: Any, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Return what a layer makes of a token behind another."""
+    x = torch.randn(2, 1, 1, tiny.H, generator=torch.Generator().manual_seed(0)).to(dtype)
+    cache = DynamicCache()
+    with torch.no_grad():
+        for at, row in enumerate(x):
+            turn = model.model.rotary_emb(row, torch.tensor([[at]]))
+            found: torch.Tensor = layer(
+                row, position_embeddings=turn, attention_mask=None, past_key_values=cache
+            )
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_layer_has_the_bits_of_its_parts(
+    dtype: torch.dtype, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = copy.deepcopy(model.model.layers[1]).to(dtype)
+    layer.self_attn.layer_idx = 0
+    model = copy.deepcopy(model)
+    real, seen = _core.layer_step, []
+
+    def spy(*given: Any) -> None:
+        seen.append(1)
+        real(*given)
+
+    monkeypatch.setattr(_core, "layer_step", spy)
+    whole = decode_layer(model, layer, dtype)
+    assert seen == [1]  # with the first token there is no cache yet
+    assert whole.dtype == dtype
+    monkeypatch.setattr(decoder_layers, "_compute_whole", lambda *_: None)
+    assert torch.equal(whole, decode_layer(model, layer, dtype))
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"x": torch.zeros(2, tiny.H)}, "x must be one row"),
+        ({"before": torch.zeros(tiny.H - 1)}, "before"),
+        ({"out": torch.zeros(1, tiny.H, dtype=torch.float16)}, "dtype of x"),
+        ({"position": 4}, "keys has no row 4"),
+        ({"weight": torch.zeros(4, 8)}, "weight"),
+        ({"top_k": 0}, "top_k must be between 1 and 4"),
+    ],
+)
+def test_a_layer_refuses_what_does_not_fit(change: dict[str, Any], what: str, model: Any) -> None:
+    layer = model.model.layers[0]
+    step = layer.self_attn.ktk_step
+    shared, depth = step.shape
+    arguments: dict[str, Any] = {
+        "attention": step.core,
+        "experts": packed_modules(model)["model.layers.0.mlp.experts"].moe._core,
+        "x": torch.zeros(1, tiny.H),
+        "before": torch.ones(tiny.H),
+        "before_kind": (1e-6, 0.0, True),
+        "cosine": torch.ones(depth),
+        "sine": torch.ones(depth),
+        "q_norm": torch.ones(depth),
+        "k_norm": torch.ones(depth),
+        "keys": torch.zeros(1, shared, 4, depth),
+        "values": torch.zeros(1, shared, 4, depth),
+        "position": 0,
+        "between": torch.ones(tiny.H),
+        "between_kind": (1e-6, 0.0, True),
+        "weight": torch.zeros(4, tiny.H),
+        "bias": None,
+        "top_k": 2,
+        "chosen_only": True,
+        "scores_in_f32": False,
+        "out": torch.zeros(1, tiny.H),
+    }
+    _core.layer_step(**arguments)
+    with pytest.raises((ValueError, TypeError), match=what):
+        _core.layer_step(**{**arguments, **change})
 
 
 def test_router_logits_can_still_be_had(model: Any) -> None:

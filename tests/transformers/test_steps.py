@@ -49,15 +49,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Positions that ktk computes."""
     seen: list[int] = []
-    real = steps.Step._compute
+    real = steps.Call.arguments
 
-    def spy(
-        self: Any, x: Any, turn: Any, norms: Any, room: Any, *rest: Any, **options: Any
-    ) -> None:
-        seen.append(room.filled)
-        real(self, x, turn, norms, room, *rest, **options)
+    def spy(self: steps.Call) -> tuple[Any, ...]:
+        seen.append(self.room.filled)
+        return real(self)
 
-    monkeypatch.setattr(steps.Step, "_compute", spy)
+    monkeypatch.setattr(steps.Call, "arguments", spy)
     return seen
 
 
@@ -220,7 +218,7 @@ def test_other_calls_are_left_to_transformers(
     what: str, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = copy.deepcopy(model)
-    monkeypatch.setattr(steps.Step, "_compute", lambda *_, **__: pytest.fail("not for ktk"))
+    monkeypatch.setattr(steps.Call, "arguments", lambda *_, **__: pytest.fail("not for ktk"))
     ids = tiny.tokens(rows=2 if what == "batch" else 1, length=5)
     mask = torch.ones_like(ids)
     cache: Any = None
