@@ -177,7 +177,7 @@ struct Dot : Ymm {
     return dot(set1_int(kBegin), x, set1_byte(1));
   }
 #else
-  // vpmaddubsw takes unsigned weights: the sign of a weight goes to the activation, and two
+  // vpmaddubsw takes unsigned weights. The sign of a signed one goes to the activation, and two
   // products of 128 * 127 at most fit into a word.
   static constexpr int kWeightOffset = 0;
 
@@ -189,20 +189,16 @@ struct Dot : Ymm {
   static Int mask_bytes(Int x) {
     return bit_and(x, set1_byte(kMask));
   }
+  // Read from memory: sixteen registers are few.
   alignas(32) static constexpr int16_t kOnes[16] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-  [[gnu::always_inline]] static Int dot(Int acc, Int weight, Int act) {
-    const Int pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weight), _mm256_sign_epi8(act, weight));
-    // acc + sums of two, but gcc 12 moves and spills accumulators that it may put elsewhere. Ones
-    // are read from memory: sixteen registers are few.
-    Int sum;
-    asm("vpmaddwd %2, %1, %0" : "=x"(sum) : "x"(pairs), "m"(kOnes));
-    asm("vpaddd %1, %0, %0" : "+x"(acc) : "x"(sum));
-    return acc;
-  }
-  // The parts of a product with unsigned weights, for sums of words (word_tile.h); asm for the
-  // same reasons.
+  // The parts of a product, for sums of words (word_tile.h). asm, because gcc 12 moves and spills
+  // accumulators that it may put elsewhere.
   static Int multiply_unsigned(Int weight, Int act) { return _mm256_maddubs_epi16(weight, act); }
+  static Int size_of_bytes(Int x) { return _mm256_abs_epi8(x); }  // of signed ones, up to 128
+  static Int multiply_signed(Int size, Int weight, Int act) {
+    return multiply_unsigned(size, _mm256_sign_epi8(act, weight));
+  }
   static Int multiply_words(Int a, Int b) { return _mm256_madd_epi16(a, b); }  // and adds pairs
   [[gnu::always_inline]] static Int add_pairs(Int words) {
     Int sum;

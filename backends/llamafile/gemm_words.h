@@ -1,5 +1,5 @@
-// Products with sums of words (word_tile.h): tiles of two rows decode codes as they read them; from
-// five rows on, codes are decoded once.
+// Products with sums of words (word_tile.h): tiles of few rows decode codes as they read them; for
+// more rows codes are decoded once.
 #pragma once
 
 #include "llamafile/kernel.h"
@@ -8,51 +8,58 @@
 namespace ktk::llamafile {
 namespace {
 
-// Rows of a tile: with two registers of n, the words and t of three are in registers.
+// Rows of a tile: with two registers of n, the words and t of three are in registers, and the sums
+// of four where weights are signed.
 #if defined(__SANITIZE_ADDRESS__)
-constexpr size_t kWordRows = 1, kFewWordRows = 1;
+constexpr size_t kWordRows = 1, kSignedRows = 1, kFewWordRows = 1;
 #else
-constexpr size_t kWordRows = 3, kFewWordRows = 2;
+constexpr size_t kWordRows = 3, kSignedRows = 4, kFewWordRows = 2;
 #endif
-// Up to two tiles decode what they read: decoding to scratch takes as long as two rows or more.
+// Of a tile that decodes what it reads.
+template <Kind kKind, int kWordSteps>
+constexpr size_t read_rows =
+    kWordSteps == 0 && !defers_d(kKind.scaling) ? kSignedRows : kFewWordRows;
+// Up to two tiles do so: decoding to scratch takes as long as two rows or more.
 constexpr size_t kReadRows = 2 * kFewWordRows;
 
-// Scales of a super-block in either form.
-template <Kind kKind, int kWordSteps>
-inline void load_all_scales(const BlockType& type, const Header& at, const uint8_t* super_block,
-                            size_t sub_blocks, int offset, int32_t* scales) {
-  if constexpr (defers_d(kKind.scaling)) {
-    load_word_scales(super_block + at.sub, sub_blocks, offset, scales);
+// Scales of a super-block in either form, by code for the header of a type: without branches.
+template <size_t kType>
+void load_all_scales(const Header& at, const uint8_t* super_block, size_t sub_blocks,
+                     int32_t* scales) {
+  constexpr BlockType kOf = kTypes[kType];
+  if constexpr (defers_d(scaling_of(kOf))) {
+    load_word_scales(super_block + at.sub, sub_blocks, table_offset(kOf), scales);
   } else {
     float* const to = reinterpret_cast<float*>(scales);
-    constexpr size_t kHeader = common_header<kKind, kWordSteps>();
-    if constexpr (kHeader < kNumTypes) {  // without branches
-      constexpr BlockType kLike = kTypes[kHeader];
-      if (sub_blocks == kSubBlocks) {
-        load_scales(kLike, header(kLike, kSubBlocks), super_block, kSubBlocks, to);
-      } else {
-        load_scales(kLike, at, super_block, sub_blocks, to);
-      }
+    if (sub_blocks == kSubBlocks) {
+      load_scales(kOf, header(kOf, kSubBlocks), super_block, kSubBlocks, to);
     } else {
-      load_scales(type, at, super_block, sub_blocks, to);
+      load_scales(kOf, at, super_block, sub_blocks, to);
     }
   }
+}
+using LoadScales = void(const Header&, const uint8_t* super_block, size_t sub_blocks,
+                        int32_t* scales);
+inline LoadScales* scale_loader(const BlockType& type) {
+  static constexpr auto kLoad = type_table([]<size_t kType> { return &load_all_scales<kType>; });
+  return kLoad[type];
 }
 
 // Tiles that decode codes as they read them.
 template <Kind kKind, int kWordSteps>
 class GemmFewWords : public KernelBase {
   static constexpr Scaling kScaling = kKind.scaling;
-  using TileOf = WordTile<kKind, kWordSteps>;
+  using TileOf = WordTile<kKind, kWordSteps, false>;
 
  public:
-  static constexpr size_t kMr = kFewWordRows;
+  static constexpr size_t kMr = read_rows<kKind, kWordSteps>;
   static constexpr size_t kLineProducts = line_products(kKind.bits);
   static constexpr size_t kRunSlabs = 1;
 
   explicit GemmFewWords(const ktk_matmul* mm)
       : KernelBase(mm),
-        offset_(-entries_of(type()).least),
+        load_scales_(scale_loader(type())),
+        offset_(table_offset(type())),
         table_(type(), offset_),
         dst_stride_(mm->dst_stride),
         rows_(mm->m) {}
@@ -63,7 +70,7 @@ class GemmFewWords : public KernelBase {
     const size_t count = sub_blocks(run.begin, run.end);
     const Header& at = layout_.header_of(count);
     const uint8_t* const super_block = this->super_block(run, run.begin);
-    load_all_scales<kKind, kWordSteps>(type(), at, super_block, count, offset_, scales_);
+    load_scales_(at, super_block, count, scales_);
     if constexpr (kKind.has_shifts) {
       write_shifts<kKind>(Shifts(table_, super_block, at), count, shifts_);
     }
@@ -102,6 +109,7 @@ class GemmFewWords : public KernelBase {
   static constexpr auto kTiles =
       row_table<kMr>([]<size_t kRows> { return &TileOf::template add<kRows>; });
 
+  LoadScales* const load_scales_;
   const int offset_;
   const CodeTable table_;
   const size_t dst_stride_, rows_;
@@ -111,28 +119,34 @@ class GemmFewWords : public KernelBase {
 
 // More rows: tiles of them multiply operands that were written before.
 //
-//   scratch   | operands of up to four super-blocks | their scales | deferred d |
+//   scratch   | operands of up to four super-blocks, two if signed | their scales | deferred d |
 //
 // Reading operands from L2 costs tiles less than beginning more often, with rows of dst and act.
-constexpr size_t kWordSlabs = 4;
-constexpr size_t kWordOperands = kWordSlabs * kSubBlocks * kOperandBytes;
 constexpr size_t kWordDwords = kWordSlabs * kSubBlocks * kMostScales;
 constexpr size_t kWordScratch = kWordOperands + (kWordDwords + kWordSlabs * kNr) * sizeof(int32_t);
+
+inline void write_sizes(uint8_t* operands, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += sizeof(Dot::Int)) {
+    Dot::store_bytes(operands + kSizesAt + at, Dot::size_of_bytes(Dot::load_bytes(operands + at)));
+  }
+}
 
 template <Kind kKind, int kWordSteps>
 class GemmWords : public KernelBase {
   static constexpr Scaling kScaling = kKind.scaling;
-  using TileOf = WordTile<Kind{8, kScaling, false, false}, kWordSteps>;
+  static constexpr bool kSigned = kWordSteps == 0;
+  using TileOf = WordTile<Kind{8, kScaling, false, false}, kWordSteps, true>;
 
  public:
-  static constexpr size_t kMr = kWordRows;
+  static constexpr size_t kMr = kSigned ? kSignedRows : kWordRows;
   static constexpr size_t kLineProducts = line_products(kKind.bits);
-  static constexpr size_t kRunSlabs = kWordSlabs;
+  static constexpr size_t kRunSlabs = kSigned ? kWordSlabs / 2 : kWordSlabs;
   static constexpr bool kFetchesNextRun = true;
 
   explicit GemmWords(const ktk_matmul* mm)
       : KernelBase(mm),
-        offset_(-entries_of(type()).least),
+        load_scales_(scale_loader(type())),
+        offset_(table_offset(type())),
         table_(type(), offset_),
         dst_stride_(mm->dst_stride),
         rows_(mm->m),
@@ -145,13 +159,14 @@ class GemmWords : public KernelBase {
   void prepare_run(const Run& run) {
     for_each_super_block(run, [&](const uint8_t* super_block, size_t count, size_t done) {
       const Header& at = layout_.header_of(count);
-      load_all_scales<kKind, kWordSteps>(type(), at, super_block, count, offset_,
-                                         scales_ + done * kDwords);
+      load_scales_(at, super_block, count, scales_ + done * kDwords);
       if constexpr (defers_d(kScaling)) {
         load_deferred_ds(type(), super_block, d_ + done / kSubBlocks * kNr);
       }
-      write_operands<kKind, 0, are_words<kKind>>(table_, super_block, at, count,
-                                                 operands_ + done * kOperandBytes);
+      uint8_t* const operands = operands_ + done * kOperandBytes;
+      write_operands<kKind, 0, are_words<kKind, kWordSteps>>(table_, super_block, at, count,
+                                                             operands);
+      if constexpr (kSigned) write_sizes(operands, count * kOperandBytes);
     });
   }
 
@@ -192,6 +207,7 @@ class GemmWords : public KernelBase {
   static constexpr auto kTiles =
       row_table<kMr>([]<size_t kRows> { return &TileOf::template add<kRows>; });
 
+  LoadScales* const load_scales_;
   const int offset_;
   const CodeTable table_;
   const size_t dst_stride_, rows_;

@@ -1,20 +1,27 @@
-// Plain AVX2. Types whose operands are small sum products as words; the others have signed weights.
+// Plain AVX2: products of bytes are summed as words, as far as these hold them.
 #include "llamafile/by_element.h"
 #include "llamafile/floats/blocks_kernel.h"
-#include "llamafile/gemm.h"
 #include "llamafile/gemm_words.h"
 
 namespace ktk::llamafile {
 namespace {
 
+// For more than kReadRows rows.
+template <Kind kKind, int kWordSteps>
+void multiply_many(const ktk_matmul* mm) {
+  constexpr size_t kRead = 2 * read_rows<kKind, kWordSteps>;
+  if constexpr (kRead > kReadRows) {
+    if (mm->m <= kRead) return gemm<GemmFewWords<kKind, kWordSteps>>(mm);
+  }
+  gemm<GemmWords<kKind, kWordSteps>>(mm);
+}
+
 template <size_t kType, bool kDecoded>
 constexpr RunProduct* product() {
   constexpr Kind kKind = kind_of(kTypes[kType]);
   constexpr int kWordSteps = word_steps(kTypes[kType]);
-  if constexpr (kWordSteps == 0) {
-    return gemm<Gemm<kKind>>;
-  } else if constexpr (kDecoded) {
-    return gemm<GemmWords<kKind, kWordSteps>>;
+  if constexpr (kDecoded) {
+    return multiply_many<kKind, kWordSteps>;
   } else {
     return gemm<GemmFewWords<kKind, kWordSteps>>;
   }

@@ -1,10 +1,14 @@
-// A tile of the product with plain AVX2 for types whose operands are small. vpmaddubsw multiplies
-// unsigned weights by activations to words, of two products each, and words of a few steps are
-// added before they are widened: little more than two instructions for 32 products, where signed
-// weights (gemm_tile.h) take four or five.
+// A tile of the product with plain AVX2. vpmaddubsw multiplies unsigned weights by activations to
+// words, of two products each.
 //
-// Sums are then too large by -(the least entry) * (sum of the act codes), and start that much below
-// zero. Where d is deferred, vpmaddwd widens words with (sub, sub), so that all of a span of two
+//   small operands   table[code] - (the least entry). Words of a few steps are added before they
+//                    are widened: little more than two instructions for 32 products. Sums are too
+//                    large by -(the least entry) * (sum of the act codes), and start that much
+//                    below zero.
+//   larger ones      sizes of table[code], whose signs go to the activations: words of one step,
+//                    and four instructions
+//
+// Where d is deferred, vpmaddwd widens words with (sub, sub), so that all of a span of two
 // sub-blocks is one integer before it is rounded.
 //
 // A tile has 16 n: registers hold the words of three rows, and what two sub-blocks come to. It
@@ -17,6 +21,12 @@
 
 namespace ktk::llamafile {
 namespace {
+
+// Operands of as many super-blocks are written before tiles multiply them. Those of half as many if
+// they are signed: their sizes are so far behind them.
+constexpr size_t kWordSlabs = 4;
+constexpr size_t kWordOperands = kWordSlabs * kSubBlocks * kOperandBytes;
+constexpr size_t kSizesAt = kWordOperands / 2;
 
 struct WordOperands {
   const CodeTable* table;
@@ -56,8 +66,8 @@ inline void load_word_scales(const uint8_t* sub, size_t sub_blocks, int offset, 
   }
 }
 
-// `kKind` is that of what is read: with eight bits, operands that were written before.
-template <Kind kKind, int kWordSteps>
+// kDecoded: of operands that were written before.
+template <Kind kKind, int kStepsOrNone, bool kDecoded>
 class WordTile {
   using Int = Dot::Int;
   using Float = Dot::Float;
@@ -66,10 +76,13 @@ class WordTile {
   using E = Epilogue<kScaling>;
   static constexpr int kGroups = E::kGroups, kSpan = E::kSpan;
   static constexpr int kGroupSteps = static_cast<int>(kSteps) / kGroups;
+  static constexpr bool kSigned = kStepsOrNone == 0;
+  static constexpr int kWordSteps = kSigned ? 1 : kStepsOrNone;
   static_assert(kWordSteps <= kGroupSteps);
   static constexpr bool kDefers = defers_d(kScaling);
-  static constexpr bool kStarts = !E::kMins;
-  using Operands = Codes<kBits, kKind.has_table, 0, are_words<kKind>>;
+  static constexpr bool kStarts = !E::kMins && !kSigned;
+  using Operands = Codes<kBits, kKind.has_table, 0, are_words<kKind, kStepsOrNone>>;
+  static constexpr int kPlanes = kDecoded ? static_cast<int>(kSteps) : kBits;  // of a sub-block
 
  public:
   static constexpr size_t kScaleDwords = kDefers ? kWordScales : num_scales(kScaling);
@@ -87,10 +100,10 @@ class WordTile {
     for (size_t left = from.sub_blocks; left > 0; left -= kSpan) {
       Starts<kRows> starts;
       starts.set(act_groups, from.act_stride, from.offset);
-      if constexpr (kBits == 8) fetch.next_lines(kSpan * lines);
+      if constexpr (kDecoded) fetch.next_lines(kSpan * lines);
 #pragma GCC unroll 1
       for (size_t n = 0; n < kNr; n += kTileNr) {
-        if constexpr (kBits != 8) {
+        if constexpr (!kDecoded) {
 #pragma GCC unroll 16
           for (int i = 0; i < kSpan * kBits; ++i) fetch.next_unseen();  // a line each
         }
@@ -98,7 +111,7 @@ class WordTile {
                         act_groups, dst + n, dst_stride);
       }
       act.advance(kSpan * kSubBlock);
-      codes += kSpan * kBits * kPlaneBytes;
+      codes += kSpan * kPlanes * kPlaneBytes;
       act_groups += kSpan * sizeof(ActGroup);
       scales += kSpan * kScaleDwords;
       if constexpr (kKind.has_shifts) shifts += kSpan * shift_bytes(kScaling);
@@ -186,43 +199,41 @@ class WordTile {
                                               const char* act_groups, float* dst,
                                               size_t dst_stride) {
     Sums<kRows> s;
+    Int ones = Dot::load_bytes(Dot::kOnes);
+    pin(ones);
     unroll<kSpan>([&]<size_t kOfSpan>() __attribute__((always_inline)) {
       const int32_t* const of_sub_block = scales + kOfSpan * kScaleDwords;
       Int words[kRows][kVectors], sums[kRows][kVectors];
       unroll<kSteps>([&]<size_t kStep>() __attribute__((always_inline)) {
         constexpr int kGroup = kStep / kGroupSteps, kOfGroup = kStep % kGroupSteps;
-        Int operand[kVectors];
+        Int operand[kVectors], size[kVectors];
 #pragma GCC unroll 2
         for (int v = 0; v < kVectors; ++v) {
-          const size_t at = kOfSpan * kBits * kPlaneBytes + v * sizeof(Int);
-          operand[v] = operands.template operand<kStep>(codes + at);
-          if constexpr (kKind.has_shifts) {
-            const size_t shift = kOfSpan * shift_bytes(kScaling) + kGroup * kPlaneBytes;
-            operand[v] = Dot::add_from(operand[v], shifts + shift + v * sizeof(Int));
+          const uint8_t* of_n = codes + kOfSpan * kPlanes * kPlaneBytes + v * sizeof(Int);
+          if constexpr (kDecoded) {
+            of_n += kStep * kPlaneBytes;
+            operand[v] = Dot::load_bytes(of_n);
+            if constexpr (kSigned) size[v] = Dot::load_bytes(of_n + kSizesAt);
+          } else {
+            operand[v] = operands.template operand<kStep>(of_n);
+            if constexpr (kKind.has_shifts) {
+              const size_t shift = kOfSpan * shift_bytes(kScaling) + kGroup * kPlaneBytes;
+              operand[v] = Dot::add_from(operand[v], shifts + shift + v * sizeof(Int));
+            }
+            if constexpr (kSigned) size[v] = Dot::size_of_bytes(operand[v]);
           }
           pin(operand[v]);
+          if constexpr (kSigned) pin(size[v]);
         }
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-          const Int four = Dot::broadcast_row<kOfSpan * kSubBlock + kKr * kStep>(
-              act.pointers[r / 3], act.stride, r % 3);
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) {
-            const Int products = Dot::multiply_unsigned(operand[v], four);
-            if constexpr (kStep % kWordSteps == 0) {
-              words[r][v] = products;
-              pin(words[r][v]);
-            } else {
-              Dot::add_words(words[r][v], products);
+        // Where words are of one step they are widened at once: none are kept.
+        constexpr bool kAtOnce = kWordSteps == 1;
+        Int sub[kVectors];
+        if constexpr (kDefers && kAtOnce && kDecoded) load(sub, of_sub_block + kGroup * kNr);
+        const auto widen = [&](int r, int v) __attribute__((always_inline)) {
+          if constexpr (kDefers) {
+            if constexpr (kAtOnce && !kDecoded) {  // decoding takes registers
+              sub[v] = Dot::load_bytes(of_sub_block + kGroup * kNr + v * Dot::kLanes);
             }
-          }
-        }
-        if constexpr (kBits == 8) keep_order();
-        if constexpr ((kStep + 1) % kWordSteps != 0) return;
-        if constexpr (kDefers) {
-          Int sub[kVectors];
-          load(sub, of_sub_block + kGroup * kNr);
-          for_each_sum<kRows>([&](int r, int v) __attribute__((always_inline)) {
             const Int sum = Dot::multiply_words(words[r][v], sub[v]);
             if constexpr (kOfSpan == 0 && kStep < kWordSteps) {
               s.whole[r][v] = sum;
@@ -230,17 +241,44 @@ class WordTile {
             } else {
               Dot::add_dwords(s.whole[r][v], sum);
             }
-          });
-          return;
-        }
-        for_each_sum<kRows>([&](int r, int v) __attribute__((always_inline)) {
-          const Int sum = Dot::add_pairs(words[r][v]);
-          if constexpr (kOfGroup < kWordSteps) {
-            sums[r][v] = sum;
           } else {
-            Dot::add_dwords(sums[r][v], sum);
+            const Int sum = kAtOnce && kDecoded ? Dot::multiply_words(words[r][v], ones)
+                                                : Dot::add_pairs(words[r][v]);
+            if constexpr (kOfGroup < kWordSteps) {
+              sums[r][v] = sum;
+            } else {
+              Dot::add_dwords(sums[r][v], sum);
+            }
           }
-        });
+        };
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) {
+          const Int four = Dot::broadcast_row<kOfSpan * kSubBlock + kKr * kStep>(
+              act.pointers[r / 3], act.stride, r % 3);
+#pragma GCC unroll 2
+          for (int v = 0; v < kVectors; ++v) {
+            Int products;
+            if constexpr (kSigned) {
+              products = Dot::multiply_signed(size[v], operand[v], four);
+            } else {
+              products = Dot::multiply_unsigned(operand[v], four);
+            }
+            if constexpr (kStep % kWordSteps == 0) {
+              words[r][v] = products;
+              pin(words[r][v]);
+            } else {
+              Dot::add_words(words[r][v], products);
+            }
+            if constexpr (kAtOnce) widen(r, v);
+          }
+          if constexpr (kSigned && kDecoded) keep_order();  // few registers are left for a row
+        }
+        if constexpr (kDecoded) keep_order();
+        if constexpr ((kStep + 1) % kWordSteps != 0) return;
+        if constexpr (!kAtOnce) {
+          if constexpr (kDefers) load(sub, of_sub_block + kGroup * kNr);
+          for_each_sum<kRows>(widen);
+        }
         if constexpr (!kDefers && kOfGroup + 1 == kGroupSteps) {
           Float scale[kVectors];
           if constexpr (E::kScalesFirst) load(scale, of_sub_block + kGroup * kNr);
@@ -261,7 +299,7 @@ class WordTile {
               });
         }
       });
-      if constexpr (kDefers) {
+      if constexpr (kDefers && kStarts) {
         Int both[kVectors];
         load(both, of_sub_block + 2 * kNr);
         for_each_sum<kRows>([&](int r, int v) __attribute__((always_inline)) {
