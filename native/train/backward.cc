@@ -9,7 +9,8 @@
 // A group is as many experts as matrices of them fit a part of the last cache. A task of the second
 // half owns columns of dx, to which experts add in their order, so that any number of workers gives
 // the same bits. With an adapter, matrices and rows are deeper by its rank (train/low_rank.h). Sums
-// over rows, which are gradients of factors and of weights, come beside.
+// over rows, which are gradients of factors and of weights, come beside, but for those of factors
+// that have the intermediate size (train/inner_sums.h).
 #include "train/backward.h"
 
 #include <algorithm>
@@ -21,6 +22,7 @@
 #include "moe/zero_experts.h"
 #include "ops/select.h"
 #include "train/gradients.h"
+#include "train/inner_sums.h"
 #include "train/low_rank.h"
 #include "train/plan.h"
 #include "train/workers.h"
@@ -50,13 +52,14 @@ class BackwardRun {
         ops_(ops()),
         slices_(weights.slices()),
         transposing_(variant, floats, most_columns(config, slices_, forward.lora)),
-        gradients_(config, request),
-        wants_gradients_(gradients_.wanted()),
+        inner_(config, request, weights),
+        gradients_(config, request, inner_),
         lora_(forward.lora
                   ? std::optional<BackwardLora>(std::in_place, *forward.lora, config, weights)
                   : std::nullopt),
-        plan_(config, weights, transposing_, lora(), wants_gradients_ ? gradients_.own_bytes() : 0,
-              weights.down_bias(0) != nullptr) {}
+        plan_(config, weights, transposing_, lora(),
+              {gradients_.wanted() ? gradients_.own_bytes() : 0, gradients_.of_weights(),
+               inner_.unit_bytes(), weights.down_bias(0) != nullptr}) {}
 
   size_t max_tokens() const {
     return plan_.max_tokens(forward_.choice.top_k, forward_.kept.data != nullptr);
@@ -128,13 +131,15 @@ class BackwardRun {
     Carver memory;
     for (size_t i = first; i < last; ++i) memory.add(plan_.expert.pieces);
     memory.guard(shared_ + plan_.matrices);
+    inner_.begin(route_, first, shared_ + plan_.units);
     const size_t pieces = plan_.pieces.size();
     each((last - first) * pieces, [&](size_t i, char* own) {
       pack(plan_.pieces[i % pieces], first + i / pieces, own + plan_.own.pack);
     });
 
     const size_t share = rows / (4 * static_cast<size_t>(engine_.pool.size())) + 1;
-    const size_t most = std::clamp(round_up(share, kLeastRows), kLeastRows, kMaxRows);
+    const size_t step = inner_.wanted() ? InnerSums::kRows : kLeastRows;
+    const size_t most = std::clamp(round_up(share, step), step, kMaxRows);
     std::vector<RowBlock> tasks;
     for (const RowBlock& block : row_blocks(route_, most)) {
       if (block.active >= first && block.active < last) tasks.push_back(block);
@@ -143,7 +148,7 @@ class BackwardRun {
 
     const std::vector<DownTask>& columns = plan_.columns;
     gradients_.cut(route_, first, last, gradient_tasks_);
-    const size_t sums = wants_gradients_ ? gradient_tasks_.size() : 0;
+    const size_t sums = gradients_.wanted() ? gradient_tasks_.size() : 0;
     each(sums + columns.size(), [&](size_t i, char* own) {
       if (i < columns.size()) return columns_of(columns[i], last, own);
       gradients_.run(gradient_tasks_[i - columns.size()], route_, begin_, gradient_rows(),
@@ -241,6 +246,18 @@ class BackwardRun {
     transposing_.encode(matrix, m, tail, matrix.matrix.k, q, stride, acts);
   }
 
+  // Rows of low rank that do not come from h.
+  void load_low_rank(const RowBlock& task) const {
+    lora_->weigh(task, route_);
+    for (size_t row = task.first; row < task.first + task.count; ++row) {
+      for (const auto part : lora_->gate_up()) {
+        const size_t which = part == LoraRows::kUp;
+        lora_->load(part, row, kept_.at(kept_place(which, row), config_.intermediate),
+                    route_.input_weight(row));
+      }
+    }
+  }
+
   // Gradients of the products of gate and up for rows of one expert, and of the routing weights.
   void rows_of(const RowBlock& task, char* own) const {
     const Route::Active active = route_.active[task.active];
@@ -260,6 +277,7 @@ class BackwardRun {
     if (lora_) {
       lora_->clear_down(task);
       add_q(task, plan_.b_down, plan_.down[0], plan_.down_tail, gather, own);
+      load_low_rank(task);
     }
     for (size_t s = 0; s < slices_.size(); ++s) {
       const Slice& slice = slices_[s];
@@ -283,8 +301,12 @@ class BackwardRun {
           load(part, task, column, columns, dh);  // which nobody reads any more
           add_dots(m, columns, panel(part, own), dh, input_dots);
         }
-        if (wants_gradients_) keep(task, column, columns, own);
-        if (lora_) lora_->reduce_down(task, column, column + columns, h, stride, low_rank);
+        if (gradients_.of_weights(expert)) keep(task, column, columns, own);
+        if (lora_) {
+          inner_.add(task, column, column + columns, {gate, up, h, stride}, lora_->forward(),
+                     lora_->backward());
+          lora_->reduce_down(task, column, column + columns, h, stride, low_rank);
+        }
         for (size_t part = first_part(); part < 2; ++part) {
           const size_t from = plan_.depth[part][s] + n;
           const size_t to = std::min(from + Transposing::pad_depth(columns), gate_up.matrix.k);
@@ -298,12 +320,6 @@ class BackwardRun {
     }
     if (lora_) {
       add_q(task, plan_.b_gate_up, gate_up, plan_.gate_up_tail, dz(first), own);
-      for (size_t row = first; row < first + m; ++row) {
-        for (const auto part : lora_->gate_up()) {
-          const size_t which = part == LoraRows::kUp;
-          lora_->load(part, row, kept_.at(kept_place(which, row), config_.intermediate));
-        }
-      }
       lora_->finish(task, route_);
     }
     if (const float* const bias = weights_.down_bias(expert)) {
@@ -397,8 +413,8 @@ class BackwardRun {
   const ktk_ops& ops_;
   const std::vector<Slice>& slices_;
   Transposing transposing_;
+  InnerSums inner_;
   Gradients gradients_;
-  const bool wants_gradients_;
   std::optional<BackwardLora> lora_;
   BackwardPlan plan_;
 

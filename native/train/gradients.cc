@@ -45,12 +45,15 @@ float* moved(float* base, size_t by) { return base ? base + by : nullptr; }
 
 }  // namespace
 
-bool Gradients::wanted() const {
+bool Gradients::of_factors() const {
   const LoraGradients& l = request_.lora;
+  return l.a.gate || l.a.up || l.a.down || l.b.gate || l.b.up || l.b.down;
+}
+
+bool Gradients::of_weights() const {
   const WeightGradients& w = request_.weights;
-  return l.a.gate || l.a.up || l.a.down || l.b.gate || l.b.up || l.b.down ||
-         (w.count && (w.weight.gate || w.weight.up || w.weight.down || w.bias.gate || w.bias.up ||
-                      w.bias.down));
+  return w.count &&
+         (w.weight.gate || w.weight.up || w.weight.down || w.bias.gate || w.bias.up || w.bias.down);
 }
 
 size_t Gradients::rank() const {
@@ -63,15 +66,15 @@ size_t Gradients::own_bytes() const {
   return product(sum(product(kRows, kStride), product(2, sums)), sizeof(float));
 }
 
-bool Gradients::has_weights(size_t expert) const {
+bool Gradients::of_weights(size_t expert) const {
   const WeightGradients& w = request_.weights;
-  return expert >= w.first && expert - w.first < w.count;
+  return of_weights() && expert >= w.first && expert - w.first < w.count;
 }
 
 void Gradients::cut(const Route& route, size_t first, size_t last, std::vector<Task>& tasks) const {
   tasks.clear();
   for (size_t i = first; i < last; ++i) {
-    if (!request_.forward.lora && !has_weights(route.active[i].expert)) continue;
+    if (!request_.forward.lora && !of_weights(route.active[i].expert)) continue;
     const auto active = static_cast<uint32_t>(i);
     for (size_t at = 0; at < config_.hidden; at += kColumns) {
       const auto begin = static_cast<uint32_t>(at);
@@ -122,7 +125,7 @@ void Gradients::of_hidden(const Task& task, const Route& route, size_t begin,
       gate.add(m, q->row(LoraRows::kGate, first), q->width(), own.rows, kStride);
       up.add(m, q->row(LoraRows::kUp, first), q->width(), own.rows, kStride);
     }
-    if (!has_weights(active.expert)) continue;
+    if (!of_weights(active.expert)) continue;
     const size_t weight = (active.expert - w.first) * i * h + task.begin;
     const size_t before = first * rows.stride;
     add_product(i, columns, m, rows.gate + before, rows.stride, own.rows, kStride,
@@ -148,7 +151,7 @@ void Gradients::of_output(const Task& task, const Route& route, size_t begin,
     if (const LoraRows* const p = rows.forward) {
       factor.add(m, p->row(LoraRows::kDown, first), p->width(), own.rows, kStride);
     }
-    if (!has_weights(active.expert)) continue;
+    if (!of_weights(active.expert)) continue;
     for (size_t row = 0; row < m; ++row) {
       ops().scale(route.weights[first + row], 1, columns, own.rows + row * kStride, columns);
     }
@@ -165,34 +168,8 @@ void Gradients::within(const Task& task, const Route& route, const GradientRows&
                        const Memory& own) const {
   const Route::Active active = route.active[task.active];
   const size_t i = config_.intermediate, columns = task.end - task.begin;
-  // Of [row][I], a column at a time would be waited for: rows of it are fetched, and multiplied.
-  const auto add = [&](const FactorSums& factor, const LoraRows& low, LoraRows::Part part,
-                       const float* from) {
-    for (size_t done = 0; done < active.count; done += kRows) {
-      const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
-      for (size_t row = 0; row < m; ++row) {
-        std::copy_n(from + (first + row) * rows.stride + task.begin, columns,
-                    own.rows + row * kStride);
-      }
-      factor.add(m, low.row(part, first), low.width(), own.rows, kStride);
-    }
-    factor.finish();
-  };
-  const LoraGradients& lora = request_.lora;
-  const size_t of_b = (active.expert * i + task.begin) * rank();
-  if (lora.b.gate) {
-    add(FactorSums::of_b(lora.b.gate + of_b, columns, rank(), own.sums), *rows.forward,
-        LoraRows::kGate, rows.gate);
-  }
-  if (lora.b.up) {
-    add(FactorSums::of_b(lora.b.up + of_b, columns, rank(), own.sums), *rows.forward, LoraRows::kUp,
-        rows.up);
-  }
-  if (lora.a.down) {
-    float* const a = lora.a.down + active.expert * rank() * i + task.begin;
-    add(FactorSums::of_a(a, columns, rank(), i, own.sums), *rows.backward, LoraRows::kDown, rows.h);
-  }
-  if (!has_weights(active.expert)) return;
+  inner_.finish(task.active, task.begin, task.end, own.sums);
+  if (!of_weights(active.expert)) return;
   const WeightGradients& w = request_.weights;
   const size_t at = (active.expert - w.first) * i + task.begin;
   const size_t from = active.first * rows.stride + task.begin;

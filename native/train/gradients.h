@@ -6,13 +6,14 @@
 
 #include "moe/lora_rows.h"
 #include "train/backward.h"
+#include "train/inner_sums.h"
 
 namespace ktk {
 
 // What the rows of a group leave for sums over them. Pointers are to row 0 of the route.
 struct GradientRows {
-  // Gradients of the products of gate and up, and the activations between, rows of I that are
-  // `stride` floats apart.
+  // For gradients of weights: gradients of the products of gate and up, and the activations
+  // between, rows of I that are `stride` floats apart.
   const float *gate = nullptr, *up = nullptr, *h = nullptr;
   size_t stride = 0;
   // x A^T and dy B, times the adapter's scale; those of down times the routing weights, too.
@@ -26,11 +27,13 @@ class Gradients {
   // them stay in L2, beside sums.
   static constexpr size_t kRows = 64, kColumns = 512;
 
-  Gradients(const Config& config, const BackwardRequest& request)
-      : config_(config), request_(request) {}
+  Gradients(const Config& config, const BackwardRequest& request, const InnerSums& inner)
+      : config_(config), request_(request), inner_(inner) {}
 
-  // Whether there are any.
-  bool wanted() const;
+  // Whether there are any, and any of weights; those of one expert.
+  bool wanted() const { return of_factors() || of_weights(); }
+  bool of_weights() const;
+  bool of_weights(size_t expert) const;
   // Memory that run() wants.
   size_t own_bytes() const;
 
@@ -51,7 +54,7 @@ class Gradients {
     float *rows, *sums;
   };
   size_t rank() const;
-  bool has_weights(size_t expert) const;
+  bool of_factors() const;
   void of_hidden(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
                  const Memory& own) const;
   void of_output(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
@@ -61,6 +64,7 @@ class Gradients {
 
   const Config& config_;
   const BackwardRequest& request_;
+  const InnerSums& inner_;
 };
 
 }  // namespace ktk

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "ops/select.h"
-
 namespace ktk {
 
 BackwardLora::BackwardLora(const Lora& lora, const Config& config, const Weights& weights)
@@ -63,18 +61,17 @@ void BackwardLora::keep(LoraRows::Part part, const RowBlock& block, float* produ
   }
 }
 
-void BackwardLora::finish(const RowBlock& block, const Route& route) const {
+void BackwardLora::weigh(const RowBlock& block, const Route& route) const {
   const size_t rank = adapter_.rank;
   for (size_t r = block.first; r < block.first + block.count; ++r) {
     for (const auto part : down_) {
       ops().scale(route.weights[r], 1, rank, backward_.row(part, r), rank);
     }
-    for (const auto part : gate_up_) {
-      if (route.weighs_input()) {
-        ops().scale(route.input_weight(r), 1, rank, forward_.row(part, r), rank);
-      }
-    }
   }
+}
+
+void BackwardLora::finish(const RowBlock& block, const Route& route) const {
+  const size_t rank = adapter_.rank;
   forward_.finish_down(block);
   for (size_t r = block.first; r < block.first + block.count; ++r) {
     for (const auto part : down_) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "moe/lora_rows.h"
+#include "ops/select.h"
 #include "train/transposed.h"
 
 namespace ktk {
@@ -53,12 +54,15 @@ class BackwardLora {
   void keep(LoraRows::Part part, const RowBlock& block, float* product, float* q,
             size_t stride) const;
 
-  // x A^T of gate or up for a row, as the forward pass left it.
-  void load(LoraRows::Part part, size_t row, const char* kept) const {
+  // x A^T of gate or up for a row, as the forward pass left it, times the route's factor of input.
+  void load(LoraRows::Part part, size_t row, const char* kept, float factor) const {
     std::memcpy(forward_.row(part, row), kept, adapter_.rank * sizeof(float));
+    if (factor != 1) ops().scale(factor, 1, adapter_.rank, forward_.row(part, row), adapter_.rank);
   }
+  // Multiplies q of down, as far as it was kept, by the routing weights.
+  void weigh(const RowBlock& block, const Route& route) const;
   // h A^T of down for a block of rows: clear_down(), then columns [begin, end) of h one behind the
-  // other, then finish(), which scales what was kept.
+  // other, then finish().
   void clear_down(const RowBlock& block) const { forward_.clear_down(block); }
   void reduce_down(const RowBlock& block, size_t begin, size_t end, const float* h, size_t stride,
                    char* own) const {

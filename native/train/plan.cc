@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/size.h"
+#include "train/inner_sums.h"
 
 namespace ktk {
 namespace {
@@ -23,14 +24,13 @@ constexpr size_t kChunkBytes = size_t{256} << 20;
 
 BackwardPlan::BackwardPlan(const Config& config, const Weights& weights,
                            const Transposing& transposing, const BackwardLora* lora,
-                           size_t gradient_bytes, bool keeps_dy)
+                           const Sums& sums)
     : config_(config),
       slices_(weights.slices()),
       transposing_(transposing),
       lora_width_(lora ? lora->width() : 0),
-      gradient_bytes_(gradient_bytes),
       lora_own_(lora ? lora->own() : Carver()),
-      keeps_dy_(keeps_dy) {
+      sums_(sums) {
   row_stride = odd_stride(config.intermediate);
   make_matrices(lora);
   cut_pieces(lora != nullptr);
@@ -103,17 +103,19 @@ BackwardPlan::Most BackwardPlan::cut_groups(const Route& route, int workers) {
   const size_t group_bytes =
       std::max(kGroupBytes, kGroupBytesPerWorker * static_cast<size_t>(workers));
   const size_t row_bytes =
-      sum(gate_up.act_bytes, gradient_bytes_ ? product(3, row_stride, sizeof(float)) : 0);
+      sum(gate_up.act_bytes, sums_.keeps_rows ? product(3, row_stride, sizeof(float)) : 0);
   groups.clear();
   Most most;
   for (size_t i = 0, bytes = 0, in_group = 0; i < route.active.size(); ++i) {
-    const size_t more = sum(expert.pieces.size(), product(route.active[i].count, row_bytes));
+    const size_t count = route.active[i].count;
+    const size_t sums = product(InnerSums::units(count, 1), sums_.unit_bytes);
+    const size_t more = sum(expert.pieces.size(), sum(product(count, row_bytes), sums));
     if (groups.empty() || sum(bytes, more) > group_bytes) {
       groups.push_back(i);
       bytes = in_group = 0;
     }
     bytes += more;
-    in_group += route.active[i].count;
+    in_group += count;
     most.rows = std::max(most.rows, in_group);
     most.experts = std::max(most.experts, i + 1 - groups.back());
   }
@@ -134,8 +136,9 @@ void BackwardPlan::make(const Route& route, size_t begin, size_t end, int worker
   dy = shared.add(tokens, down[0].act_bytes);
   dz = shared.add(most.rows + padding, gate_up.act_bytes);
   for (size_t& at : rows) {
-    at = shared.add(gradient_bytes_ ? most.rows : 0, product(row_stride, sizeof(float)));
+    at = shared.add(sums_.keeps_rows ? most.rows : 0, product(row_stride, sizeof(float)));
   }
+  units = shared.add(InnerSums::units(most.rows, most.experts), sums_.unit_bytes);
   matrices = shared.add(most.experts, expert.pieces.size());
   if (lora) lora->place(route, begin, shared);
   place_own();
@@ -167,8 +170,8 @@ void BackwardPlan::place_own() {
   for (size_t& at : own.panels) at = carver.add(most_rows, product(panel_stride, sizeof(float)));
   own.sums = carver.add(most_rows, product(sum_stride, sizeof(float)));
   own.gather = carver.add(most_rows, down[0].act_bytes);
-  own.dy = carver.add(keeps_dy_ ? most_rows : 0, product(config_.hidden, sizeof(float)));
-  own.gradients = carver.add(gradient_bytes_);
+  own.dy = carver.add(sums_.keeps_dy ? most_rows : 0, product(config_.hidden, sizeof(float)));
+  own.gradients = carver.add(sums_.own_bytes);
   own.scratch = carver.add(scratch);
   own.pack = carver.add(transposing_.own());
   own.pieces = std::move(carver);

@@ -60,6 +60,7 @@ struct BackwardPlan {
   size_t dy = 0;        // tokens, encoded for down
   size_t dz = 0;        // rows, encoded for gate_up
   size_t rows[3] = {};  // f32 [rows][row_stride]: gradients of gate and of up, h
+  size_t units = 0;     // of InnerSums
   size_t row_stride = 0;
   Carver shared;
 
@@ -78,10 +79,16 @@ struct BackwardPlan {
     Carver pieces;
   } own{};
 
-  // `lora` may be NULL. `keeps_rows`: f32 rows are kept for sums over them; `keeps_dy`: gradients
-  // of the output are wanted as f32, too.
+  // What gradients of factors and weights want.
+  struct Sums {
+    size_t own_bytes;   // of Gradients
+    bool keeps_rows;    // f32 rows are kept for sums over them
+    size_t unit_bytes;  // of InnerSums
+    bool keeps_dy;      // gradients of the output are wanted as f32, too
+  };
+  // `lora` may be NULL.
   BackwardPlan(const Config& config, const Weights& weights, const Transposing& transposing,
-               const BackwardLora* lora, size_t gradient_bytes, bool keeps_dy);
+               const BackwardLora* lora, const Sums& sums);
 
   // The most tokens of `top_k` experts each that a chunk takes, where the products of gate and up
   // are kept or computed again.
@@ -104,10 +111,10 @@ struct BackwardPlan {
   const Config& config_;
   const std::vector<Slice>& slices_;
   const Transposing& transposing_;
-  const size_t lora_width_, gradient_bytes_;
+  const size_t lora_width_;
   size_t widest_q_ = 0;
   const Carver lora_own_;
-  const bool keeps_dy_;
+  const Sums sums_;
 };
 
 }  // namespace ktk

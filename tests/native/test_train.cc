@@ -23,25 +23,26 @@ std::shared_ptr<ktk::Engine> engine(int threads) {
 
 // Everything of one backward pass, in arrays of exactly the size it needs.
 struct Pass {
-  std::vector<uint16_t> hidden = random_bf16(kTokens * kHidden, 1, 1);
-  std::vector<uint16_t> grad = random_bf16(kTokens * kHidden, 1, 2);
+  const bool gated;
+  const size_t tokens;
+  std::vector<uint16_t> hidden = random_bf16(tokens * kHidden, 1, 1);
+  std::vector<uint16_t> grad = random_bf16(tokens * kHidden, 1, 2);
   std::vector<int32_t> ids;
-  std::vector<float> weights = std::vector<float>(kTokens * kTopK, 0.5f);
+  std::vector<float> weights = std::vector<float>(tokens * kTopK, 0.5f);
   std::vector<uint8_t> skip = {0, 0, 0, 1, 0};
   std::vector<uint16_t> kept;
-  std::vector<float> out = std::vector<float>(kTokens * kHidden, NAN), dx = out;
-  std::vector<float> dw = std::vector<float>(kTokens * kTopK, NAN);
+  std::vector<float> out = std::vector<float>(tokens * kHidden, NAN), dx = out;
+  std::vector<float> dw = std::vector<float>(tokens * kTopK, NAN);
   std::vector<uint16_t> a_gate = random_bf16(kExperts * kRank * kHidden, 0.1f, 3);
   std::vector<uint16_t> b_gate = random_bf16(kExperts * kWidth * kRank, 0.1f, 4);
   std::vector<uint16_t> a_down = random_bf16(kExperts * kRank * kWidth, 0.1f, 5);
   std::vector<uint16_t> b_down = random_bf16(kExperts * kHidden * kRank, 0.1f, 6);
   std::vector<std::vector<float>> sums;
   ktk::Lora lora;
-  const bool gated;
 
-  explicit Pass(bool has_gate) : gated(has_gate) {
-    kept.resize(kTokens * kTopK * (gated ? 2 : 1) * (kWidth + 2 * kRank));
-    for (size_t i = 0; i < kTokens * kTopK; ++i) {
+  explicit Pass(bool has_gate, size_t count = kTokens) : gated(has_gate), tokens(count) {
+    kept.resize(tokens * kTopK * (gated ? 2 : 1) * (kWidth + 2 * kRank));
+    for (size_t i = 0; i < tokens * kTopK; ++i) {
       ids.push_back(static_cast<int32_t>(i * i % (kExperts + kZeroExperts + 2)) - 1);
     }
     ktk::Adapter adapter{.rank = kRank, .scale = 2, .a = {}, .b = {}};
@@ -58,7 +59,7 @@ struct Pass {
     const ktk::FloatBackend floats(std::move(table));
     ktk::Request request;
     request.hidden = {hidden.data(), KTK_BF16, kHidden};
-    request.choice = {ids.data(), false, kTopK, weights.data(), kTopK, kTokens, kTopK};
+    request.choice = {ids.data(), false, kTopK, weights.data(), kTopK, tokens, kTopK};
     request.out = {out.data(), KTK_F32, kHidden};
     request.skip = skip;
     request.lora = &lora;
@@ -129,6 +130,22 @@ TEST(backward_stays_inside_its_arrays_and_has_one_result) {
       CHECK(same(other.dw, first.dw));
       for (size_t i = 0; i < first.sums.size(); ++i) CHECK(same(other.sums[i], first.sums[i]));
     }
+  }
+}
+
+// Rows of an expert are cut into tasks by the number of workers, and into units that have sums of
+// their own (train/inner_sums.h). 451 tokens give experts more rows than a task of one worker has.
+TEST(tasks_of_many_rows_have_one_result) {
+  const auto table = ktk::BackendTable::copy(&kBackend);
+  std::vector<Pass> found;
+  for (const int threads : {1, 2, 4}) {
+    Pass& pass = found.emplace_back(true, size_t{451});
+    for (size_t i = 0; i < pass.ids.size(); ++i) {
+      pass.ids[i] = static_cast<int32_t>(i * 7 / 2 % (kExperts - 2));
+    }
+    pass.run(*layer_of(threads, 1, true, false, table), true, table);
+    CHECK(same(pass.dx, found[0].dx));
+    for (size_t i = 0; i < pass.sums.size(); ++i) CHECK(same(pass.sums[i], found[0].sums[i]));
   }
 }
 
