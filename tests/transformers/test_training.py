@@ -40,6 +40,22 @@ def test_dense_layers_have_gradients_too(folder: Path) -> None:
         assert off_by(got[name], wanted[name]) < ROUNDED, name
 
 
+def test_adapters_of_packed_dense_layers_have_the_gradients_of_stock_ones(folder: Path) -> None:
+    """A model that ktk loads whole, dense layers packed, too, is trained by PEFT as any."""
+    peft = pytest.importorskip("peft")
+    ids, found = tokens(), []
+    for loaded in (float32(folder), packed(folder, quantization_config=_config(linears="BF16"))):
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"])
+        model = peft.get_peft_model(loaded, config)
+        randomize([one for name, one in model.named_parameters() if "lora_" in name])
+        found.append({n: one for n, one in gradients(model, ids).items() if "lora_" in n})
+    wanted, got = found
+    assert len(wanted) == 2 * 2 * 2
+    assert got.keys() == wanted.keys()
+    for name, one in got.items():
+        assert off_by(one, wanted[name]) < ROUNDED, name
+
+
 def _config(**options: Any) -> Any:
     return ktk.transformers.KtkConfig("BF16", **options)
 
