@@ -10,7 +10,7 @@ struct Variant {
   using Weight = WeightCodec;
   using Act = ActI16;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemm_4x16_avx2", 4, gemm_by_layout<Formats, I16CodesKernel>),
+      ukernel("gemm_4x16_avx2", 4, gemm_by_layout<Formats, I16CodesKernel>, i16_parts_size),
       ukernel("gemm_decoded_6x16_avx2", gemm_by_layout<Formats, I16DecodedKernel>,
               i16_scratch_size)};
 };

@@ -24,6 +24,10 @@ struct YmmScales<MxScales> {
     // 0 means 2^-127. 255 means NaN, which is in `start` already.
     return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x00400000)));
   }
+  void load(size_t col, __m256& low, __m256& high) const {
+    low = load(col);
+    high = load(col + 8);
+  }
 };
 
 template <>
@@ -39,6 +43,14 @@ struct YmmScales<NvScales> {
     // sign, a copy of it to remove, then the other seven bits
     const __m128i bits = _mm_slli_epi16(_mm_cvtepi8_epi16(codes), 7);
     return _mm256_cvtph_ps(_mm_and_si128(bits, _mm_set1_epi16(static_cast<short>(0xbf80))));
+  }
+  // The same, of sixteen columns.
+  void load(size_t col, __m256& low, __m256& high) const {
+    const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(line + col));
+    __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7);
+    bits = _mm256_and_si256(bits, _mm256_set1_epi16(static_cast<short>(0xbf80)));
+    low = _mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+    high = _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
   }
 };
 
