@@ -98,20 +98,6 @@ def test_a_file_that_was_closed_and_exchanged_is_named(tmp_path: Path) -> None:
         file.read(2, 3)
 
 
-def test_large_reads_are_announced_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(bytes(range(256)) * (3 << 12))
-    told = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *what: told.append(what))
-    file = File(path)
-    assert len(file.read(5, 100)) == 100
-    assert told == []
-    assert file.read(256, 2 << 20).tobytes() == bytes(range(256)) * (2 << 12)
-    assert told == [(256, 2 << 20, os.POSIX_FADV_WILLNEED)]
-
-
 def test_what_lies_behind_the_end_is_named(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"0123456789")
