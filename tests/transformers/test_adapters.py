@@ -98,10 +98,16 @@ def test_adapters_come_from_peft(folder: Path, tmp_path: Path) -> None:
     assert off_by_token(logits(model, ids), logits(trained, ids)) < FORWARD["BF16"]
 
 
-def test_peft_trains_attention_beside_adapters_of_experts(folder: Path, tmp_path: Path) -> None:
+def test_peft_trains_attention_beside_adapters_of_experts(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(packed(folder), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    of_attention, _ = model.get_nb_trainable_parameters()
     factors = ktk.sft.add_lora(model, rank=2)
+    model.print_trainable_parameters()
+    all_of_them = of_attention + sum(one.numel() for one in factors)
+    assert f"trainable params: {all_of_them:,} " in capsys.readouterr().out
     randomize(factors)
     got = gradients(model, tokens())
     assert {name.rpartition(".")[2] for name in got if "experts" in name} == {

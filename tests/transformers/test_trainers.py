@@ -24,12 +24,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_two_ranks_average_their_gradients(folder: Path, tmp_path: Path) -> None:
-    """A data-parallel run of torch: each rank has its own packed experts and the same factors."""
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_two_ranks_average_their_gradients(how: str, folder: Path, tmp_path: Path) -> None:
+    """Data-parallel runs of torch: each rank packs experts, and has all factors or half."""
     script = Path(__file__).parent / "two_ranks.py"
     runs = [
         subprocess.Popen(
-            [sys.executable, script, folder, tmp_path, str(rank)], stderr=subprocess.PIPE, text=True
+            [sys.executable, script, folder, tmp_path, str(rank), how],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]
@@ -45,7 +48,7 @@ def test_two_ranks_average_their_gradients(folder: Path, tmp_path: Path) -> None
         assert factors
         for name in factors:
             wanted = (alone[0][name] + alone[1][name]) / 2
-            torch.testing.assert_close(together[f"module.{name}"], wanted)
+            torch.testing.assert_close(together[name], wanted)
 
 
 def _trainer(model: Any, folder: Path, steps: int, *callbacks: Any) -> Any:
