@@ -12,6 +12,7 @@ namespace {
 struct DecodeBf16 {
   using Dot = DotBf16;
   static constexpr size_t kVectors = 2;
+  static constexpr int kLeastExponent = 118, kMostExponent = 135;  // biased: of 2^-9 and 448
   struct Line {
     __m512i low, high;  // bytes of bf16
   };

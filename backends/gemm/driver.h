@@ -25,6 +25,7 @@
 //   offset(slab)             where a slab is in a block, perhaps behind a header; offset(slabs())
 //                            bytes are a block
 //   kRunSlabs, or kRunBytes  a run, if it shall be other than what stays in L1
+//   kAloneRunSlabs           a run of a kernel that decodes, where there is a single tile of rows
 //   tile(tile)               adds the products of a run, in all passes
 //   begin_block(block, dst)  if there is anything to do ahead of the runs of a block,
 //   prepare_run(run)         ahead of the tiles of a run,
@@ -80,6 +81,9 @@ constexpr size_t row_step() {
 template <class Kernel>
 inline size_t run_slabs(const Kernel& kernel, bool is_alone) {
   const size_t slabs = kernel.slabs();
+  if constexpr (requires { Kernel::kAloneRunSlabs; }) {
+    if (is_alone) return smaller(Kernel::kAloneRunSlabs, slabs);
+  }
   if constexpr (requires { Kernel::kRunSlabs; }) return smaller(Kernel::kRunSlabs, slabs);
   size_t most = kRunBytes;
   if constexpr (requires { Kernel::kRunBytes; }) {

@@ -30,6 +30,7 @@ struct DecodeBf16 {
   using Dot = DotBf16;
   using Line = __m512i;
   static constexpr size_t kVectors = 4;
+  static constexpr int kLeastExponent = 126, kMostExponent = 129;  // biased: of 0.5 and 6
   __m512i table = _mm512_load_si512(kTables<Scales>.bf16);
 
   Line load(const char* line) const { return _mm512_load_si512(line); }

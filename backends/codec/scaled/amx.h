@@ -2,7 +2,8 @@
 // the 2 x 2 scheme of gemm/amx.h.
 //
 // A run of 256 k is decoded into scratch as B tiles, 16 KiB that stay in L1 while all rows pass
-// them. Powers of two are exact factors of bf16, and so are E4M3 scales of E2M1 codes, whose
+// them; up to 32 rows a group or a step of 64 k, which is decoded while tiles multiply the one
+// before. Powers of two are exact factors of bf16, and so are E4M3 scales of E2M1 codes, whose
 // products have six bits: decoding applies them, and sums stay in tiles for the whole run. Any
 // other scale waits for the sum of its group: tiles can only leave through memory, so sums are
 // stored to scratch and added to dst from there.
@@ -38,42 +39,105 @@ inline __m512i scale_pairs(__m512i pairs, __m512 scale) {
   return _mm512_ternarylogic_epi32(odd_mask, high, low, 0xca);  // mask ? high : low
 }
 
+// What decoding does with the scales of 16 columns: nothing, where sums are scaled;
+struct NoFactor {
+  template <class Scales>
+  static NoFactor of(const Scales&, size_t) {
+    return {};
+  }
+  static __m512i times(__m512i pairs) { return pairs; }
+};
+
+// multiply;
+struct Factor {
+  __m512 scale;
+
+  template <class Scales>
+  static Factor of(const Scales& scales, size_t half) {
+    return {scales.load(half)};
+  }
+  __m512i times(__m512i pairs) const { return scale_pairs(pairs, scale); }
+};
+
+// or add exponents, if all products are normal numbers: two cycles where multiplying takes four.
+struct Power {
+  __m512i exponents;  // for either half of a pair
+
+  static Power of(const ZmmScales<MxScales>& scales, size_t half) {
+    const auto* bytes = reinterpret_cast<const __m128i*>(scales.line + half * kHalfCols);
+    const __m512i biased = _mm512_cvtepu8_epi32(_mm_loadu_si128(bytes));
+    const __m512i both = _mm512_or_si512(biased, _mm512_slli_epi32(biased, 16));
+    return {_mm512_slli_epi16(_mm512_sub_epi16(both, _mm512_set1_epi16(127)), 7)};
+  }
+  __m512i times(__m512i pairs) const {
+    const __mmask32 not_zero = _mm512_test_epi16_mask(pairs, _mm512_set1_epi16(0x7fff));
+    return _mm512_mask_add_epi16(pairs, not_zero, pairs, exponents);
+  }
+  // Whether that is so with all scales of a line.
+  template <class Decoder>
+  static bool suits(const char* line) {
+    constexpr int kLeast = 128 - Decoder::kLeastExponent, kMost = 381 - Decoder::kMostExponent;
+    const __m512i least = _mm512_set1_epi8(static_cast<char>(kLeast));
+    const __m512i range = _mm512_set1_epi8(static_cast<char>(kMost - kLeast));
+    return !_mm512_cmpgt_epu8_mask(_mm512_sub_epi8(_mm512_load_si512(line), least), range);
+  }
+};
+
+// Decodes the lines of a step to B tiles. By: NoFactor, Factor or Power.
+template <class By, class Layout, class Decoder>
+inline void decode_step(const Decoder& decoder, const char* line,
+                        ZmmScales<typename Layout::Scales> scales, Fetch& fetch, char* tiles) {
+  using Scales = typename Layout::Scales;
+  constexpr size_t kTileLines = kTileDepth / Layout::kLineDepth;
+  constexpr size_t kGroupLines = Scales::kGroupDepth / Layout::kLineDepth;
+  for (const char* end = line + Layout::kCodeBytes; line != end; tiles += 2 * kAmxTileBytes) {
+    By factor[2];
+    for (size_t i = 0; i < kTileLines; ++i) {
+      if (Scales::kLineBytes && i % kGroupLines == 0) {
+        factor[0] = By::of(scales, 0);
+        factor[1] = By::of(scales, 1);
+        scales.advance();
+      }
+#pragma GCC unroll 2
+      for (size_t half = 0; half < 2; ++half, line += kLine) {
+        fetch.next();
+        const typename Decoder::Line codes = decoder.load(line);
+        char* out = tiles + half * kAmxTileBytes + i * Decoder::kVectors * kLine;
+#pragma GCC unroll 4
+        for (size_t v = 0; v < Decoder::kVectors; ++v) {
+          _mm512_store_si512(out + v * kLine, factor[half].times(decoder.vector(codes, v)));
+        }
+      }
+    }
+  }
+}
+
+template <class Scales>
+constexpr bool kArePowers = false;
+template <>
+constexpr bool kArePowers<MxScales> = true;
+
 // Decodes the steps [begin, end) to B tiles.
 template <class Decoder, class Layout>
 inline void decode_tiles(const char* begin, const char* end, Fetch fetch, char* tiles) {
   using Scales = typename Layout::Scales;
-  constexpr size_t kTileLines = kTileDepth / Layout::kLineDepth;
-  constexpr size_t kGroupLines = Scales::kGroupDepth / Layout::kLineDepth;
+  constexpr size_t kStepTiles = kStepDepth / kTileDepth * 2 * kAmxTileBytes;
   const Decoder decoder;
-  for (const char* line = begin; line != end;) {
-    const char* step_end = line + Layout::kStepBytes;
+  for (const char* step = begin; step != end; step += Layout::kStepBytes, tiles += kStepTiles) {
     ZmmScales<Scales> scales(nullptr);
-    scales.begin(line);
-    if constexpr (Scales::kLineBytes) {
+    scales.begin(step);
+    const char* codes = step + Scales::kLineBytes;
+    if constexpr (!Scales::kLineBytes) {
+      decode_step<NoFactor, Layout>(decoder, codes, scales, fetch, tiles);
+    } else {
       fetch.template next_of<Scales::kLineBytes / kLine>();
-      line += Scales::kLineBytes;
-    }
-    for (; line != step_end; tiles += 2 * kAmxTileBytes) {
-      __m512 scale[2] = {};
-      for (size_t i = 0; i < kTileLines; ++i) {
-        if (Scales::kLineBytes && i % kGroupLines == 0) {
-          scale[0] = scales.load(0);
-          scale[1] = scales.load(1);
-          scales.advance();
-        }
-#pragma GCC unroll 2
-        for (size_t half = 0; half < 2; ++half, line += kLine) {
-          fetch.next();
-          const typename Decoder::Line codes = decoder.load(line);
-          char* out = tiles + half * kAmxTileBytes + i * Decoder::kVectors * kLine;
-#pragma GCC unroll 4
-          for (size_t v = 0; v < Decoder::kVectors; ++v) {
-            __m512i pairs = decoder.vector(codes, v);
-            if constexpr (Scales::kLineBytes) pairs = scale_pairs(pairs, scale[half]);
-            _mm512_store_si512(out + v * kLine, pairs);
-          }
+      if constexpr (kArePowers<Scales>) {
+        if (Power::suits<Decoder>(step)) {
+          decode_step<Power, Layout>(decoder, codes, scales, fetch, tiles);
+          continue;
         }
       }
+      decode_step<Factor, Layout>(decoder, codes, scales, fetch, tiles);
     }
   }
   tile_memory_barrier();
@@ -97,9 +161,14 @@ class AmxKernel : public ScaledKernel<Layout> {
   static constexpr size_t kRowStep = kAmxRows;
   static constexpr size_t kLineProducts = 1;
   static constexpr size_t kRunSlabs = kAmxRunDepth / Base::kSlabDepth;
+  // A single tile of rows waits for decoding: short runs let the one be done beside the other.
+  static constexpr size_t kAloneRunSlabs = 1;
 
   explicit AmxKernel(const ktk_matmul* mm)
-      : Base(mm), scratch_(static_cast<AmxScratch*>(mm->scratch)) {}
+      : Base(mm),
+        rows_(mm->m),
+        is_alone_(mm->m <= kMr),
+        scratch_(static_cast<AmxScratch*>(mm->scratch)) {}
 
   void begin_run(const Run& run, Fetch fetch) const {
     decode_tiles<Decoder, Layout>(this->begin(run), this->end(run), fetch, scratch_->weights[0][0]);
@@ -120,9 +189,10 @@ class AmxKernel : public ScaledKernel<Layout> {
     const size_t count =
         (this->end(t) - this->begin(t)) / Layout::kStepBytes * (kStepDepth / kTileDepth);
     if constexpr (Scales::kLineBytes) {
-      load_sums<kBothHalves>(t.dst, t.dst_stride);
+      // Between the runs of a single tile, sums stay where they are.
+      if (!is_alone_ || t.is_first()) load_sums<kBothHalves>(t.dst, t.dst_stride);
       add_run<kBothHalves>(act, t.act_stride, scratch_->weights[0][0], count);
-      store_sums<kBothHalves>(t.dst, t.dst_stride);
+      if (!is_alone_ || t.end == this->slabs()) store_sums<kBothHalves>(t.dst, t.dst_stride);
     } else {
       constexpr size_t kGroupTiles = Scales::kGroupDepth / kTileDepth;
       ZmmScales<Scales> scales(this->scales(t));
@@ -150,6 +220,8 @@ class AmxKernel : public ScaledKernel<Layout> {
     }
   }
 
+  TileRows rows_;
+  bool is_alone_;
   AmxScratch* scratch_;
 };
 
