@@ -12,7 +12,7 @@ struct Variant : AmxVariant {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel("gemm_4x32_avx512_vnni", int4::kVectorRows,
               int4::gemm_vector<int4::Vnni512, Act, int4::kVectorRows, 2>),
-      ukernel("gemm_32x32_amx_int8", int4::gemm_amx<Act>, int4::amx_scratch_size),
+      ukernel("gemm_32x32_amx_int8", int4::gemm_amx<Act>, int4::amx_scratch_size<Act>),
   };
 };
 

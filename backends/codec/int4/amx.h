@@ -24,9 +24,13 @@ constexpr size_t kMostRows = 2 * kAmxRows;
 constexpr size_t kMostSums = kMostRows * kBlockCols;
 constexpr size_t kMostRunBytes = 10240;  // four slabs, whatever the groups
 
-// Expanded weights of a run; C of the slab that is being multiplied, and of the one before it.
-inline size_t amx_scratch_size(const ktk_matrix*, size_t) {
-  return 2 * kMostRunBytes + 2 * kMostSums * sizeof(int32_t);
+// Expanded weights of a run; C of the slab that is being multiplied, and of the one before it;
+// scales of all rows by slab: in the rows themselves they are a cache line each, and every block
+// would fetch 32 of them.
+template <class Act>
+size_t amx_scratch_size(const ktk_matrix* matrix, size_t m) {
+  return 2 * kMostRunBytes + 2 * kMostSums * sizeof(int32_t) +
+         round_up(m * Act::num_slabs(matrix) * sizeof(ActScale), kLine);
 }
 
 // Rows of sums that are yet to be added to dst.
@@ -34,8 +38,7 @@ template <Zeros kZeros>
 struct StoredSums {
   const int32_t* sums;
   size_t rows = 0;
-  const char* act_scales;  // of the first row
-  size_t act_stride;
+  const ActScale* act_scales;  // of the first row
   const char* header;
   bool f16_scales;
   float* dst;
@@ -47,12 +50,11 @@ struct StoredSums {
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(header);
     left.load(scales, f16_scales);
     right.load(scales + kTileCols, f16_scales);
-    for (; rows > 0; --rows, sums += kBlockCols, act_scales += act_stride, dst += dst_stride) {
-      const auto* a = reinterpret_cast<const ActScale*>(act_scales);
-      const __m512 scale = Vnni512::set1(a->scale);
+    for (; rows > 0; --rows, sums += kBlockCols, ++act_scales, dst += dst_stride) {
+      const __m512 scale = Vnni512::set1(act_scales->scale);
       const auto add_half = [&](size_t column, const WeightScales<Vnni512, kZeros>& weight) {
         add_slab<Vnni512, kZeros, Correction::kNow>(dst + column, _mm512_load_si512(sums + column),
-                                                    a, scale, weight);
+                                                    act_scales, scale, weight);
       };
       add_half(0, left);
       add_half(kTileCols, right);
@@ -72,10 +74,19 @@ class AmxKernel : public KernelBase<Act> {
 
   explicit AmxKernel(const ktk_matmul* mm)
       : KernelBase<Act>(mm),
+        mm_(mm),
         tile_depth_(smaller(operands_.slab_depth, 64)),
         expanded_(static_cast<char*>(mm->scratch)),
         sums_(reinterpret_cast<int32_t*>(expanded_ + 2 * kMostRunBytes)),
-        sums_before_(sums_ + kMostSums) {}
+        sums_before_(sums_ + kMostSums) {
+    ActScale* scales = reinterpret_cast<ActScale*>(sums_before_ + kMostSums);
+    act_scales_ = scales;
+    const char* row = static_cast<const char*>(mm->act) + operands_.act_scales;
+    for (size_t i = 0; i < mm->m; ++i, row += mm->act_stride) {
+      const ActScale* of_row = reinterpret_cast<const ActScale*>(row);
+      for (size_t slab = 0; slab < operands_.slabs; ++slab) scales[slab * mm->m + i] = of_row[slab];
+    }
+  }
   ~AmxKernel() { stored_.add(); }
   AmxKernel(const AmxKernel&) = delete;
   AmxKernel& operator=(const AmxKernel&) = delete;
@@ -126,6 +137,8 @@ class AmxKernel : public KernelBase<Act> {
   void multiply_tile(const Tile& t) {
     const char* weight = expanded_;
     const char* act = t.act + t.begin * operands_.slab_depth;
+    const size_t row =
+        static_cast<size_t>(t.act - static_cast<const char*>(mm_->act)) / t.act_stride;
     for (size_t slab = t.begin; slab < t.end; ++slab) {
       zero_sums<kBothHalves>();
       const char* const end = act + operands_.slab_depth;
@@ -137,8 +150,7 @@ class AmxKernel : public KernelBase<Act> {
       stored_ = {
           .sums = sums_,
           .rows = t.rows,
-          .act_scales = t.act + operands_.act_scales + slab * sizeof(ActScale),
-          .act_stride = t.act_stride,
+          .act_scales = act_scales_ + slab * mm_->m + row,
           .header = t.block + operands_.header(slab),
           .f16_scales = operands_.f16_scales,
           .dst = t.dst,
@@ -150,9 +162,11 @@ class AmxKernel : public KernelBase<Act> {
     }
   }
 
+  const ktk_matmul* mm_;
   size_t tile_depth_;
   char* expanded_;
   int32_t *sums_, *sums_before_;
+  const ActScale* act_scales_;  // [slabs][m]
   StoredSums<kZeros> stored_ = {};
 };
 
