@@ -10,7 +10,7 @@ using ktk::prefetch_for;
 
 constexpr ktk_isa kAvx512 = KTK_ISA_AVX2 | KTK_ISA_AVX512;
 const ktk::CpuId kZen5{"AuthenticAMD", 0x1a, 2}, kZen4{"AuthenticAMD", 0x19, 0x11};
-const ktk::CpuId kSapphireRapids{"GenuineIntel", 6, 143};
+const ktk::CpuId kSapphireRapids{"GenuineIntel", 6, 143}, kEmeraldRapids{"GenuineIntel", 6, 207};
 
 std::string setting(const ktk::CpuId& cpu, ktk_isa isa, const char* text) {
   return describe(prefetch_for(cpu, isa, text));
@@ -25,7 +25,9 @@ TEST(a_cpu_has_its_row) {
 TEST(intel_has_a_row_where_amx_may_be_used_and_one_without) {
   const ktk_isa amx = kAvx512 | KTK_ISA_AMX_INT8 | KTK_ISA_AMX_BF16;
   CHECK_EQ(std::string(ktk::prefetch_row(kSapphireRapids, amx)), "intel_amx");
+  CHECK_EQ(std::string(ktk::prefetch_row(kEmeraldRapids, amx)), "emerald_rapids_amx");
   CHECK_EQ(std::string(ktk::prefetch_row(kSapphireRapids, kAvx512)), "intel");
+  CHECK_EQ(std::string(ktk::prefetch_row(kEmeraldRapids, kAvx512)), "intel");
   CHECK_EQ(std::string(ktk::prefetch_row(kSapphireRapids, KTK_ISA_AVX2)), "default");
   CHECK_EQ(prefetch_for(kSapphireRapids, amx, "").many.order, KTK_FETCH_BY_PAGES);
   CHECK_EQ(prefetch_for(kSapphireRapids, kAvx512, "").few.ahead, 8192u);
