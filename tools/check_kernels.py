@@ -13,6 +13,10 @@ but for a constant here and there. gcc 12 keeps an accumulator array there when 
 not unrolled, which costs more than half of the speed and nothing fails. Between products of AMX
 tiles no vector register may move there at all: loads of tiles want all of the ports.
 
+Upper halves: a function of x86-64 that used them, of registers that SSE has, too, does not return
+without vzeroupper, because code for SSE that follows is slow then. Compilers insert it; gcc 12
+forgets it behind some calls.
+
 Products: which instructions multiply is known from PRODUCT, and a loop of instructions that are
 missing there would go unchecked. So kernels without a loop that multiplies are refused, and so are
 probes (native/probe) with a loop in registers that does not: whoever adds an instruction set adds
@@ -40,6 +44,7 @@ STACK = re.compile(
     r"%[xyz]mm\d+.*\(%rsp\)|\(%rsp\).*%[xyz]mm\d+"
     r"|[qv]\d+.*\[(sp|x29)\b"
 )
+UPPER = re.compile(r"%[yz]mm(\d|1[0-5])\b")
 JUMP = re.compile(r"j|b$|b\.|cbn?z$|tbn?z$")
 LEAST_PRODUCTS = 2  # fewer in a loop: a tail, not a hot loop
 PRODUCTS_PER_MOVE = 8  # an accumulator in memory costs two moves a product
@@ -160,9 +165,44 @@ def tile_spill_offences(archive: Path, objdump: str) -> list[str]:
     return found
 
 
+def returns_with_upper_halves(code: list[Instruction]) -> int | None:
+    """Return where a function ends with upper halves in use, on any way through it; or None."""
+    at = {instruction.address: i for i, instruction in enumerate(code)}
+    seen: set[tuple[int, bool]] = set()
+    ahead = [(0, False)] if code else []
+    while ahead:
+        i, in_use = ahead.pop()
+        if (i, in_use) in seen or i == len(code):
+            continue
+        seen.add((i, in_use))
+        one = code[i]
+        in_use = one.name not in ("vzeroupper", "vzeroall") and (
+            in_use or bool(UPPER.search(one.operands))
+        )
+        leaves = one.target is not None and one.target not in at
+        if in_use and (one.name.startswith("ret") or (one.name == "jmp" and leaves)):
+            return one.address
+        if one.target in at:
+            ahead.append((at[one.target], in_use))
+        if not one.name.startswith(("ret", "jmp")):
+            ahead.append((i + 1, in_use))
+    return None
+
+
+def upper_offences(archive: Path, objdump: str) -> list[str]:
+    """Name functions that return with upper halves in use."""
+    ends = {n: returns_with_upper_halves(code) for n, code in functions(archive, objdump).items()}
+    return [
+        f"{archive.name}: {name} at {end:#x}: returns without vzeroupper"
+        for name, end in ends.items()
+        if end is not None
+    ]
+
+
 def kernel_offences(archive: Path, objdump: str) -> list[str]:
     loops, found = spill_offences(archive, objdump)
     found += tile_spill_offences(archive, objdump)
+    found += upper_offences(archive, objdump)
     print(f"{archive.name}: {loops} multiplying loops")
     return found if loops else [*found, f"{archive.name}: no loop multiplies, by PRODUCT"]
 

@@ -93,6 +93,9 @@ void run_amx(const ktk_matmul* mm) {
   } else {
     gemm<AmxKernel>(mm);
   }
+  // gcc 12 takes the upper halves of registers for zero behind a call of a function in its file,
+  // which they are not after copies of `mm`: code for SSE that follows would be slow.
+  _mm256_zeroupper();
 }
 
 }  // namespace
