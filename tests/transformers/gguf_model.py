@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,16 @@ GPT_OSS = tiny.Family("GptOssForCausalLM", {**SIZES, "sliding_window": 128})
 
 
 def write(
-    folder: Path, family: tiny.Family = QWEN3, dense: str = "q8_0", **split: Any
+    folder: Path,
+    family: tiny.Family = QWEN3,
+    dense: str = "q8_0",
+    experts: Type | None = None,
+    **split: Any,
 ) -> tuple[Path, Any]:
     """Write it; return the first file, and the model in float32 that its blocks mean.
 
-    `dense` is the type of all matrices but those of experts: q8_0, or one of ik_llama.cpp, whose
-    values are random.
+    `dense` is the type of all matrices but those of experts: f32, q8_0, or one of ik_llama.cpp,
+    whose values are random. `experts` is that of all matrices of experts; by default they differ.
     """
     exact = family.make()
     config = exact.config
@@ -64,9 +69,9 @@ def write(
             stem, _, suffix = name.rpartition(".")
             block = f"blk.{name.split('.')[2]}" if "layers" in name else ""
             if ".experts." in name:
-                put_experts(writer, block, suffix, values, interleaved=family is GPT_OSS)
+                put_experts(writer, block, suffix, values, family is GPT_OSS, experts)
             elif not (name == "lm_head.weight" and family is TIED):
-                kind = Type.Q8_0 if values.ndim > 1 else Type.F32
+                kind = Type.Q8_0 if values.ndim > 1 and dense != "f32" else Type.F32
                 known = f"{names.get_name(stem)}.{suffix}"
                 if values.ndim > 1 and dense in ik_types.TYPES:
                     put_random(writer, known, values, ik_types.TYPES[dense])
@@ -86,7 +91,12 @@ def write(
 
 
 def put_experts(
-    writer: Any, block: str, name: str, values: torch.Tensor, *, interleaved: bool
+    writer: Any,
+    block: str,
+    name: str,
+    values: torch.Tensor,
+    interleaved: bool,
+    experts: Type | None = None,
 ) -> None:
     """Write the experts of a layer; of gpt-oss they are transposed, gate and up in turns."""
     part, bias = name.removesuffix("_bias"), name.endswith("_bias")
@@ -98,7 +108,7 @@ def put_experts(
     for kind, one in parts.items():
         wide = Type.MXFP4 if interleaved else Type.Q4_0 if kind == "down" else Type.Q8_0
         suffix = "bias" if bias else "weight"
-        put(writer, f"{block}.ffn_{kind}_exps.{suffix}", one, Type.F32 if bias else wide)
+        put(writer, f"{block}.ffn_{kind}_exps.{suffix}", one, Type.F32 if bias else experts or wide)
 
 
 def write_tied(folder: Path) -> tuple[Path, Any]:
@@ -117,8 +127,18 @@ def write_split(folder: Path) -> tuple[Path, Any]:
 
 
 def put(writer: Any, name: str, values: torch.Tensor, kind: Type) -> None:
-    """Write a tensor, and put what its blocks mean in the place of its values."""
-    data = gguf.quants.quantize(values.contiguous().numpy(), kind)
+    """Write a tensor, and put what its blocks mean in the place of its values.
+
+    Types that `gguf` decodes and does not write get random blocks of about the values' size.
+    """
+    try:
+        data = gguf.quants.quantize(values.contiguous().numpy(), kind)
+    except NotImplementedError:
+        rows = (values.numel() // values.shape[-1], values.shape[-1])
+        largest = 3 * float(values.std())  # of a block, as normal numbers have it
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        data = random_blocks(kind.name.lower(), rows, largest, rng)
+        data = data.reshape(*values.shape[:-1], -1)
     writer.add_tensor(name, data, raw_dtype=kind)
     values.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)))
 

@@ -9,7 +9,16 @@ import pytest
 import torch
 import training
 from tiny import load, logits, tokens
-from training import FORWARD, ROUNDED, gradients, loss_of, off_by, off_by_token, packed, randomize
+from training import (
+    ROUNDED,
+    forward_error,
+    gradients,
+    loss_of,
+    off_by,
+    off_by_token,
+    packed,
+    randomize,
+)
 
 import ktk.sft
 import ktk.transformers
@@ -38,7 +47,7 @@ def test_experts_stay_where_they_are_packed(folder: Path, how: str) -> None:
     got = logits(model, ids.cuda())
     assert len(packed_modules(model)) == 2
     assert got.is_cuda
-    assert off_by_token(got.cpu(), wanted) < FORWARD["BF16"]
+    assert off_by_token(got.cpu(), wanted) < forward_error(model)
 
 
 def test_bf16_models_generate_what_they_score_highest(folder: Path) -> None:
@@ -88,7 +97,7 @@ def test_a_captured_decoding_step_reads_its_tokens_again(on_gpu: Any) -> None:
             replayed.append(out.clone())
             # Captured products of matrices may be of other kernels, which round otherwise.
             wanted = on_gpu(ids, use_cache=False).logits
-            assert off_by_token(replayed[-1], wanted) < FORWARD["BF16"]
+            assert off_by_token(replayed[-1], wanted) < forward_error(on_gpu)
     assert torch.equal(replayed[0], replayed[2])
 
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 from tiny import FAMILIES, load
 
-#: The outputs of two layers of experts depend on two roundings of activations each, to 8 bits: an
-#: error of half a unit at most. Products of int8 have codes of up to 127 steps for the largest of a
-#: row, which is no more than 6 times the root of the mean square here, uniform within half a step.
-FORWARD = {"BF16": 4 * 2.0**-9, "AMXINT8": 4 * 6 / 254 / 3**0.5}
+from ktk.testing import bounds, formats
+from ktk.transformers.packed import Packed, packed_modules
+
 #: A gradient passes some ten roundings to bf16 on its way through two layers of experts: products
 #: that are kept, and three operands of either half. Each is half a unit of 8 bits at most.
 ROUNDED = 16 * 2.0**-8
@@ -52,6 +51,37 @@ def gradients(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss_of(model, ids).backward()
     return {n: one.grad.clone() for n, one in model.named_parameters() if one.grad is not None}
+
+
+def act_error(one: Packed) -> float:
+    """Return the error of a layer's activations as they are stored, relative, root mean square.
+
+    A rounding to a float of b bits is at most half a unit of them, and half of that on average of
+    what lies between two powers of two. Integers are uniform within half a step of the largest of
+    their group, which is no more than 6 times the root of the mean square here, and never more than
+    the root of the group's length. Of f32 only the roundings of sums are left.
+    """
+    [variant] = [v for v in one.moe.backend.variants if v.name == one.moe.variant]
+    config, worst = one.moe.config, 0.0
+    depths = (config.hidden_size, config.hidden_size, config.intermediate_size)
+    stored = (one.moe.format, one.moe.up_format, one.moe.down_format)
+    for fmt, k in zip(stored, depths, strict=True):
+        if fmt is None:  # no gate
+            continue
+        act = variant.act_of(fmt, variant.n_step, formats.fill_bytes(fmt, k))
+        element = formats.ELEMENTS[act.element]
+        if isinstance(element, formats.Integer):
+            largest = min(6, (min(act.group_k, k) or k) ** 0.5)
+            error = largest / element.levels / 12**0.5
+        else:
+            error = element.unit / 2
+        worst = max(worst, error, bounds.gamma(k + bounds.EXTRA_ROUNDINGS))
+    return worst
+
+
+def forward_error(model: Any) -> float:
+    """Bound the relative error of logits: each layer of experts stores activations twice."""
+    return 2 * sum(map(act_error, packed_modules(model).values()))
 
 
 def off_by(got: torch.Tensor, wanted: torch.Tensor) -> float:
