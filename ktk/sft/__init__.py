@@ -4,7 +4,7 @@
 
     import ktk.sft, ktk.transformers
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="ktk")
-    ktk.sft.add_lora(model, rank=8, alpha=16)       # and PEFT for attention, or whatever else
+    ktk.sft.add_lora(model, rank=8, alpha=16)       # after PEFT, if that trains attention
     Trainer(model, ...).train()
     ktk.sft.save_adapter(model, "adapter")
 

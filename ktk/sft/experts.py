@@ -34,7 +34,8 @@ def add_lora(
     An expert's matrix W then acts as ``W + alpha / rank * B @ A``: A is drawn as torch draws a
     dense layer, B is zeros, so that the model computes what it did. The factors are parameters
     ``{gate,up,down}_lora_{a,b}`` of each module of experts, [experts, rank, columns] and
-    [experts, rows, rank], and require gradients; no other parameter is changed.
+    [experts, rows, rank], and require gradients; no other parameter is changed. Call it after
+    :func:`peft.get_peft_model`, which freezes all parameters that are not PEFT's.
 
     Parameters
     ----------
