@@ -10,7 +10,8 @@ integers without zero points (i8; u4 and i4)
     Jacob et al., "Quantization and Training of Neural Networks", 2018, section 2.1.
 integers with zero points
     ``scale = (max - min) / 15`` with 0 inside [min, max], ``zero = round(-min / scale)``,
-    ``code = round(x / scale) + zero``: the same section, as GPTQ and AWQ store it.
+    ``code = round(x / scale) + zero``: the same section, as GPTQ and AWQ store it. Zero points of
+    f16 and bf16 are the same integers, which both hold.
 e4m3, e5m2 with floating-point scales
     ``scale = a / 448`` or ``a / 57344``, ``code = x / scale`` rounded: DeepSeek-V3 technical
     report, section 3.3, per block of 128 x 128; per row as compressed-tensors does. `scale`
@@ -41,6 +42,7 @@ from ktk.formats import format_named, is_blocks
 __all__ = ["Quantized", "dequantize", "from_bytes", "quantize"]
 
 _FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+_ZEROS = {"u8": torch.uint8, "i8": torch.int8, "f16": torch.float16, "bf16": torch.bfloat16}
 _SMALL_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Lowest and highest code, and the code of zero.
 _INTEGERS = {"i8": (-128, 127, 0), "i4": (-8, 7, 0), "u4": (0, 15, 8), "u8": (0, 255, 0)}
@@ -210,7 +212,7 @@ def quantize(
         scale = _stored_scale(_largest(format, x) / _LARGEST[format.element], format)
         codes = _round_to(_divided(format, x, _divisor(scale)), format.element)
         return Quantized(format, codes, scale)
-    zeros = format.zero in ("none", "u8", "i8")
+    zeros = format.zero == "none" or format.zero in _ZEROS
     if format.scale in _FLOATS and format.element in _INTEGERS and zeros:
         return _integers(x, format, search)
     raise ValueError(f"cannot quantise to {format}")
@@ -247,8 +249,7 @@ def _integers(x: torch.Tensor, fmt: Format, search: bool) -> Quantized:
     codes = _codes(x, fmt, scale, zero)
     if fmt.zero == "none":
         return Quantized(fmt, _pack(codes, fmt.element), scale)
-    kind = torch.uint8 if fmt.zero == "u8" else torch.int8
-    return Quantized(fmt, _pack(codes, fmt.element), scale, zero.to(kind))
+    return Quantized(fmt, _pack(codes, fmt.element), scale, zero.to(_ZEROS[fmt.zero]))
 
 
 def _of_extremes(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:

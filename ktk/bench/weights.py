@@ -5,6 +5,7 @@ ggml's block types have no encoder in Python, for the most part: their layers ar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -90,8 +91,9 @@ def choose_format(backend: Backend, name: str, text: str | None = None) -> Forma
         alias = find_alias(name, (backend.name,))
         meant = alias.format if alias else None
         return meant if meant in backend.formats else backend.formats[0]
-    words = set(text.lower().split("-"))
-    fitting = [fmt for fmt in backend.formats if words <= set(label(fmt).split("-"))]
+    # Counted: the scales and zero points of a format may be of one type.
+    words = Counter(text.lower().split("-"))
+    fitting = [fmt for fmt in backend.formats if words <= Counter(label(fmt).split("-"))]
     if not fitting:
         known = ", ".join(label(fmt) for fmt in backend.formats)
         raise ValueError(f"{backend.name} has no format {text!r}; it has {known}")

@@ -184,6 +184,7 @@ FORMATS = [
     Format("e4m3", "f32", "none", 128, 128),
     Format("e4m3", "f32", "none", 1, 0),
     Format("e4m3", "ue8m0", "none", 1, 32),
+    Format("u4", "f16", "f16", 1, 32),
 ]
 
 
@@ -191,7 +192,8 @@ FORMATS = [
     ("text", "expected"),
     [
         (None, 0), ("g128", 0), ("g32", 2), ("g32-zero", 1), ("zero-G32", 1), ("row", 4),
-        ("128x128", 3), ("ue8m0", 5), ("e4m3-ue8m0-g32", 5),
+        ("128x128", 3), ("ue8m0", 5), ("e4m3-ue8m0-g32", 5), ("u4-f16-zero-u8-g32", 1),
+        ("u4-f16-zero-f16-g32", 6),
     ],
 )  # fmt: skip
 def test_formats_are_found_by_words_of_their_label(text: str | None, expected: int) -> None:

@@ -24,6 +24,7 @@ FORMATS = [
     Format("i4", "bf16", "none", 1, 128),
     Format("u4", "f16", "u8", 1, 32),
     Format("u4", "bf16", "u8", 1, 128),
+    Format("u4", "f16", "f16", 1, 64),
     Format("e4m3", "f32", "none", 128, 128),
     Format("e4m3", "f32", "none", 1, 0),
     Format("e4m3", "ue8m0", "none", 1, 32),
@@ -90,7 +91,7 @@ def test_what_an_mx_format_holds_it_holds_exactly(fmt: Format, weight: torch.Ten
     np.testing.assert_array_equal(decoded(again), decoded(once))
 
 
-@pytest.mark.parametrize("fmt", FORMATS[:7], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS[:8], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "outlier", "zero", "tiny"])
 def test_a_search_finds_no_worse_scales(fmt: Format, kind: str) -> None:
     weight = torch.from_numpy(strategies.fill(kind, (33, 258), np.random.default_rng(1)))
