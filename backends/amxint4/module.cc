@@ -1,5 +1,5 @@
-// AMXINT4: 4-bit codes with a scale per group, made from floats or as GPTQ and AWQ checkpoints hold
-// them, zero points included.
+// AMXINT4: 4-bit codes with a scale per group, made from floats or as GPTQ, AWQ and HQQ checkpoints
+// hold them, zero points included.
 #include "ktk/module.h"
 
 namespace {
@@ -33,6 +33,9 @@ constexpr ktk_format kFormats[] = {
     codes(KTK_BF16, KTK_U8, 256),
     codes(KTK_F16, KTK_NONE, 256),
     codes(KTK_F16, KTK_U8, 256),
+    codes(KTK_F16, KTK_F16, 32),
+    codes(KTK_F16, KTK_F16, 64),
+    codes(KTK_F16, KTK_F16, 128),
 };
 constexpr uint32_t kNumFormats = sizeof kFormats / sizeof *kFormats;
 constexpr uint32_t kNumFromFloats = 10;
@@ -46,17 +49,8 @@ constexpr ktk_format kFloats[] = {
 };
 constexpr uint32_t kNumFloats = sizeof kFloats / sizeof *kFloats;
 
-// Zero points of checkpoints are integers.
-constexpr bool is_given(const ktk_format& format) { return format.zero != KTK_BF16; }
-
-constexpr size_t count_given() {
-  size_t count = 0;
-  for (const ktk_format& format : kFormats) count += is_given(format);
-  return count;
-}
-
 struct Accepts {
-  ktk_accept list[kNumFloats * kNumFromFloats + count_given()];
+  ktk_accept list[kNumFloats * kNumFromFloats + kNumFormats];
 };
 
 constexpr Accepts make_accepts() {
@@ -66,7 +60,7 @@ constexpr Accepts make_accepts() {
     for (uint32_t stored = 0; stored < kNumFromFloats; ++stored) *to++ = {given, stored};
   }
   for (uint32_t stored = 0; stored < kNumFormats; ++stored) {
-    if (is_given(kFormats[stored])) *to++ = {kFormats[stored], stored};
+    *to++ = {kFormats[stored], stored};
   }
   return result;
 }

@@ -52,11 +52,18 @@ std::vector<uint16_t> random_bf16(size_t count, float scale, unsigned seed) {
   return values;
 }
 
+// Bits, as f16 or bf16, of a number that both hold and that is 0 or positive and normal.
+uint16_t to_16_bits(ktk_element element, float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  if (element == KTK_BF16) return static_cast<uint16_t>(bits >> 16);
+  return static_cast<uint16_t>(value == 0 ? 0 : (bits >> 13) - (112u << 10));
+}
+
 float to_f32(uint16_t bf16) { return std::bit_cast<float>(static_cast<uint32_t>(bf16) << 16); }
 
 // A weight matrix of any format in arrays of exactly the size it needs.
 struct Weight {
-  std::vector<uint16_t> bf16;
+  std::vector<uint16_t> bf16, float_zeros;
   std::vector<uint8_t> codes, exponents, zeros;
   std::vector<float> scales;
   ktk_source source{};
@@ -98,6 +105,12 @@ struct Weight {
       for (size_t i = 0; i < count; ++i) zeros.push_back(static_cast<uint8_t>(random() % 17));
       source.zero = zeros.data();
       source.zero_stride = columns;
+    } else if (format.zero != KTK_NONE) {
+      for (size_t i = 0; i < count; ++i) {
+        float_zeros.push_back(to_16_bits(format.zero, static_cast<float>(random() % 65) / 4));
+      }
+      source.zero = float_zeros.data();
+      source.zero_stride = columns * sizeof float_zeros[0];
     }
     const auto take = [&](const auto& all) {
       source.scale = all.data();

@@ -69,7 +69,10 @@ struct WeightScales {
 
   void load(const uint16_t* scales, bool f16_scales) {
     scale = f16_scales ? Dot::load_f16(scales) : Dot::load_bf16(scales);
-    if constexpr (kZeros == Zeros::kStored) zero = Dot::load_bf16(scales + kBlockCols);
+    if constexpr (kZeros == Zeros::kStored) {
+      const uint16_t* zeros = scales + kBlockCols;
+      zero = f16_scales ? Dot::load_f16(zeros) : Dot::load_bf16(zeros);
+    }
   }
 };
 

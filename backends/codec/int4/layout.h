@@ -17,9 +17,10 @@
 // and the high nibbles, one shift later, four for k1 k3 k5 k7: activations are packed in that
 // order. Codes are unsigned, value = (code - zero) * scale.
 //
-// Scales stay as they are given, bf16 or f16. Zero points are bf16, which holds any integer up to
-// 256; without them the zero is 8. n is padded to 32 with scale 0 and k to whole groups (k of a
-// group that spans the row: to kRowDepth) with any codes: those of act are 0 there.
+// Scales stay as they are given, bf16 or f16. Zero points are of the same type, as they are given
+// or of integers up to 255, which both hold; without them the zero is 8. n is padded to 32 with
+// scale 0 and k to whole groups (k of a group that spans the row: to kRowDepth) with any codes:
+// those of act are 0 there.
 #pragma once
 
 #include <stddef.h>

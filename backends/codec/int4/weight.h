@@ -23,8 +23,13 @@ struct Group {
 constexpr size_t kChunkDepth = 32;  // codes of a row that are moved at once: 16 bytes
 constexpr uint8_t kFixedPair = kFixedZero * 0x11;
 
-inline float scale_value(const ktk_matrix* matrix, uint16_t bits) {
-  return matrix->format.scale == KTK_F16 ? _cvtsh_ss(bits) : f32_from_bf16(bits);
+// Scales and zero points are of one type.
+inline float group_value(const ktk_format& format, uint16_t bits) {
+  return format.scale == KTK_F16 ? _cvtsh_ss(bits) : f32_from_bf16(bits);
+}
+inline uint16_t group_bits(const ktk_format& format, float value) {
+  return format.scale == KTK_F16 ? _cvtss_sh(value, _MM_FROUND_CUR_DIRECTION)
+                                 : bf16_from_f32(value);
 }
 
 // Copies what is 4-bit codes already.
@@ -36,7 +41,8 @@ struct ReadyRows {
     Group group = {reinterpret_cast<const uint16_t*>(scale)[g], 0};
     if (source->format.zero != KTK_NONE) {
       const uint8_t* zero = static_cast<const uint8_t*>(source->zero) + n * source->zero_stride;
-      group.zero = bf16_from_f32(zero[g]);
+      group.zero = source->format.zero == KTK_U8 ? group_bits(source->format, zero[g])
+                                                 : reinterpret_cast<const uint16_t*>(zero)[g];
     }
     return group;
   }
@@ -116,8 +122,9 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
         static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kBlockCols * kBlockCols);
     for (size_t begin = 0; begin < matrix->k; begin += depth, group += group_bytes(matrix)) {
       const uint16_t* scales = reinterpret_cast<const uint16_t*>(group) + column;
-      const float scale = scale_value(matrix, scales[0]);
-      const float zero = has_zeros(matrix) ? f32_from_bf16(scales[kBlockCols]) : kFixedZero;
+      const float scale = group_value(matrix->format, scales[0]);
+      const float zero =
+          has_zeros(matrix) ? group_value(matrix->format, scales[kBlockCols]) : kFixedZero;
       const uint8_t* codes = group + header_bytes(matrix) + 4 * column;
       const size_t end = smaller(begin + depth, matrix->k);
       size_t k = begin;
@@ -157,7 +164,7 @@ inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n
       const uint16_t* scales = reinterpret_cast<const uint16_t*>(group) + column;
       reinterpret_cast<uint16_t*>(scale)[g] = scales[0];
       if (matrix->format.zero == KTK_U8) {
-        zero[g] = static_cast<uint8_t>(f32_from_bf16(scales[kBlockCols]));
+        zero[g] = static_cast<uint8_t>(group_value(matrix->format, scales[kBlockCols]));
       } else if (has_zeros(matrix)) {
         reinterpret_cast<uint16_t*>(zero)[g] = scales[kBlockCols];
       }

@@ -53,7 +53,7 @@ void check_export(const ktk::Variant& v, const ktk_matrix& matrix, const ktk_for
   v.export_weight(&matrix, packed.data(), 0, matrix.n, &target);
   for (const Area* part : {&data, &scale, &zero}) part->check("export_weight");
 
-  // Some is stored that cannot be given: zero points that a search found.
+  // A backend may store what it cannot be given.
   const auto is_taken = [&](const ktk_accept& accepted) {
     return &table().formats[accepted.stored] == &stored &&
            ktk::same_format(accepted.given, f, matrix.n, matrix.k);
