@@ -27,7 +27,15 @@ from ktk.checkpoint.config import REFUSED
 from ktk.checkpoint.gguf import architectures
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.families import FAMILIES, Family
-from ktk.checkpoint.safetensors.scheme import ANY, FLOAT, Layout, Part, Scheme, StorageError
+from ktk.checkpoint.safetensors.scheme import (
+    ANY,
+    FLOAT,
+    Header,
+    Layout,
+    Part,
+    Scheme,
+    StorageError,
+)
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.config import ACTIVATIONS, SPELLINGS
 from ktk.errors import BackendUnsupported
@@ -122,6 +130,8 @@ def names(family: Family) -> str:
 def formats_of(scheme: Scheme) -> list[Format]:
     """Return what a scheme may hold, by reading matrices of zeros stored so in every way."""
     found: dict[str, Format] = {}
+    if scheme.tell is not None:
+        return [fmt for fmt in told(scheme) if fmt != FLOAT]
     for layout in layouts(scheme):
         for tensors in stored(scheme, layout):
             with suppress(StorageError):
@@ -130,6 +140,23 @@ def formats_of(scheme: Scheme) -> list[Format]:
                 if fmt is not None and (scheme is PLAIN or fmt != FLOAT):
                     found[label(fmt)] = fmt
     return list(found.values())
+
+
+def told(scheme: Scheme) -> Iterator[Format]:
+    """Yield what a scheme says that matrices become: 4-bit codes in bytes, a row for each group."""
+    assert scheme.tell is not None
+    layout = Layout(SIZE, SIZE, 0, Quantization())
+    inexact = torch.tensor(1 / 3)  # in anything but f32
+    for dtype, group in product(scheme.tensors["scale"].dtypes, GROUPS):
+        rows = SIZE * SIZE // (group or SIZE)
+        headers = {
+            "data": Header("U8", (rows // 2, group or SIZE)),
+            "scale": Header(dtype, (rows, 1)),
+            "zero": Header(dtype, (rows, 1)),
+        }
+        if group:
+            headers["group"] = Header("I32", ())
+        yield scheme.tell(headers, layout, lambda _: inexact).format
 
 
 def layouts(scheme: Scheme) -> Iterator[Layout]:
@@ -213,7 +240,7 @@ def format_rows(known: list[Backend]) -> Iterator[list[str]]:
         for fmt in formats_of(scheme):
             groups.setdefault(takers(fmt, known), []).append(fmt)
         tensors = code(part.suffix for part in scheme.tensors.values() if not part.optional)
-        if not groups:
+        if not groups or scheme.tell is not None:
             yield [scheme.found, tensors, "codes of its own", _DECODED]
         for able, formats in sorted(groups.items(), key=lambda one: not one[0]):
             loaded = code(able) or _DECODED

@@ -69,6 +69,11 @@ class LayerReader(ABC):
         return False
 
     @property
+    def decoded_because(self) -> str:
+        """Why it `decodes`, where others that are stored alike need not: "whose groups ..."."""
+        return ""
+
+    @property
     def has_floats(self) -> bool:
         """Whether the matrices are not quantised."""
         return not self.decodes and all(

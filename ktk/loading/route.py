@@ -61,14 +61,23 @@ class Route:
     @property
     def how(self) -> str:
         """What happens to the weights, for people: "stored as they are", "rounded" ..."""
-        given = self.given
-        decoded = self.layer.decodes or any(map(self.decodes, given))
+        given, decoded = self.given, self.decoded
         if not any(self._changes(part, given, fmt) for part, fmt in self.stored.items()):
             return "decoded to f32" if decoded else "stored as they are"
         plain = all(fmt.scale == "none" for fmt in self.stored.values())
         who = self.quantizer if all(map(self._takes, given)) else "ktk.quantize"
         what = "rounded" if plain else f"quantised by {who}"
         return f"decoded to f32 and {what}" if decoded else what
+
+    @property
+    def decoded(self) -> bool:
+        """Whether a matrix becomes f32 that was in codes."""
+        return self.layer.decodes or any(map(self.decodes, self.given))
+
+    @property
+    def origin(self) -> str:
+        """What decoded weights are in the files, and why they are decoded if that is not plain."""
+        return ", ".join(filter(None, (self.layer.storage.dtype, self.layer.decoded_because)))
 
     @property
     def requantises(self) -> bool:
@@ -319,6 +328,8 @@ def summaries(routes: Mapping[int, Route]) -> Iterator[tuple[str, bool]]:
     alike: dict[tuple[str, str, bool], list[int]] = {}
     for number, route in routes.items():
         formats = ", ".join(dict.fromkeys(map(str, route.stored.values())))
+        if route.decoded:
+            formats += f" (from {route.origin})"
         alike.setdefault((route.how, formats, route.requantises), []).append(number)
     for (how, formats, again), numbers in alike.items():
         yield f"layers {spans(numbers)}: {how}; {formats}", again

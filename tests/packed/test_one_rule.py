@@ -128,7 +128,8 @@ def test_codes_that_become_others_are_a_warning_once(
     told = [record for record in caplog.records if "quantised" in record.message]
     assert [record.levelno for record in told] == [logging.WARNING, logging.INFO]
     line = "layers 0: decoded to f32 and quantised by AMXINT8; i8 with f32 scales per 1 x k"
-    assert told[0].message == f"{sources['fp8']}, {line}"
+    origin = "(from e4m3 with f32 scales per 128 x 128)"
+    assert told[0].message == f"{sources['fp8']}, {line} {origin}"
     caplog.clear()
     with caplog.at_level(logging.INFO, logger="ktk"):
         ktk.MoE.from_checkpoint(sources["bf16"], 0, "AMXINT8")

@@ -38,7 +38,7 @@ CODES = {
 
 
 BF16 = "BF16", torch.bfloat16
-HQQ_OPTIONS: dict[str, Any] = {"bits": 4, "axis": 1, "group": 64, "dtype": torch.float16}
+HQQ_OPTIONS: dict[str, Any] = {"bits": 4, "group": 32, "dtype": torch.float16}
 
 
 def in_codes(folder: Path, name: str) -> tuple[Path, Any]:
@@ -102,7 +102,8 @@ PACKAGES: dict[str, tuple[Any, Any, str, torch.dtype]] = {
     "fp4": (partial(written.four_bits, "fp4", block=64, nested=False), written.BNB_4BIT, *BF16),
     "desc_act": (desc_act, DESC_ACT, "AMXINT4", torch.float32),
     "LLM.int8": (written.llm_int8, written.BNB_8BIT, "AMXINT8", torch.float32),
-    "HQQ": (partial(written.hqq, **HQQ_OPTIONS), written.HQQ, *BF16),
+    "HQQ": (partial(written.hqq, axis=1, **HQQ_OPTIONS), written.HQQ, "AMXINT4", torch.float32),
+    "HQQ by columns": (partial(written.hqq, axis=0, **HQQ_OPTIONS), written.HQQ, *BF16),
 }
 
 

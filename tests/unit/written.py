@@ -187,15 +187,19 @@ def packed(codes: np.ndarray, bits: int) -> torch.Tensor:
 
 
 def hqq(
-    size: tuple[int, int], bits: int, axis: int, group: int, dtype: torch.dtype
+    size: tuple[int, int], bits: int, axis: int, group: int | None, dtype: torch.dtype
 ) -> tuple[Tensors, np.ndarray]:
-    """A random matrix and its values, in f32."""
+    """A random matrix and its exact values; without a group, a row or column is one."""
     n, k = size
-    shape = (group, n * k // group) if axis == 0 else (n * k // group, group)
+    extent = group or (n, k)[axis]
+    shape = (extent, n * k // extent) if axis == 0 else (n * k // extent, extent)
     codes = RNG.integers(0, 1 << bits, shape)
     by_group = (1, shape[1]) if axis == 0 else (shape[0], 1)
     scale = torch.from_numpy(RNG.uniform(0.001, 0.01, by_group)).to(dtype)
-    zero = torch.from_numpy(RNG.uniform(0, (1 << bits) - 1, by_group)).to(dtype)
+    # Also beyond the codes, as groups on one side of zero have them. None is so small that f32
+    # would not hold its distance to a code.
+    drawn = RNG.uniform(-0.2, 1.2, by_group) * (1 << bits)
+    zero = torch.from_numpy(np.where(np.abs(drawn) < 0.25, 0.3, drawn)).to(dtype)
     made = {
         ".W_q": packed(codes, bits),
         ".scale": scale,
@@ -203,7 +207,6 @@ def hqq(
         ".shape": torch.tensor(size),
         ".packing": letters(PACKINGS[bits][0]),
         ".axis": torch.tensor(axis, dtype=torch.int32),
-        ".group_size": torch.tensor(group, dtype=torch.int32),
         ".nbits": torch.tensor(bits, dtype=torch.int32),
         ".compute_dtype": letters(str(dtype)),
         ".unpack_view_dtype": letters("torch.uint8"),
@@ -215,5 +218,7 @@ def hqq(
             )
         },
     }
-    steps = codes.astype(np.float32) - zero.float().numpy()
-    return made, (steps * scale.float().numpy()).reshape(size)
+    if group is not None:
+        made[".group_size"] = torch.tensor(group, dtype=torch.int32)
+    values = (codes - zero.double().numpy()) * scale.double().numpy()
+    return made, values.reshape(size)

@@ -19,9 +19,9 @@ from ktk.checkpoint.safetensors.names import (
     is_bias,
     weight_parts,
 )
-from ktk.checkpoint.safetensors.scheme import Scheme, fits
+from ktk.checkpoint.safetensors.scheme import Header, Scheme, fits
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
-from ktk.checkpoint.safetensors.tensors import Header, layout_of, role_of
+from ktk.checkpoint.safetensors.tensors import layout_of, role_of
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
 

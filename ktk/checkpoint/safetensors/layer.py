@@ -15,12 +15,13 @@ from ktk.checkpoint.reader import LayerReader, Storage, decoded
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.integers import out_of_order
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias, weight_parts
-from ktk.checkpoint.safetensors.scheme import FLOAT, StorageError
+from ktk.checkpoint.safetensors.scheme import FLOAT, Header, StorageError, Told
 from ktk.checkpoint.safetensors.split import split_tensor
 from ktk.checkpoint.safetensors.storage import PLAIN
 from ktk.checkpoint.safetensors.tensors import decoded_part
 from ktk.errors import CheckpointError
 from ktk.expert import Expert, Matrix
+from ktk.formats import label
 
 
 class SafetensorsLayer(LayerReader):
@@ -40,6 +41,8 @@ class SafetensorsLayer(LayerReader):
         """
         if any(self._needs_decoding(part, expert) for part, expert in self.names.tensors()):
             return FLOAT
+        if self.names.scheme.tell is not None:
+            return self._told.format
         matrices = self._matrices_of(self.names.first, 0, values=False)
         fmt = next(iter(matrices.values())).format
         assert fmt is not None, "schemes know what they decode"
@@ -48,6 +51,34 @@ class SafetensorsLayer(LayerReader):
     @property
     def decodes(self) -> bool:
         return self.names.scheme is not PLAIN and self.format == FLOAT
+
+    @property
+    def decoded_because(self) -> str:
+        return self._told.why if self.names.scheme.tell is not None else ""
+
+    @cached_property
+    def _told(self) -> Told:
+        """What all matrices are read as, each having been asked."""
+        found = Told(FLOAT)
+        for part, expert in self.names.tensors():
+            if is_bias(part):
+                continue
+            one = self._told_of(part, expert)
+            if one.why:
+                return one
+            if found.format not in (FLOAT, one.format):
+                both = " and ".join(sorted((label(found.format), label(one.format))))
+                return Told(FLOAT, f"whose matrices differ: {both}")
+            found = one
+        return found
+
+    def _told_of(self, part: str, expert: int) -> Told:
+        tell, index, names = self.names.scheme.tell, self._index, dict(self._names_of(part, expert))
+        assert tell is not None
+        headers = {
+            role: Header(index.dtype(name), index.shape(name)) for role, name in names.items()
+        }
+        return tell(headers, self.names.layout(part), lambda role: index.tensor(names[role]))
 
     @property
     def formats(self) -> Mapping[str, MatrixInfo]:

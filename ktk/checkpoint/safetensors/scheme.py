@@ -18,11 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from ktk._core import Format
 from ktk.checkpoint.quantization import Quantization
+from ktk.checkpoint.safetensors.tensor_file import dtype_name
 from ktk.expert import Matrix
 
 Tensors = Mapping[str, torch.Tensor]
@@ -34,6 +36,20 @@ FLOAT = Format("f32")
 
 class StorageError(ValueError):
     """What a matrix's tensors hold cannot be read; the message lacks their name."""
+
+
+class Header(NamedTuple):
+    """What is known of a tensor without its values; `dtype` as safetensors spells it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Told(NamedTuple):
+    """What a matrix is read as; of FLOAT, why: "whose groups do not divide rows"."""
+
+    format: Format
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,6 +118,9 @@ def fits(shape: tuple[int, ...], expected: list[tuple[int, ...]]) -> bool:
     )
 
 
+Tell = Callable[[Mapping[str, Header], Layout, Callable[[str], torch.Tensor]], Told]
+
+
 @dataclass(frozen=True)
 class Scheme:
     """A row of the table.
@@ -122,6 +141,9 @@ class Scheme:
     sizes
         Tensors whose values say how many rows and columns there are, where no shape does; and what
         reads that of them.
+    tell
+        Where neither config.json nor the first matrix speaks for all: says what each is read as,
+        by the headers of its tensors, and by what it reads of them, by role.
     """
 
     name: str
@@ -130,6 +152,7 @@ class Scheme:
     decode: Callable[[Tensors, Layout], Matrix]
     decoded_if: Mapping[str, Callable[[torch.Tensor, Layout], bool]] = field(default_factory=dict)
     sizes: Mapping[str, Callable[[torch.Tensor], tuple[int, ...]]] = field(default_factory=dict)
+    tell: Tell | None = None
 
     def name_of(self, role: str, stem: str, fused: bool) -> str | None:
         """Return the full name of a tensor; None where shared tensors have none."""
@@ -149,6 +172,11 @@ def decoded(layout: Layout, data: torch.Tensor, values: Callable[[], torch.Tenso
     if data.is_meta:
         return Matrix(FLOAT, torch.empty(layout.n, layout.k, device="meta"))
     return Matrix(FLOAT, values())
+
+
+def header_of(tensor: torch.Tensor) -> Header:
+    """Return what a file says of a tensor ahead of its values."""
+    return Header(dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

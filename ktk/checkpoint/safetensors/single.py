@@ -9,11 +9,10 @@ from functools import cached_property
 from ktk._core import Format
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.index import TensorIndex
-from ktk.checkpoint.safetensors.scheme import Layout, Scheme, StorageError
+from ktk.checkpoint.safetensors.scheme import Header, Layout, Scheme, StorageError
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
 from ktk.checkpoint.safetensors.tensors import (
     USUAL_BITS,
-    Header,
     has_roles,
     layout_of,
     role_of,

@@ -244,6 +244,7 @@ SCHEMES = (
         },
         hqq.hqq,
         sizes={"shape": hqq.sizes},
+        tell=hqq.tell,
     ),
     _torchao("Int8Tensor", ("N K", ("I8",)), _BY_ROW, ("I8", *_FLOATS), integers.int8),
     _torchao("Int8Tensor", ("N K", ("I8",)), "N K/G", ("I8", *_FLOATS), integers.int8),

@@ -7,28 +7,27 @@ checkpoint is here the *role* of a tensor: weight, weight_scale_inv, qweight, bl
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
 
 import torch
 
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.families import Stored
-from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, StorageError, fits
+from ktk.checkpoint.safetensors.scheme import (
+    Header,
+    Layout,
+    Part,
+    Scheme,
+    StorageError,
+    fits,
+    header_of,
+)
 from ktk.checkpoint.safetensors.split import split_matrix, split_tensor
 from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
-from ktk.checkpoint.safetensors.tensor_file import dtype_name
 from ktk.expert import Matrix
 
 Tensors = Mapping[str, torch.Tensor]
 #: Of a code, where neither config.json nor a shape says it.
 USUAL_BITS = 4
-
-
-class Header(NamedTuple):
-    """What is known of a tensor without its values; `dtype` as safetensors spells it."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def read_tensors(tensors: Tensors, n: int, k: int, quantization: Quantization) -> Matrix:
@@ -177,7 +176,7 @@ def wrong_shapes(scheme: Scheme, layout: Layout, headers: Mapping[str, Header]) 
 
 
 def _headers(tensors: Tensors) -> dict[str, Header]:
-    return {role: Header(dtype_name(t.dtype), tuple(t.shape)) for role, t in tensors.items()}
+    return {role: header_of(tensor) for role, tensor in tensors.items()}
 
 
 def _by_part(scheme: Scheme, tensors: Tensors) -> dict[str, torch.Tensor]:
