@@ -119,11 +119,27 @@ def hqq(t: Tensors, layout: Layout) -> Matrix:
         return decoded(layout, t["data"], values)
     if t["data"].is_meta:
         data = torch.empty(n, k // 2, dtype=torch.uint8, device="meta")
+    elif bits == 4 and t["data"].shape[1] * t["data"].itemsize % 2 == 0:
+        data = _neighbors(t["data"])[:rows].reshape(n, k // 2)
     else:
         data = pack_u4(codes().reshape(n, k).to(torch.uint8))
     kind = _KINDS[fmt.scale.upper()]
     scale, zero = (t[what].reshape(n, -1).to(kind) for what in ("scale", "zero"))
     return Matrix(fmt, data, scale, zero)
+
+
+def _neighbors(words: torch.Tensor) -> torch.Tensor:
+    """Return codes of 4 bits with those of neighboring columns in one byte, without unpacking them.
+
+    Of two words that lie side by side, read as one of 16 bits:
+
+        | b0 a0 | b1 a1 |    row r has a, row r + R/2 has b; low half of a byte first
+        | a0 a1 |            of row r
+        | b0 b1 |            of row r + R/2
+    """
+    two = words.view(torch.int16)
+    first, second = two >> 4 & 0x0F | two >> 8 & 0xF0, two & 0x0F | two >> 4 & 0xF0
+    return torch.cat([first, second]).to(torch.uint8)
 
 
 def _packing(t: Tensors, layout: Layout) -> tuple[int, int, int, torch.dtype]:
