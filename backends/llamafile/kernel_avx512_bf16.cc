@@ -61,6 +61,9 @@ bool has_blocks(const ktk_matrix* matrix) {
 void multiply_few(const ktk_matmul* mm) {
   (has_blocks(mm->matrix) ? multiply : kSharedFew.run)(mm);
 }
+size_t few_scratch_size(const ktk_matrix* matrix, size_t m) {
+  return has_blocks(matrix) ? 0 : kSharedFew.scratch_size(matrix, m);
+}
 void multiply_any(const ktk_matmul* mm) {
   (has_blocks(mm->matrix) ? multiply_many : kSharedMany.run)(mm);
 }
@@ -71,7 +74,7 @@ size_t any_scratch_size(const ktk_matrix* matrix, size_t m) {
 struct Variant : Shared {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
-      ktk::ukernel("gemm_12x32_avx512_vnni", kFewRows, multiply_few),
+      ktk::ukernel("gemm_12x32_avx512_vnni", kFewRows, multiply_few, few_scratch_size),
       ktk::ukernel("gemm_6x32_avx512_vnni", multiply_any, any_scratch_size),
   };
 };
