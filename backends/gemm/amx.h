@@ -121,20 +121,34 @@ inline void store_sums(void* sums, size_t stride) {
   }
 }
 
+// Of one tile of depth.
+template <bool kBothHalves>
+constexpr size_t kProductsOf = kBothHalves ? 4 : 2;
+
+constexpr auto kNothing = [] {};
+
 // Adds the products of one tile of depth: B tiles at `b` and `b + b_half`, with rows `b_stride`
-// bytes apart.
-template <class Products, bool kBothHalves>
+// bytes apart. Behind each product comes what is to be done `between` them by other units.
+//
+// A is loaded with the hint that L2 is its place: rows of act pass once for a block of columns, and
+// would drive the weights that all of them meet out of L1. Emerald Rapids, 128 rows from L2, one
+// core: 1.08 times the rate in bf16, int8 and FP8, 1.18 in MXFP4.
+template <class Products, bool kBothHalves, class Between = decltype(kNothing)>
 inline void add_tiles(const char* a, size_t a_stride, const char* b, size_t b_half,
-                      size_t b_stride = 64) {
+                      size_t b_stride = 64, Between between = kNothing) {
   _tile_loadd(6, b, b_stride);
-  _tile_loadd(4, a, a_stride);
+  _tile_stream_loadd(4, a, a_stride);
   Products::top_left();
+  between();
   _tile_loadd(7, b + b_half, b_stride);
   Products::top_right();
+  between();
   if constexpr (kBothHalves) {
-    _tile_loadd(5, a + kAmxRows * a_stride, a_stride);
+    _tile_stream_loadd(5, a + kAmxRows * a_stride, a_stride);
     Products::bottom_left();
+    between();
     Products::bottom_right();
+    between();
   }
 }
 

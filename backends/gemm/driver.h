@@ -25,6 +25,7 @@
 //   offset(slab)             where a slab is in a block, perhaps behind a header; offset(slabs())
 //                            bytes are a block
 //   kRunSlabs, or kRunBytes  a run, if it shall be other than what stays in L1
+//   kSharedRunBytes          the same, where several tiles of rows pass it
 //   kAloneRunSlabs           a run of a kernel that decodes, where there is a single tile of rows
 //   tile(tile)               adds the products of a run, in all passes
 //   begin_block(block, dst)  if there is anything to do ahead of the runs of a block,
@@ -90,6 +91,8 @@ inline size_t run_slabs(const Kernel& kernel, bool is_alone) {
     most = Kernel::kRunBytes;
   } else if (is_alone) {
     return slabs;
+  } else if constexpr (requires { Kernel::kSharedRunBytes; }) {
+    most = Kernel::kSharedRunBytes;
   }
   const size_t bytes = kernel.offset(1) - kernel.offset(0);
   return smaller(most > bytes ? most / bytes : 1, slabs);

@@ -6,7 +6,7 @@
 // before. Powers of two are exact factors of bf16, and so are E4M3 scales of E2M1 codes, whose
 // products have six bits: decoding applies them, and sums stay in tiles for the whole run. Any
 // other scale waits for the sum of its group: tiles can only leave through memory, so sums are
-// stored to scratch and added to dst from there.
+// stored to scratch and added to dst from there, between the products of the next group.
 #pragma once
 
 #include <immintrin.h>
@@ -21,9 +21,10 @@ constexpr size_t kTileDepth = 32;
 constexpr size_t kAmxRunDepth = 256;
 
 struct AmxScratch {
-  // [32 k][half] B tiles, then the sums of 32 rows x 32 columns.
+  // [32 k][half] B tiles, then 32 rows x 32 columns of sums: those that are stored, and those that
+  // were before.
   char weights[kAmxRunDepth / kTileDepth][2][kAmxTileBytes];
-  float sums[2 * kAmxRows][kBlockCols];
+  float sums[2][2 * kAmxRows][kBlockCols];
 };
 
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) { return sizeof(AmxScratch); }
@@ -144,12 +145,39 @@ inline void decode_tiles(const char* begin, const char* end, Fetch fetch, char* 
 }
 
 // Adds the products of 32 (or 16) rows and `count` tiles of depth.
-template <bool kBothHalves>
-inline void add_run(const char* act, size_t act_stride, const char* weights, size_t count) {
+template <bool kBothHalves, class Between = decltype(kNothing)>
+inline void add_run(const char* act, size_t act_stride, const char* weights, size_t count,
+                    Between between = kNothing) {
   for (size_t i = 0; i < count; ++i, act += kLine, weights += 2 * kAmxTileBytes) {
-    add_tiles<TilesBf16, kBothHalves>(act, act_stride, weights, kAmxTileBytes);
+    add_tiles<TilesBf16, kBothHalves>(act, act_stride, weights, kAmxTileBytes, kLine, between);
   }
 }
+
+// Sums of a group that are yet to be scaled and added to dst.
+template <class Scales>
+struct StoredSums {
+  const float (*sums)[kBlockCols] = nullptr;
+  size_t rows = 0;
+  ZmmScales<Scales> scales = ZmmScales<Scales>(nullptr);
+  float* dst = nullptr;
+  size_t dst_stride = 0;
+
+  void add(size_t count) {
+    count = smaller(count, rows);
+    if (count == 0) return;
+    const __m512 scale[2] = {scales.load(0), scales.load(1)};
+    for (size_t i = 0; i < count; ++i) {
+      for (size_t half = 0; half < 2; ++half) {
+        float* to = dst + i * dst_stride + half * kHalfCols;
+        const __m512 sum = _mm512_load_ps(sums[i] + half * kHalfCols);
+        _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, scale[half], _mm512_loadu_ps(to)));
+      }
+    }
+    rows -= count;
+    sums += count;
+    dst += count * dst_stride;
+  }
+};
 
 template <class Decoder, class Layout>
 class AmxKernel : public ScaledKernel<Layout> {
@@ -169,12 +197,15 @@ class AmxKernel : public ScaledKernel<Layout> {
         rows_(mm->m),
         is_alone_(mm->m <= kMr),
         scratch_(static_cast<AmxScratch*>(mm->scratch)) {}
+  ~AmxKernel() { stored_.add(kMr); }
+  AmxKernel(const AmxKernel&) = delete;
+  AmxKernel& operator=(const AmxKernel&) = delete;
 
   void begin_run(const Run& run, Fetch fetch) const {
     decode_tiles<Decoder, Layout>(this->begin(run), this->end(run), fetch, scratch_->weights[0][0]);
   }
 
-  void tile(const Tile& t) const {
+  void tile(const Tile& t) {
     if (t.rows <= kAmxRows) {
       multiply_tile<false>(t);
     } else {
@@ -184,7 +215,7 @@ class AmxKernel : public ScaledKernel<Layout> {
 
  private:
   template <bool kBothHalves>
-  void multiply_tile(const Tile& t) const {
+  void multiply_tile(const Tile& t) {
     const char* act = this->template act<sizeof(uint16_t)>(t);
     const size_t count =
         (this->end(t) - this->begin(t)) / Layout::kStepBytes * (kStepDepth / kTileDepth);
@@ -196,26 +227,17 @@ class AmxKernel : public ScaledKernel<Layout> {
     } else {
       constexpr size_t kGroupTiles = Scales::kGroupDepth / kTileDepth;
       ZmmScales<Scales> scales(this->scales(t));
+      constexpr size_t kRowsBetween = ceil_div(kMr, kGroupTiles * kProductsOf<kBothHalves>);
       for (size_t at = 0; at < count; at += kGroupTiles, act += kGroupTiles * kLine) {
+        StoredSums<Scales> before = stored_;
         zero_sums<kBothHalves>();
         add_run<kBothHalves>(act, t.act_stride, scratch_->weights[at][0],
-                             smaller(kGroupTiles, count - at));
-        store_sums<kBothHalves>(scratch_->sums, kBlockCols);
-        add_scaled(t, scales);
+                             smaller(kGroupTiles, count - at), [&] { before.add(kRowsBetween); });
+        before.add(kMr);  // what a group that is cut short left
+        store_sums<kBothHalves>(scratch_->sums[next_], kBlockCols);
+        stored_ = {scratch_->sums[next_], t.rows, scales, t.dst, t.dst_stride};
+        next_ = 1 - next_;
         scales.advance();
-      }
-    }
-  }
-
-  // dst += scale * sum, of a group.
-  void add_scaled(const Tile& t, const ZmmScales<Scales>& scales) const {
-    const __m512 scale[2] = {scales.load(0), scales.load(1)};
-    float* dst = t.dst;
-    for (size_t i = 0; i < t.rows; ++i, dst += t.dst_stride) {
-      for (size_t half = 0; half < 2; ++half) {
-        float* to = dst + half * kHalfCols;
-        const __m512 sum = _mm512_load_ps(scratch_->sums[i] + half * kHalfCols);
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(sum, scale[half], _mm512_loadu_ps(to)));
       }
     }
   }
@@ -223,6 +245,8 @@ class AmxKernel : public ScaledKernel<Layout> {
   TileRows rows_;
   bool is_alone_;
   AmxScratch* scratch_;
+  StoredSums<Scales> stored_;
+  size_t next_ = 0;  // half of the scratch that sums are stored to
 };
 
 }  // namespace
