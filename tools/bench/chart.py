@@ -2,9 +2,10 @@
 
     python tools/bench/chart.py
 
-ktk's shares are the row of BF16 of that CPU in RESULTS.md, those of others are in rivals.json. A
-share is the time that the run's own memory and multipliers would take at best, over the time that
-was measured: runs of different days can be compared by it, and not by milliseconds.
+ktk's shares are the newest row of BF16 of that CPU in RESULTS.md that has all of the cells, those
+of others are in rivals.json. A share is the time that the run's own memory and multipliers would
+take at best, over the time that was measured: runs of different days can be compared by it, and not
+by milliseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def shares() -> tuple[str, dict[str, dict[int, float]]]:
     """Return what was measured where and when, and by implementation and tokens the shares."""
     recorded: dict[str, Any] = json.loads((HERE / "rivals.json").read_text())
     rows = results.section(results.TABLES.read_text(), recorded["cpu"])
-    [own] = [row for row in rows if row.backend == "BF16"]
+    shown = {*DECODE, PREFILL}
+    own = [row for row in rows if row.backend == "BF16" and shown <= row.fractions.keys()][-1]
     title = (
         f"{recorded['layer']}; {recorded['machine']}; "
         f"ktk {own.commit} of {own.date}, others of {recorded['date']}"
