@@ -9,6 +9,15 @@ from ktk._core import Format
 
 #: Elements that are floats as they are.
 FLOATS = ("f32", "f16", "bf16")
+#: What torch calls the dtypes of elements of floats; `dtypes` has them themselves.
+TORCH_NAMES = {
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "ue8m0": "float8_e8m0fnu",
+}
 # What str() of a Format gives.
 _SENTENCE = re.compile(
     r"([\w:]+) with (\w+) scales(?: and (\w+) zero points)? per (\d+|n) x (\d+|k)"

@@ -10,18 +10,16 @@ from typing import Any
 from ktk._core import Format
 from ktk.arrays import Array, is_tensor, readable
 from ktk.expert import Expert, Matrix
-from ktk.formats import format_named, label
+from ktk.formats import FLOATS, TORCH_NAMES, format_named, label
 
 _Named = Format | str | None
 #: What somebody says that arrays hold: a format or its name for gate, up and down, or for each one.
 GivenFormats = Format | str | tuple[_Named, _Named, _Named]
 
 #: Elements of the dtypes of torch; a byte may hold many things, and tells none.
-_WIDE = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "i8"}
+_WIDE = {**{TORCH_NAMES[element]: element for element in FLOATS}, "int8": "i8"}
 _SMALL = {
-    "float8_e4m3fn": "e4m3",
-    "float8_e5m2": "e5m2",
-    "float8_e8m0fnu": "ue8m0",
+    **{name: element for element, name in TORCH_NAMES.items() if element not in FLOATS},
     "float4_e2m1fn_x2": "e2m1",
 }
 # What scales and zero points in bytes are.

@@ -36,14 +36,14 @@ import torch
 
 from ktk._core import Format
 from ktk.arrays import Array
+from ktk.dtypes import DTYPES, FLOAT_DTYPES
 from ktk.expert import Matrix
 from ktk.formats import format_named, is_blocks
 
 __all__ = ["Quantized", "dequantize", "from_bytes", "quantize"]
 
-_FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-_ZEROS = {"u8": torch.uint8, "i8": torch.int8, "f16": torch.float16, "bf16": torch.bfloat16}
-_SMALL_FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_ZEROS = {"u8": torch.uint8, "i8": torch.int8, "f16": DTYPES["f16"], "bf16": DTYPES["bf16"]}
+_SMALL_FLOATS = {name: DTYPES[name] for name in ("e4m3", "e5m2")}
 # Lowest and highest code, and the code of zero.
 _INTEGERS = {"i8": (-128, 127, 0), "i4": (-8, 7, 0), "u4": (0, 15, 8), "u8": (0, 255, 0)}
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
@@ -140,7 +140,7 @@ def from_bytes(format: Format, data: np.ndarray, scale: np.ndarray, zero: np.nda
     """Make a matrix of the bytes of its rows, uint8 [rows, bytes]; empty rows where it has none."""
 
     def view(rows: np.ndarray, element: str) -> torch.Tensor | None:
-        kind = torch.int8 if element == "i8" else _FLOATS.get(element, torch.uint8)
+        kind = torch.int8 if element == "i8" else FLOAT_DTYPES.get(element, torch.uint8)
         return torch.from_numpy(rows).view(kind) if rows.shape[1] else None
 
     stored = view(data, format.element)
@@ -201,19 +201,19 @@ def quantize(
         raise ValueError(f"depth {weight.shape[1]} does not fill whole bytes of {format.element}")
     if factor is not None and format != _NVFP4:
         raise ValueError(f"{format} has no factor, got {factor}")
-    if format.scale == "none" and format.zero == "none" and format.element in _FLOATS:
-        return Quantized(format, weight.to(_FLOATS[format.element]).contiguous())
+    if format.scale == "none" and format.zero == "none" and format.element in FLOAT_DTYPES:
+        return Quantized(format, weight.to(FLOAT_DTYPES[format.element]).contiguous())
     x = weight.float()
     if format.scale == "ue8m0" and format.zero == "none" and format.element in _LARGEST_EXPONENT:
         return _with_exponents(x, format)
     if format.scale == "e4m3" and format.element == "e2m1" and format.zero == "none":
         return _with_factor(x, format, factor)
-    if format.scale in _FLOATS and format.element in _LARGEST and format.zero == "none":
+    if format.scale in FLOAT_DTYPES and format.element in _LARGEST and format.zero == "none":
         scale = _stored_scale(_largest(format, x) / _LARGEST[format.element], format)
         codes = _round_to(_divided(format, x, _divisor(scale)), format.element)
         return Quantized(format, codes, scale)
     zeros = format.zero == "none" or format.zero in _ZEROS
-    if format.scale in _FLOATS and format.element in _INTEGERS and zeros:
+    if format.scale in FLOAT_DTYPES and format.element in _INTEGERS and zeros:
         return _integers(x, format, search)
     raise ValueError(f"cannot quantise to {format}")
 
@@ -358,7 +358,7 @@ def _spread(fmt: Format, groups: torch.Tensor, n: int, k: int) -> torch.Tensor:
 
 
 def _stored_scale(scale: torch.Tensor, fmt: Format) -> torch.Tensor:
-    kind = _FLOATS[fmt.scale]
+    kind = FLOAT_DTYPES[fmt.scale]
     most = torch.finfo(kind).max
     return scale.clamp(-most, most).to(kind)
 

@@ -10,15 +10,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-# By what safetensors calls them. Codes of integers have no value that means nothing.
-ELEMENTS = {
-    "F32": "f32",
-    "F16": "f16",
-    "BF16": "bf16",
-    "F8_E4M3": "e4m3",
-    "F8_E5M2": "e5m2",
-    "F8_E8M0": "ue8m0",
-}
 # Of an unsigned integer that holds an element: the bits without the sign, and the least of them
 # that is no finite number.
 _WORDS: dict[str, tuple[Any, int, int]] = {

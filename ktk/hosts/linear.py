@@ -15,13 +15,12 @@ import torch
 
 from ktk import _core
 from ktk.arrays import readable
+from ktk.dtypes import FLOAT_DTYPES
 from ktk.linear import Linear
 
 # Arguments of an operator are tensors and numbers: a layer goes by its number.
 _layers: WeakValueDictionary[int, OpLinear] = WeakValueDictionary()
 _numbers = itertools.count()
-# Unpacked as f32, each of these is again what is stored.
-_FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 class OpLinear:
@@ -54,7 +53,7 @@ class OpLinear:
     @property
     def dtype(self) -> torch.dtype | None:
         """What the weight is stored as, where that is floats and can be saved again."""
-        dtypes = {_FLOATS.get(fmt.element) for fmt in self.linear.formats}
+        dtypes = {FLOAT_DTYPES.get(fmt.element) for fmt in self.linear.formats}
         return dtypes.pop() if len(dtypes) == 1 else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,12 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from ktk.dtypes import FLOAT_NAMES
+
 #: Each `OpLayer` that lives, by its `number`.
 LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 NUMBERS = itertools.count()
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = tuple(FLOAT_NAMES)
 _IDS = (torch.int64, torch.int32)
 
 

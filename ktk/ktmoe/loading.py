@@ -13,6 +13,7 @@ import torch
 from ktk._core import Format
 from ktk.backend import Backend
 from ktk.config import MoEConfig
+from ktk.dtypes import FLOAT_NAMES
 from ktk.ktmoe.arguments import warn_once
 from ktk.ktmoe.writers import Formats, described, method_of, stored_in
 from ktk.moe import MoE
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 #: A loaded layer, and what its weights were before; None where nobody knows.
 Loaded = tuple[MoE, Formats | None]
-_ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 def as_list(order: torch.Tensor | Sequence[int] | None) -> list[int] | None:
@@ -111,7 +111,7 @@ def load_from_tensors(
             moe.load_expert(slot, gate[expert], up[expert], down[expert])
         else:
             moe.leave_out(slot)
-    elements = [_ELEMENTS.get(stack.dtype) for stack in (gate, up, down)]
+    elements = [FLOAT_NAMES.get(stack.dtype) for stack in (gate, up, down)]
     known = [Format(element) for element in elements if element]
     return moe, (known[0], known[1], known[2]) if len(known) == 3 else None
 

@@ -22,6 +22,7 @@ import torch
 
 from ktk import _core
 from ktk.arrays import refuse_gradient
+from ktk.dtypes import FLOAT_NAMES
 from ktk.ktmoe.model import ModelState
 from ktk.ktmoe.streams import handle_of, on_gpu, on_stream
 from ktk.ktmoe.submitted import Carried, Step
@@ -42,7 +43,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 # What the workers read as it is; the rest is converted, as kt-kernel does.
-_HIDDEN = (torch.bfloat16, torch.float16, torch.float32)
+_HIDDEN = tuple(FLOAT_NAMES)
 _IDS = (torch.int32, torch.int64)
 
 

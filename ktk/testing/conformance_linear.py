@@ -9,12 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ktk
+from ktk.dtypes import FLOAT_DTYPES
 from ktk.testing import bounds, dense, formats, strategies
 from ktk.testing.dense import Dense
 from ktk.testing.strategies import F32
 from ktk.testing.subject import Subject
-
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def _call(linear: ktk.Linear, x: F32) -> F32:
@@ -109,10 +108,10 @@ def test_rows_are_looked_up(subject: Subject, data: st.DataObject) -> None:
 def test_dtypes_and_strides_of_the_caller(subject: Subject, data: st.DataObject) -> None:
     """Inputs and outputs of any dtype, in rows with something between them, mean the same."""
     layer, given_x = _draw(subject, data)
-    element = data.draw(st.sampled_from(sorted(DTYPES)), label="dtype")
+    element = data.draw(st.sampled_from(sorted(FLOAT_DTYPES)), label="dtype")
     linear = layer.make(subject)
     rows, columns = len(given_x), linear.out_features
-    x = torch.from_numpy(np.clip(given_x, -60000, 60000)).to(DTYPES[element])
+    x = torch.from_numpy(np.clip(given_x, -60000, 60000)).to(FLOAT_DTYPES[element])
     result = linear(x)
     assert result.dtype == x.dtype
     expected = layer.expected(subject, linear, x.float().numpy(), element)

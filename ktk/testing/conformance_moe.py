@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 import ktk
 from ktk.config import PARTS
+from ktk.dtypes import FLOAT_DTYPES
 from ktk.testing import bounds, formats, strategies
 from ktk.testing.strategies import ACTIVATIONS, Batch, Layer
 from ktk.testing.subject import Subject
-
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
 def _call(moe: ktk.MoE, batch: Batch, **keywords: Any) -> strategies.F32:
@@ -215,11 +214,11 @@ def test_out_is_written_and_nothing_else(subject: Subject, data: st.DataObject) 
 def test_dtypes_of_the_caller(subject: Subject, data: st.DataObject) -> None:
     """bf16, f16 and f32 activations, int32 and int64 ids, f32 and bf16 weights mean the same."""
     layer, batch = _draw(subject, data)
-    element = data.draw(st.sampled_from(sorted(DTYPES)), label="hidden")
+    element = data.draw(st.sampled_from(sorted(FLOAT_DTYPES)), label="hidden")
     weight_type = data.draw(st.sampled_from(["f32", "bf16"]), label="weights")
     id_type = data.draw(st.sampled_from([torch.int32, torch.int64]), label="ids")
-    hidden = torch.from_numpy(np.clip(batch.hidden, -60000, 60000)).to(DTYPES[element])
-    weights = torch.from_numpy(batch.weights).to(DTYPES[weight_type])
+    hidden = torch.from_numpy(np.clip(batch.hidden, -60000, 60000)).to(FLOAT_DTYPES[element])
+    weights = torch.from_numpy(batch.weights).to(FLOAT_DTYPES[weight_type])
     moe = subject.moe(layer)
     result = moe(hidden, torch.from_numpy(batch.ids).to(id_type), weights)
     assert isinstance(result, torch.Tensor)

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from ktk.backend import Backend
-from ktk.checkpoint.gguf.blocks import FLOATS, as_blocks, format_of
+from ktk.checkpoint.gguf.blocks import as_blocks, format_of
 from ktk.checkpoint.gguf.header import TensorInfo
 from ktk.checkpoint.gguf.shards import TensorSet
+from ktk.dtypes import FLOAT_DTYPES
 from ktk.errors import BackendError
 from ktk.expert import Matrix
 from ktk.names import BLOCKS
@@ -101,8 +102,8 @@ def load_blocks(tensors: TensorSet, model: Any, kept: Kept, bias: torch.Tensor |
     data = torch.from_numpy(as_blocks(info, tensors.rows(kept.tensor, 0, info.shape[0])))
     if kept.order is not None:
         data = data[kept.order]
-    if fmt.element in FLOATS:
-        data = data.view(FLOATS[fmt.element])
+    if fmt.element in FLOAT_DTYPES:
+        data = data.view(FLOAT_DTYPES[fmt.element])
     head, tied = head_of(model), tied_embedding(model)
     # A tied weight is in the file as the embedding.
     is_head = head is not None and kept.module in (head[0], tied and tied[0])
@@ -128,7 +129,7 @@ def _backend(info: TensorInfo, name: str | None) -> Backend | None:
     if name is not None:
         return load_backend(name)
     fmt = format_of(info)
-    if fmt.element in FLOATS:
+    if fmt.element in FLOAT_DTYPES:
         return None
     for known in BLOCKS:
         try:

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ktk.checkpoint.gguf.blocks import FLOATS, as_blocks, format_of, row_nbytes
+from ktk.checkpoint.gguf.blocks import as_blocks, format_of, row_nbytes
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
 from ktk.checkpoint.gguf.shards import TensorSet
+from ktk.dtypes import FLOAT_DTYPES
 from ktk.errors import CheckpointError
 from ktk.expert import Matrix
 from ktk.quantize import dequantize
@@ -105,8 +106,8 @@ def _decoded(tensors: TensorSet, name: str, dtype: torch.dtype) -> torch.Tensor:
     for begin in range(0, rows, step):
         stored = tensors.rows(name, begin, min(step, rows - begin))
         data = torch.from_numpy(as_blocks(info, stored))
-        if fmt.element in FLOATS:
-            out[begin : begin + step] = data.view(FLOATS[fmt.element])
+        if fmt.element in FLOAT_DTYPES:
+            out[begin : begin + step] = data.view(FLOAT_DTYPES[fmt.element])
         else:
             out[begin : begin + step] = dequantize(Matrix(fmt, data))
     return out.view(info.shape)

@@ -11,6 +11,7 @@ from torch import nn
 
 from ktk._core import Format
 from ktk.backend import Backend
+from ktk.dtypes import FLOAT_NAMES
 from ktk.expert import Matrix
 from ktk.formats import FLOATS
 from ktk.hosts.linear import OpLinear
@@ -24,7 +25,7 @@ from ktk.transformers.layout import is_experts
 
 #: Layers that have fewer rows or columns take longer to be called than to be read.
 LEAST = 64
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = tuple(FLOAT_NAMES)
 # What modules that choose experts are called, where shapes do not tell.
 _ROUTERS = ("gate", "router")
 

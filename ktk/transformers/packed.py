@@ -8,14 +8,13 @@ from typing import Any, NoReturn
 import torch
 
 from ktk.config import PARTS
+from ktk.dtypes import FLOAT_DTYPES
 from ktk.hosts.op import OpLayer, unpicklable
 from ktk.moe import MoE
 from ktk.transformers.layout import WEIGHTS, Layout
 
 # Where a module keeps what it was packed into: None before, False if it is not to be packed.
 _SLOT = "ktk_packed"
-# Unpacked as f32, each of these is again what is stored.
-_FLOATS = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 class Packed(OpLayer):
@@ -33,7 +32,7 @@ class Packed(OpLayer):
         if len(self.moe.loaded) < self.moe.config.num_experts:
             return None  # other processes have the others
         formats = (self.moe.format, self.moe.up_format, self.moe.down_format)
-        dtypes = [_FLOATS.get(fmt.element) if fmt is not None else None for fmt in formats]
+        dtypes = [FLOAT_DTYPES.get(fmt.element) if fmt is not None else None for fmt in formats]
         known = [dtype for dtype in dtypes if dtype is not None]
         if len(known) < len(dtypes):
             return None

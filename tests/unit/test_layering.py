@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ktk.dtypes import DTYPES
+from ktk.formats import TORCH_NAMES
+
 ROOT = Path(__file__).parents[2]
 NATIVE = ROOT / "native"
 INCLUDE = re.compile(r'^#include "(\w+)/', re.MULTILINE)
@@ -118,3 +121,28 @@ def test_no_backend_is_named_outside_of_one_table(path: Path) -> None:
     for text, line in strings(path):
         found = word.search(text)
         assert not found, f"{path.relative_to(ROOT)}:{line} names {found and found[0]}"
+
+
+def float_names(node: ast.Dict) -> set[str]:
+    """Return what of a dictionary names dtypes of floats: torch.bfloat16, or "bfloat16"."""
+    found = set()
+    for one in (*node.keys, *node.values):
+        if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name):
+            found.add(one.attr if one.value.id == "torch" else "")
+        elif isinstance(one, ast.Constant):
+            found.add(str(one.value))
+    return found & set(TORCH_NAMES.values())
+
+
+def test_one_table_says_which_dtypes_of_torch_floats_are() -> None:
+    tables = {}
+    for path in sorted((ROOT / "ktk").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Dict) and len(names := float_names(node)) > 1:
+                tables[f"{path.relative_to(ROOT)}:{node.lineno}"] = names
+    [(place, names)] = tables.items()
+    assert place.startswith("ktk/formats.py:")
+    assert names == set(TORCH_NAMES.values())
+    assert {name: f"torch.{one}" for name, one in TORCH_NAMES.items()} == {
+        name: str(dtype) for name, dtype in DTYPES.items()
+    }

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 import numpy as np
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from ktk import ik_types
 from ktk._core import Format
 from ktk.checkpoint.gguf.header import TensorInfo
 from ktk.errors import CheckpointError
-
-#: Types whose elements are values already, by their names in ktk.
-FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+from ktk.formats import FLOATS
 
 
 @dataclass(frozen=True)

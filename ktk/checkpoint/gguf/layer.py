@@ -11,7 +11,6 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.gguf.blocks import (
-    FLOATS,
     as_blocks,
     format_of,
     row_nbytes,
@@ -24,6 +23,7 @@ from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.checkpoint.matrix import MatrixInfo
 from ktk.checkpoint.pieces import Piece, flat
 from ktk.checkpoint.reader import LayerReader, Storage, decoded
+from ktk.dtypes import FLOAT_DTYPES
 from ktk.expert import Expert, Matrix
 
 _F32 = Format("f32")
@@ -49,7 +49,7 @@ class GgufLayer(LayerReader):
         found = {}
         for part, place in self._places.weights.items():
             first, *others = [format_of(info) for info in self._typed(part)]
-            scaled = first.element in FLOATS and part in self._places.scales
+            scaled = first.element in FLOAT_DTYPES and part in self._places.scales
             alike = all(other == first for other in others)
             k = self._info(part, 0).shape[-1]
             found[part] = MatrixInfo(first if alike and not scaled else _F32, place.count, k)
@@ -59,7 +59,7 @@ class GgufLayer(LayerReader):
     def has_floats(self) -> bool:
         """Whether the matrices are not quantised."""
         return all(
-            format_of(info).element in FLOATS
+            format_of(info).element in FLOAT_DTYPES
             for part in self._places.weights
             for info in self._typed(part)
         )
@@ -112,8 +112,8 @@ class GgufLayer(LayerReader):
         data = torch.from_numpy(as_blocks(info, rows))
         scale = self._scales[part][number : number + 1] if part in self._scales else None
         bias = self._bias(part, number)
-        if fmt.element in FLOATS:
-            data = data.view(FLOATS[fmt.element])
+        if fmt.element in FLOAT_DTYPES:
+            data = data.view(FLOAT_DTYPES[fmt.element])
             if scale is not None:
                 return Matrix(_F32, data.float() * scale, bias=bias)
         matrix = Matrix(fmt, data, scale, bias=bias)
@@ -128,8 +128,8 @@ class GgufLayer(LayerReader):
         info = self._tensors.info(place.name)
         fmt = format_of(info)
         rows = torch.from_numpy(as_blocks(info, self._tensors.rows(place.name, number, 1)))
-        if fmt.element in FLOATS:
-            row = rows.view(FLOATS[fmt.element])
+        if fmt.element in FLOAT_DTYPES:
+            row = rows.view(FLOAT_DTYPES[fmt.element])
         else:
             row = decoded(Matrix(fmt, rows), str(info)).data
         return row[0, place.first : place.first + place.count]

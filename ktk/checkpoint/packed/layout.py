@@ -34,19 +34,13 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.dtypes import NAMES, TORCH_DTYPES
 from ktk.expert import Expert
+from ktk.formats import FLOATS
 
 ALIGNMENT = 64
 
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-_WIDE = {"f32": "F32", "f16": "F16", "bf16": "BF16", "i8": "I8"}
+_WIDE = {**{element: NAMES[element] for element in FLOATS}, "i8": "I8"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +53,7 @@ class Spec:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The same in the words of torch."""
-        return _DTYPES[self.dtype]
+        return TORCH_DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
@@ -208,7 +202,7 @@ def _nbytes(spec: Spec | PackedSpec, experts: int) -> int:
 def _matrix(part: str, fmt: Format, n: int, k: int) -> dict[str, Spec]:
     columns, nbytes = fmt.block
     dtype = _WIDE.get(fmt.element, "U8")
-    row = k // columns * nbytes // _DTYPES[dtype].itemsize
+    row = k // columns * nbytes // TORCH_DTYPES[dtype].itemsize
     found = {part: Spec(dtype, (n, row))}
     for what, element in (("scale", fmt.scale), ("zero", fmt.zero)):
         if element != "none":

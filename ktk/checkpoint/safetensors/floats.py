@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ktk._core import Format
-from ktk.checkpoint.safetensors.scheme import Layout, Tensors, as_bytes, element_name
+from ktk.checkpoint.safetensors.scheme import Layout, Tensors, as_bytes
+from ktk.dtypes import FLOAT_NAMES
 from ktk.expert import Matrix
 
 # Columns that share a power of two in the MX formats.
@@ -16,7 +17,7 @@ _BLOCK = (128, 128)
 
 def plain(t: Tensors, layout: Layout) -> Matrix:
     """Decode floats without scales."""
-    return Matrix(Format(element_name(t["data"].dtype)), t["data"])
+    return Matrix(Format(FLOAT_NAMES[t["data"].dtype]), t["data"])
 
 
 def fp8_blocks(t: Tensors, layout: Layout) -> Matrix:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ktk._core import Format
+from ktk.checkpoint.dtypes import NAMES
 from ktk.checkpoint.safetensors.integers import pack_u4
 from ktk.checkpoint.safetensors.scheme import (
     FLOAT,
@@ -32,9 +33,9 @@ from ktk.checkpoint.safetensors.scheme import (
     Tensors,
     Told,
     decoded,
-    element_name,
     header_of,
 )
+from ktk.dtypes import DTYPES, FLOAT_NAMES
 from ktk.expert import Matrix
 
 # By name of the packing: bits of a code, codes of a word, and the word.
@@ -47,7 +48,7 @@ _PACKINGS = {
 }
 # What backends have scales and zero points in. Few f16 are bf16, most bf16 of this size are f16: in
 # this order, matrices of one file agree.
-_KINDS = {"BF16": torch.bfloat16, "F16": torch.float16}
+_KINDS = {NAMES[element]: DTYPES[element] for element in ("bf16", "f16")}
 
 
 def sizes(shape: torch.Tensor) -> tuple[int, ...]:
@@ -89,7 +90,7 @@ def tell(
         if not fitting:
             return Told(FLOAT, "whose scales or zero points are exact in neither bf16 nor f16")
         kind = fitting[0]
-    name = element_name(kind)
+    name = FLOAT_NAMES[kind]
     return Told(Format("u4", name, name, 1, group if "group" in headers else 0))
 
 
@@ -123,7 +124,7 @@ def hqq(t: Tensors, layout: Layout) -> Matrix:
         data = _neighbors(t["data"])[:rows].reshape(n, k // 2)
     else:
         data = pack_u4(codes().reshape(n, k).to(torch.uint8))
-    kind = _KINDS[fmt.scale.upper()]
+    kind = DTYPES[fmt.scale]
     scale, zero = (t[what].reshape(n, -1).to(kind) for what in ("scale", "zero"))
     return Matrix(fmt, data, scale, zero)
 

@@ -31,8 +31,8 @@ from ktk.checkpoint.safetensors.scheme import (
     Tensors,
     as_bytes,
     decoded,
-    element_name,
 )
+from ktk.dtypes import FLOAT_NAMES
 from ktk.expert import Matrix
 
 _U4_MIDDLE = 8
@@ -147,7 +147,7 @@ def _stored(
         moved = 0 if zero is not None else _U4_MIDDLE - middle
         data = pack_u4(codes() + moved)
     kind = "none" if zero is None else "u8"
-    fmt = Format("u4", element_name(scale.dtype), kind, 1, layout.group)
+    fmt = Format("u4", FLOAT_NAMES[scale.dtype], kind, 1, layout.group)
     return Matrix(fmt, data, scale.contiguous(), None if zero is None else zero.contiguous())
 
 

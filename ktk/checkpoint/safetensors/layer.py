@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 
 from ktk._core import Format
+from ktk.checkpoint.dtypes import ELEMENTS
 from ktk.checkpoint.matrix import MatrixInfo
-from ktk.checkpoint.pieces import ELEMENTS, Piece, flat
+from ktk.checkpoint.pieces import Piece, flat
 from ktk.checkpoint.reader import LayerReader, Storage, decoded
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.integers import out_of_order

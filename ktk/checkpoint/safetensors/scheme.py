@@ -182,8 +182,3 @@ def header_of(tensor: torch.Tensor) -> Header:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor whose last axis is contiguous."""
     return tensor.view(torch.uint8)
-
-
-def element_name(dtype: torch.dtype) -> str:
-    """Return what `Format` calls the elements of a tensor of floats."""
-    return {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[dtype]

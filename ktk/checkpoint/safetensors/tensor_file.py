@@ -17,26 +17,12 @@ from typing import Any
 
 import torch
 
+from ktk.checkpoint.dtypes import TORCH_DTYPES
 from ktk.checkpoint.entries import MOST_JSON, EntryError, integers, parse_object, table, text
 from ktk.checkpoint.files import File
 from ktk.errors import CheckpointError
 
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # Bytes of a file, rather than extents.
 _ANY = 1 << 63
 
@@ -114,7 +100,7 @@ class TensorFile:
 
     def _dtype(self, info: TensorInfo) -> torch.dtype:
         try:
-            return _DTYPES[info.dtype]
+            return TORCH_DTYPES[info.dtype]
         except KeyError:
             raise CheckpointError(
                 f"tensor {info.name} in {self.path} has elements of type {info.dtype}, "
@@ -164,7 +150,7 @@ def _tensors(document: dict[str, Any]) -> Iterator[TensorInfo]:
         begin, end = integers(f"data_offsets of tensor {name}", offsets, 2, most=_ANY)
         if end < begin:
             raise EntryError(f"tensor {name} ends at byte {end}, before it begins at {begin}")
-        known = _DTYPES.get(dtype)
+        known = TORCH_DTYPES.get(dtype)
         if known is not None and math.prod(shape) * known.itemsize != end - begin:
             raise EntryError(
                 f"tensor {name} is {dtype} {list(shape)} in {end - begin} bytes, which do not fit"

@@ -18,7 +18,8 @@ import torch
 
 from ktk._core import Format
 from ktk.checkpoint.safetensors.integers import unpack
-from ktk.checkpoint.safetensors.scheme import Layout, Tensors, as_bytes, decoded, element_name
+from ktk.checkpoint.safetensors.scheme import Layout, Tensors, as_bytes, decoded
+from ktk.dtypes import FLOAT_NAMES
 from ktk.expert import Matrix
 
 # In both halves of a byte: turns two's complement into codes from 0.
@@ -31,7 +32,7 @@ def int4(t: Tensors, layout: Layout) -> Matrix:
     data = as_bytes(t["data"]) ^ _SIGNS
     scale = t["scale"].T.contiguous()
     if not t["zero"].any():
-        return Matrix(Format("u4", element_name(scale.dtype), "none", 1, layout.group), data, scale)
+        return Matrix(Format("u4", FLOAT_NAMES[scale.dtype], "none", 1, layout.group), data, scale)
 
     def values() -> torch.Tensor:
         group = torch.arange(layout.k) // (layout.group or layout.k)
