@@ -9,11 +9,21 @@ import pytest
 import torch
 import training
 from tiny import FAMILIES, float32, load, logits, tokens
-from training import ROUNDED, gradients, loss_of, off_by, packed, randomize
+from training import (
+    ROUNDED,
+    gradients,
+    loss_of,
+    off_by,
+    packed,
+    packed_by,
+    randomize,
+    skipping_what_cannot_run_here,
+)
 
 import ktk
 import ktk.sft
 import ktk.transformers
+from ktk.errors import BackendUnsupported
 
 folder, model, same_draws = training.folder, training.model, training.same_draws
 
@@ -176,11 +186,7 @@ def test_bf16_models_train(folder: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["AMXINT8", "AMXINT4", "FP8"])
 def test_quantized_experts_train_and_do_not_merge(folder: Path, backend: str) -> None:
-    config = ktk.transformers.KtkConfig(backend)
-    try:
-        model = packed(folder, quantization_config=config)
-    except (ktk.BackendError, ktk.CheckpointError) as error:
-        pytest.skip(str(error))
+    model = packed_by(backend, folder)
     factors = ktk.sft.add_lora(model, rank=4)
     first = loss_of(model, tokens())
     optimizer = torch.optim.AdamW(factors, lr=1e-2)
@@ -190,3 +196,25 @@ def test_quantized_experts_train_and_do_not_merge(folder: Path, backend: str) ->
     assert loss_of(model, tokens()) < first
     with pytest.raises(ValueError, match=f"packed for {backend}, in codes"):
         ktk.sft.merge(model)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (BackendUnsupported("this CPU lacks AMX"), pytest.skip.Exception),
+        (ktk.BackendError("planted"), ktk.BackendError),
+        (ktk.CheckpointError("planted"), ktk.CheckpointError),
+    ],
+    ids=lambda one: type(one).__name__ if isinstance(one, Exception) else "",
+)
+def test_what_cannot_run_is_skipped_and_faults_are_not(
+    error: Exception, raised: type[BaseException]
+) -> None:
+    # Not by pytest.raises: a skip where an error is wanted would skip this test.
+    caught: BaseException | None = None
+    try:
+        with skipping_what_cannot_run_here():
+            raise error
+    except BaseException as one:
+        caught = one
+    assert type(caught) is raised

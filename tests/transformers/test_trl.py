@@ -12,7 +12,7 @@ import torch
 import training
 import transformers
 from tiny import VOCABULARY, H
-from training import packed
+from training import packed_by
 
 import ktk
 import ktk.sft
@@ -72,11 +72,7 @@ def _arguments(kind: Any, folder: Path, **options: Any) -> Any:
 
 def _loaded(folder: Path, backend: str) -> Any:
     """Return a model of which nothing is trained."""
-    try:
-        model = packed(folder, quantization_config=ktk.transformers.KtkConfig(backend))
-    except ktk.BackendError as error:
-        pytest.skip(str(error))
-    return model.requires_grad_(False)
+    return packed_by(backend, folder).requires_grad_(False)
 
 
 def _with_peft(model: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import pytest
 import torch
 from tiny import FAMILIES, load
 
+import ktk.transformers
+from ktk.errors import BackendUnsupported
 from ktk.testing import bounds, formats
 from ktk.transformers.packed import Packed, packed_modules
 
@@ -34,6 +38,21 @@ def same_draws() -> None:
 
 def packed(folder: Path, **options: Any) -> Any:
     return load(folder, dtype=torch.float32, experts_implementation="ktk", **options)
+
+
+def packed_by(backend: str, folder: Path) -> Any:
+    """Return a model packed for a backend; where that cannot run, skip the test."""
+    with skipping_what_cannot_run_here():
+        return packed(folder, quantization_config=ktk.transformers.KtkConfig(backend))
+
+
+@contextlib.contextmanager
+def skipping_what_cannot_run_here() -> Iterator[None]:
+    """Skip a test whose backend lacks an instruction set or a library; other errors are faults."""
+    try:
+        yield
+    except BackendUnsupported as error:
+        pytest.skip(str(error))
 
 
 def randomize(parameters: list[torch.nn.Parameter], seed: int = 0) -> None:
