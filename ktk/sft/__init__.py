@@ -4,17 +4,26 @@
 
     import ktk.sft, ktk.transformers
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="ktk")
-    ktk.sft.add_lora(model, rank=8, alpha=16)       # after PEFT, if that trains attention
+    ktk.sft.add_lora(model, rank=8, alpha=16)       # PEFT may train attention
     Trainer(model, ...).train()
     ktk.sft.save_adapter(model, "adapter")
 
 Weights of experts stay packed and frozen, for any backend. Factors are ordinary parameters of the
-modules of experts. `experts` adds, removes and merges them, `files` reads and writes adapters, and
-`names` knows what adapters call their tensors; `trainer` is for checkpoints of a training.
+modules of experts. `experts` adds and removes them and switches them off, `merging` adds them to
+weights, `files` reads and writes adapters, and `names` knows what adapters call their tensors;
+`peft_layers` lets PEFT switch them with its own; `trainer` is for checkpoints of a training.
 """
 
-from ktk.sft.experts import add_lora, merge, remove_lora
+from ktk.sft.experts import add_lora, merge, remove_lora, without_lora
 from ktk.sft.files import load_adapter, save_adapter
 from ktk.sft.trainer import SaveAdapters
 
-__all__ = ["SaveAdapters", "add_lora", "load_adapter", "merge", "remove_lora", "save_adapter"]
+__all__ = [
+    "SaveAdapters",
+    "add_lora",
+    "load_adapter",
+    "merge",
+    "remove_lora",
+    "save_adapter",
+    "without_lora",
+]

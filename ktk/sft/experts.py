@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ktk.config import PARTS
 from ktk.lora import Lora
 from ktk.names import PREFERRED
+from ktk.sft.merging import can_merge, merge_into
+from ktk.sft.peft_layers import join, take_off
 from ktk.transformers import adapter
 from ktk.transformers.packed import Packed, packed_modules
 
@@ -34,8 +36,9 @@ def add_lora(
     An expert's matrix W then acts as ``W + alpha / rank * B @ A``: A is drawn as torch draws a
     dense layer, B is zeros, so that the model computes what it did. The factors are parameters
     ``{gate,up,down}_lora_{a,b}`` of each module of experts, [experts, rank, columns] and
-    [experts, rows, rank], and require gradients; no other parameter is changed. Call it after
-    :func:`peft.get_peft_model`, which freezes all parameters that are not PEFT's.
+    [experts, rows, rank], and require gradients; no other parameter is changed. PEFT switches them
+    off and on with its own adapters, whether :func:`peft.get_peft_model` was called before or is
+    called later.
 
     Parameters
     ----------
@@ -69,7 +72,8 @@ def add_lora(
     if unknown or not wanted:
         raise ValueError(f"targets must be some of {', '.join(TARGETS)}, got {wanted!r}")
     found = []
-    for name, module, packed in packed_experts(model):
+    modules = packed_experts(model)
+    for name, module, packed in modules:
         if adapter.lora_of(module) is not None:
             raise ValueError(f"{name} has an adapter: merge it, or remove it by remove_lora(model)")
         c = packed.moe.config
@@ -86,13 +90,42 @@ def add_lora(
         adapter.put_lora(module, Lora(**factors, scale=alpha / rank))
         packed.keeps_products = keep_products
         found += [getattr(module, adapter.parameter_of(factor)) for factor in factors]
+    join(model, [module for _, module, _ in modules])
     return found
+
+
+@contextlib.contextmanager
+def without_lora(model: torch.nn.Module) -> Iterator[None]:
+    """Compute a model without the adapters of its experts, as long as the block runs.
+
+    ::
+
+        with ktk.sft.without_lora(model), torch.no_grad():
+            reference = model(ids).logits       # [batch, tokens, vocabulary]
+
+    Blocks may be inside each other, and inside those of :meth:`peft.PeftModel.disable_adapter`,
+    which does the same to adapters of experts and of PEFT. Factors stay as they are, and so does
+    what they require. A pass that is recorded has its backward pass in the block as well, if
+    checkpointing computes it again there.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Or one that PEFT has wrapped.
+
+    Raises
+    ------
+    ValueError
+        The model has no packed experts.
+    """
+    with adapter.switched_off([module for _, module, _ in packed_experts(model)]):
+        yield
 
 
 def remove_lora(model: torch.nn.Module) -> None:
     """Take the adapters off all experts of a model."""
     for module in model.modules():
-        adapter.remove_lora(module)
+        take_off(module)
 
 
 def merge(model: torch.nn.Module) -> torch.nn.Module:
@@ -115,31 +148,14 @@ def merge(model: torch.nn.Module) -> torch.nn.Module:
     """
     adapted = [one for one in packed_experts(model) if adapter.lora_of(one[1]) is not None]
     for name, _, packed in adapted:
-        if packed.dtype is None:
+        if not can_merge(packed):
             raise ValueError(
                 f"{name} is packed for {packed.moe.backend.name}, in codes that sums would be "
                 f"rounded to: save the adapter, load the model for {FLOATS}, and merge there"
             )
     for _, module, packed in adapted:
-        lora = adapter.lora_of(module)
-        assert lora is not None
-        assert packed.dtype is not None
-        factors = {name: value.detach().float() for name, value in lora.factors()}
-        for expert in range(packed.moe.config.num_experts):
-            weights: dict[str, Any] = {}
-            for part, unpacked in zip(PARTS, packed.moe.unpack_expert(expert), strict=True):
-                if unpacked is None:
-                    continue
-                value = torch.from_numpy(unpacked)
-                if f"{part}_a" in factors:
-                    a, b = factors[f"{part}_a"][expert], factors[f"{part}_b"][expert]
-                    value = value.addmm(b, a, alpha=lora.scale)
-                weights[part] = value.to(packed.dtype)
-            biases: dict[str, Any] = {
-                name: one.contiguous() for name, one in packed.layout.biases(module, expert).items()
-            }
-            packed.moe.load_expert(expert, **weights, **biases)
-        adapter.remove_lora(module)
+        merge_into(module, packed)
+        take_off(module)
     return model
 
 

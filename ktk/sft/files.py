@@ -14,6 +14,7 @@ from ktk.lora import Lora
 from ktk.sft import names
 from ktk.sft.experts import packed_experts
 from ktk.sft.names import AdapterError, State
+from ktk.sft.peft_layers import join, take_off, was_read
 from ktk.transformers import adapter
 
 _CONFIG = "adapter_config.json"
@@ -97,11 +98,14 @@ def load_adapter(
         plain = _plain_name(name)
         found = names.factors_of(plain, state, packed.moe.config, packed.layout)
         if not found:
-            adapter.remove_lora(module)
+            take_off(module)
             continue
         rank = found[next(iter(found))].shape[1 if next(iter(found)).endswith("a") else 2]
         made = {key: value.to(dtype or value.dtype).contiguous() for key, value in found.items()}
+        # An adapter that was there goes on, as at a checkpoint, and begins where it did.
+        read = adapter.lora_of(module) is None or was_read(module)
         adapter.put_lora(module, Lora(**made, scale=scale_of(rank)))
+        join(model, [module], read=read)
         used = True
     if not used:
         listed = ", ".join(sorted(state)[:3])

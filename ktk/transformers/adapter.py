@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from ktk.lora import FACTORS, Lora
 
 # What an adapter's factors are multiplied with, on each module.
 _SCALE = "ktk_lora_scale"
+# In how many blocks of `switched_off` a module is.
+_OFF = "ktk_lora_off"
 
 
 def parameter_of(factor: str) -> str:
@@ -28,6 +32,24 @@ def lora_of(module: Any) -> Lora | None:
         factor: getattr(module, name) for factor, name in names.items() if hasattr(module, name)
     }
     return Lora(**found, scale=scale)
+
+
+def active_lora(module: Any) -> Lora | None:
+    """Return the adapter that a module of experts is computed with at the moment."""
+    off = getattr(module, _OFF, 0) or getattr(module, "ktk_peft_off", False)
+    return None if off else lora_of(module)
+
+
+@contextlib.contextmanager
+def switched_off(modules: Sequence[Any]) -> Iterator[None]:
+    """Compute modules of experts without their adapters; blocks may be inside each other."""
+    for module in modules:
+        setattr(module, _OFF, getattr(module, _OFF, 0) + 1)
+    try:
+        yield
+    finally:
+        for module in modules:
+            setattr(module, _OFF, getattr(module, _OFF) - 1)
 
 
 def has_lora(model: torch.nn.Module) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
-from ktk.transformers.adapter import lora_of
+from ktk.transformers.adapter import active_lora
 from ktk.transformers.modules import describe, say_once
 from ktk.transformers.packed import Packed, leave_alone, packed_of
 from ktk.transformers.packing import DEFAULT_BACKEND, pack_module
@@ -19,7 +19,12 @@ _STOCK = "grouped_mm"
 
 
 def experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    adapter_names: Any = None,
 ) -> torch.Tensor:
     """Compute a module's experts: packed if they are, or can be now, and else as transformers does.
 
@@ -30,12 +35,19 @@ def experts_forward(
         Numbers from num_experts on name zero experts, if the module has such, or experts of other
         processes, which contribute nothing.
     top_k_weights : tensor [tokens, k]
+    adapter_names : sequence of str, optional
+        What PEFT gives where each example of a batch has an adapter of its own. That is refused.
     """
+    if adapter_names is not None:
+        raise ValueError(
+            "adapter_names choose an adapter for each example, and adapters of experts are the "
+            "same for all of a batch: call the model for each of them"
+        )
     packed = packed_of(self)
     if packed is None:
         packed = _at_first_call(self)
     if isinstance(packed, Packed):
-        return packed(hidden_states, top_k_index, top_k_weights, lora_of(self))
+        return packed(hidden_states, top_k_index, top_k_weights, active_lora(self))
     return _stock(self, hidden_states, top_k_index, top_k_weights)
 
 

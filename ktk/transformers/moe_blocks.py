@@ -13,7 +13,7 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ktk import _core
 from ktk.hosts.plain import is_constant, is_plain
-from ktk.transformers.adapter import lora_of
+from ktk.transformers.adapter import active_lora
 from ktk.transformers.bare import are_bare
 from ktk.transformers.packed import Packed, packed_of
 from ktk.transformers.routers import FastRouter
@@ -63,7 +63,7 @@ def prepare(gate: Any, experts: Any, x: torch.Tensor) -> tuple[_core.MoE, tuple[
         or packed.compute is not packed.moe
         or not is_constant(weight, x.dtype)
         or not are_bare((gate, experts))  # type: ignore[arg-type]
-        or lora_of(experts) is not None
+        or active_lora(experts) is not None
     ):
         return None
     sums_to_one, dtype = gate.ktk_router

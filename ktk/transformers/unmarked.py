@@ -13,7 +13,7 @@ import sys
 from operator import attrgetter
 from typing import Any
 
-from ktk.transformers.adapter import lora_of
+from ktk.transformers.adapter import active_lora
 from ktk.transformers.layout import FLAGS, is_experts
 from ktk.transformers.packed import Packed, packed_of
 
@@ -50,7 +50,7 @@ def _mark(kind: Any, names: dict[str, str]) -> None:
     ) -> Any:
         packed = packed_of(self)
         if isinstance(packed, Packed):
-            return packed(hidden_states, top_k_index, top_k_weights, lora_of(self))
+            return packed(hidden_states, top_k_index, top_k_weights, active_lora(self))
         return stock(self, hidden_states, top_k_index, top_k_weights, *more)
 
     for flag, value in _FLAGS.items():

@@ -93,19 +93,6 @@ def test_peft_trains_attention_beside_adapters_of_experts(
     assert torch.equal(logits(other, tokens()), logits(model, tokens()))
 
 
-def test_peft_freezes_adapters_of_experts_and_leaves_them_on(folder: Path) -> None:
-    """What docs/training.md warns of: PEFT knows nothing of them."""
-    peft = pytest.importorskip("peft")
-    model, ids = packed(folder), tokens()
-    factors = ktk.sft.add_lora(model, rank=2)
-    randomize(factors)
-    wanted = logits(model, ids)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    assert not any(one.requires_grad for one in factors)
-    with model.disable_adapter():
-        assert torch.equal(logits(model, ids), wanted)
-
-
 def test_merged_experts_are_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     model, ids = packed(folder), tokens()
     randomize(ktk.sft.add_lora(model, rank=4, alpha=8))

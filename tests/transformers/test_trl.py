@@ -75,9 +75,12 @@ def _loaded(folder: Path, backend: str) -> Any:
     return packed_by(backend, folder).requires_grad_(False)
 
 
+def _peft_config() -> Any:
+    return pytest.importorskip("peft").LoraConfig(r=2, target_modules=["q_proj"])
+
+
 def _with_peft(model: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    return pytest.importorskip("peft").get_peft_model(model, _peft_config())
 
 
 def _losses(trainer: Any) -> list[float]:
@@ -111,11 +114,16 @@ def test_sft_learns(folder: Path, tmp_path: Path, trl: Any, backend: str, wrappe
 
 
 @pytest.mark.parametrize("backend", ["BF16", "AMXINT8"])
-@pytest.mark.parametrize("reference", ["copy", "copy, peft", "precomputed"])
+@pytest.mark.parametrize(
+    "reference", ["copy", "copy, peft", "peft", "peft by the trainer", "precomputed"]
+)
 def test_dpo_compares_with_the_model_without_adapters(
     folder: Path, tmp_path: Path, trl: Any, backend: str, reference: str
 ) -> None:
-    """Rewards are what the models with and without the adapter say, each by itself."""
+    """Rewards are what the models with and without the adapter say, each by itself.
+
+    Without another model, TRL asks a model of PEFT again with PEFT's adapters as they were, or off.
+    """
     import datasets
 
     pairs = [
@@ -130,9 +138,10 @@ def test_dpo_compares_with_the_model_without_adapters(
     model = _loaded(folder, backend)
     # Copies share packed experts; those that get factors later are their own.
     other = copy.deepcopy(model) if "copy" in reference else None
-    if "peft" in reference:
+    if reference.endswith("peft"):
         model = _with_peft(model)
     ktk.sft.add_lora(model, rank=4)
+    by_trainer = {"peft_config": _peft_config()} if "trainer" in reference else {}
     trainer = trl.DPOTrainer(
         model,
         other,
@@ -148,7 +157,10 @@ def test_dpo_compares_with_the_model_without_adapters(
         train_dataset=data,
         eval_dataset=data,
         processing_class=_tokenizer(),
+        **by_trainer,
     )
+    trained = {n for n, one in trainer.model.named_parameters() if one.requires_grad}
+    assert sum(".experts." in name for name in trained) == 2 * 6
     trainer.train()
     losses = _losses(trainer)
     # Before the first step both are one function, and nothing is preferred.

@@ -1,0 +1,38 @@
+"""Adds an adapter of experts to their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ktk.config import PARTS
+from ktk.transformers import adapter
+from ktk.transformers.packed import Packed
+
+
+def can_merge(packed: Packed) -> bool:
+    """Tell whether experts are packed as floats; codes would have to be quantized again."""
+    return packed.dtype is not None
+
+
+def merge_into(module: Any, packed: Packed) -> None:
+    """Add the adapter of a module, which stays, to the weights that it was packed into."""
+    lora = adapter.lora_of(module)
+    assert lora is not None
+    assert packed.dtype is not None
+    factors = {name: value.detach().float() for name, value in lora.factors()}
+    for expert in range(packed.moe.config.num_experts):
+        weights: dict[str, Any] = {}
+        for part, unpacked in zip(PARTS, packed.moe.unpack_expert(expert), strict=True):
+            if unpacked is None:
+                continue
+            value = torch.from_numpy(unpacked)
+            if f"{part}_a" in factors:
+                a, b = factors[f"{part}_a"][expert], factors[f"{part}_b"][expert]
+                value = value.addmm(b, a, alpha=lora.scale)
+            weights[part] = value.to(packed.dtype)
+        biases: dict[str, Any] = {
+            name: one.contiguous() for name, one in packed.layout.biases(module, expert).items()
+        }
+        packed.moe.load_expert(expert, **weights, **biases)
