@@ -23,6 +23,9 @@ namespace {
 
 // Tokens whose keys, or values, are converted at once: 16 KiB of f32 with a depth of 128.
 constexpr size_t kBlock = 32;
+// Blocks between the one that is fetched from memory and the one that is converted. A span is too
+// short for the processor to see that it is read in order.
+constexpr size_t kAhead = 2;
 // Spans are whole blocks, and no more than this: merging them is one worker's work.
 constexpr size_t kMostSpans = 16;
 
@@ -56,35 +59,74 @@ class AttentionRun {
   }
 
  private:
+  struct Task {
+    size_t head, begin, count;  // tokens [begin, begin + count); none behind the last task
+
+    size_t blocks() const { return (count + kBlock - 1) / kBlock; }
+  };
+
+  // Tasks are taken one ahead, so that memory is read across them.
   void body(int worker) {
     char* const own = engine_.scratch.own(worker, own_, node_id(engine_.pool.node_of(worker)));
-    const size_t tasks = spans_ * heads_.shared;
-    for (size_t task; (task = next_.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      compute(task % heads_.shared, task / heads_.shared, own);
+    Task task = take();
+    for (size_t block = 0; block < kAhead; ++block) fetch(task, {}, block);
+    while (task.count > 0) {
+      const Task following = take();
+      compute(task, following, own);
+      task = following;
     }
+  }
+
+  Task take() {
+    const size_t number = next_.fetch_add(1, std::memory_order_relaxed);
+    if (number >= spans_ * heads_.shared) return {};
+    const size_t begin = number / heads_.shared * span_;
+    return {number % heads_.shared, begin, std::min(span_, tokens_ - begin)};
   }
 
   // Where results of a head and a span are.
   size_t at(size_t span, size_t query) const { return span * heads_.queries + query; }
 
+  static const char* row_of(const Past& past, size_t head, size_t token) {
+    return static_cast<const char*>(past.data) +
+           block_of(past.type).bytes_of(head * past.head + token * past.row);
+  }
+
   void convert(const Past& past, size_t head, size_t first, size_t count, float* rows) const {
-    const size_t element = block_of(past.type).bytes_of(1);
-    const char* from =
-        static_cast<const char*>(past.data) + (head * past.head + first * past.row) * element;
-    for (size_t t = 0; t < count; ++t, from += past.row * element) {
-      ops_.to_f32(from, past.type, heads_.depth, rows + t * heads_.depth);
+    for (size_t t = 0; t < count; ++t) {
+      ops_.to_f32(row_of(past, head, first + t), past.type, heads_.depth, rows + t * heads_.depth);
     }
   }
 
-  void compute(size_t head, size_t span, char* own) {
+  // Has a block of what a task reads, first all keys and then all values, or of the next task, come
+  // to the cache.
+  void fetch(const Task& task, const Task& next, size_t block) const {
+    const size_t blocks = task.blocks();
+    if (block >= 2 * blocks) {
+      if (next.count > 0) fetch(next, {}, block - 2 * blocks);
+      return;
+    }
+    const Past& past = block < blocks ? keys_ : values_;
+    const size_t first = block % blocks * kBlock, end = std::min(first + kBlock, task.count);
+    const size_t bytes = block_of(past.type).bytes_of(heads_.depth);
+    for (size_t t = first; t < end; ++t) {
+      const char* const row = row_of(past, task.head, task.begin + t);
+      for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
+    }
+  }
+
+  void compute(const Task& task, const Task& following, char* own) {
     float* const rows = reinterpret_cast<float*>(own + rows_);
     float* const turned = reinterpret_cast<float*>(own + turned_);
     float* const scores = reinterpret_cast<float*>(own + scores_);
-    const size_t begin = span * span_, count = std::min(span_, tokens_ - begin);
+    const auto [head, begin, count] = task;
+    const size_t span = begin / span_;
     const size_t together = heads_.together(), depth = heads_.depth, query = head * together;
     std::fill_n(scores, together * span_, 0.0f);
+    size_t fetched = kAhead;
     for (size_t t = 0; t < count; t += kBlock) {
       const size_t n = std::min(kBlock, count - t);
+      fetch(task, following, fetched++);
       convert(keys_, head, begin + t, n, rows);
       products_.transpose(n, depth, rows, depth, turned, kBlock);
       products_.gemm(together, n, depth, query_ + query * depth, depth, 1, turned, kBlock,
@@ -101,6 +143,7 @@ class AttentionRun {
     float* const means = &means_[at(span, query) * depth];
     for (size_t t = 0; t < count; t += kBlock) {
       const size_t n = std::min(kBlock, count - t);
+      fetch(task, following, fetched++);
       convert(values_, head, begin + t, n, rows);
       products_.gemm(together, depth, n, scores + t, span_, 1, rows, depth, means, depth);
     }
