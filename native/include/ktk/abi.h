@@ -60,9 +60,10 @@ typedef uint64_t ktk_isa;
 
 /* What one element of a matrix is. ggml's types are KTK_GGML + ggml_type: their rows are made of
  * blocks that have the scales within, so that their format has neither scale nor zero, and group_k
- * is the elements of a block. */
+ * is the elements of a block. (Enumerations have names, since bindgen before 0.62 fails at those
+ * without when libclang is 16 or newer.) */
 typedef uint32_t ktk_element;
-enum {
+enum ktk_elements {
   KTK_NONE = 0,
   KTK_F32 = 1,
   KTK_F16 = 2,
@@ -122,10 +123,9 @@ typedef struct ktk_tile {
 
 /* Fetching packed weights ahead of their use. `ahead`: bytes from the line that is used to the one
  * that is fetched meanwhile; 0 fetches nothing. `cache`: the level that lines are fetched into, 1
- * or
- * 2. `order`: KTK_FETCH_IN_ORDER, or KTK_FETCH_BY_PAGES, one line of each of eight pages in turn;
- * kernels that cannot do that fetch in order. */
-enum { KTK_FETCH_IN_ORDER = 0, KTK_FETCH_BY_PAGES = 1 };
+ * for L1 and 2 for L2. `order`: KTK_FETCH_IN_ORDER, or KTK_FETCH_BY_PAGES, one line of each of
+ * eight pages in turn; kernels that cannot do that fetch in order. */
+enum ktk_fetch_orders { KTK_FETCH_IN_ORDER = 0, KTK_FETCH_BY_PAGES = 1 };
 typedef struct ktk_fetch {
   uint32_t ahead;
   uint16_t cache;
