@@ -10,8 +10,8 @@ import torch
 
 from ktk.lora import FACTORS, Lora
 
-# What an adapter's factors are multiplied with, on each module.
-_SCALE = "ktk_lora_scale"
+#: What an adapter's factors are multiplied with, on each module.
+SCALE = "ktk_lora_scale"
 # In how many blocks of `switched_off` a module is.
 _OFF = "ktk_lora_off"
 
@@ -24,7 +24,7 @@ def parameter_of(factor: str) -> str:
 
 def lora_of(module: Any) -> Lora | None:
     """Return the adapter of a module of experts, of its own parameters; None if it has none."""
-    scale = getattr(module, _SCALE, None)
+    scale = getattr(module, SCALE, None)
     if scale is None:
         return None
     names = {factor: parameter_of(factor) for factor in FACTORS}
@@ -54,7 +54,7 @@ def switched_off(modules: Sequence[Any]) -> Iterator[None]:
 
 def has_lora(model: torch.nn.Module) -> bool:
     """Tell whether any experts of a model have an adapter."""
-    return any(hasattr(module, _SCALE) for module in model.modules())
+    return any(hasattr(module, SCALE) for module in model.modules())
 
 
 def trained_state(model: torch.nn.Module, state: Any = None) -> dict[str, torch.Tensor]:
@@ -78,12 +78,12 @@ def put_lora(module: Any, lora: Lora) -> None:
         else:
             parameter.data.copy_(value.detach())
         module.register_parameter(parameter_of(factor), parameter)
-    setattr(module, _SCALE, float(lora.scale))
+    setattr(module, SCALE, float(lora.scale))
 
 
 def remove_lora(module: Any) -> None:
     """Take the adapter off a module of experts, if it has one."""
     for factor in FACTORS:
         module._parameters.pop(parameter_of(factor), None)
-    if hasattr(module, _SCALE):
-        delattr(module, _SCALE)
+    if hasattr(module, SCALE):
+        delattr(module, SCALE)

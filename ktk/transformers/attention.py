@@ -15,6 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 #: What transformers calls the implementation that is wrapped.
 WRAPPED = "sdpa"
+#: Where a configuration keeps what it calls the implementation that it wants.
+NAME_IN_CONFIG = "_attn_implementation_internal"
 # Set in modules of models that ktk computes; others have what they had.
 _FLAG = "ktk_shares_keys"
 #: Of a module that is being asked what it hands to this function, a function that takes it.
@@ -65,7 +67,7 @@ def implementation(config: Any) -> str | None:
     Attributes of configurations are looked up by six functions of Python each.
     """
     try:
-        found: str | None = object.__getattribute__(config, "_attn_implementation_internal")
+        found: str | None = object.__getattribute__(config, NAME_IN_CONFIG)
     except AttributeError:
         found = config._attn_implementation
     return found

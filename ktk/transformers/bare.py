@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
-_any_global = getattr(torch.nn.modules.module, "_has_any_global_hook", lambda: False)
+#: Whether somebody wants to be asked whichever module is called.
+any_global_hook: Callable[[], bool] = getattr(
+    torch.nn.modules.module, "_has_any_global_hook", lambda: False
+)
 
 
 def are_bare(modules: Iterable[nn.Module]) -> bool:
@@ -18,7 +21,7 @@ def are_bare(modules: Iterable[nn.Module]) -> bool:
     modules
         Whose `__call__` is to be left out.
     """
-    return not _any_global() and not any(
+    return not any_global_hook() and not any(
         module._forward_pre_hooks or module._forward_hooks or "forward" in module.__dict__
         for module in modules
     )

@@ -1,6 +1,6 @@
 """A layer with one token in one call, or its sums and norms in two, where a module takes five.
 
-The one call is for layers whose attention and experts are ktk's, too.
+The one call is for layers whose attention and experts are ktk's, too (`whole_layers`).
 
 What a layer does is found by asking it, with other modules in the place of its attention and its
 experts: it has to hand both what ktk would, and to return the sum.
@@ -17,13 +17,10 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 from ktk import _core
 from ktk.hosts.plain import is_constant, is_plain
 from ktk.transformers.bare import are_bare
-from ktk.transformers.moe_blocks import FastBlock, prepare
 from ktk.transformers.norms import FastNorm
-from ktk.transformers.steps import FastAttention
 from ktk.transformers.swap import add_to_class
+from ktk.transformers.whole_layers import HALVES, WholeLayer, whole_layer
 
-#: Of the first half of a layer, and of the second: a norm, and what computes what is added.
-HALVES = (("input_layernorm", "self_attn"), ("post_attention_layernorm", "mlp"))
 # Arguments that a layer hands to its attention as they are.
 _HANDED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings")
 
@@ -32,17 +29,26 @@ class FastLayer:
     """What is added to a class of layers."""
 
     _modules: dict[str, Any]
+    #: In one call, for as long as the layer is as it was; None where that is not for ktk to do.
+    ktk_whole: WholeLayer | None = None
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the class would."""
         if not args and is_plain(hidden_states) and hidden_states.shape[:-1] == (1, 1):
-            found = self._modules
-            norms = found["input_layernorm"], found["post_attention_layernorm"]
-            weights = _weights(norms, hidden_states)
+            x = hidden_states.detach() if hidden_states.requires_grad else hidden_states
+            x = x if x.is_contiguous() else x.contiguous()
+            whole = self.ktk_whole
+            if whole is None or not whole.holds_for(self, x.dtype):
+                whole = whole_layer(self, x)
+                if whole is not self.ktk_whole:
+                    self.ktk_whole = whole
+            out = None if whole is None else whole(x, **kwargs)
+            if out is not None:
+                return out
+            norms = [self._modules[norm] for norm, _ in HALVES]
+            weights = _weights(norms, x)
             if weights is not None:
-                x = hidden_states.detach().contiguous()
-                whole = _compute_whole(found, norms, weights, x, kwargs)
-                return _compute(found, norms, weights, x, kwargs) if whole is None else whole
+                return _compute(self._modules, norms, weights, x, kwargs)
         return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
 
@@ -57,40 +63,6 @@ def _weights(norms: Any, x: torch.Tensor) -> Any:
             return None
         found.append(weight.detach())
     return found if are_bare(norms) else None
-
-
-def _compute_whole(
-    found: Any, norms: Any, weights: Any, x: torch.Tensor, options: Any
-) -> torch.Tensor | None:
-    """Return what a layer makes of a row; None where a part of it is not ktk's."""
-    attention, block = found["self_attn"], found["mlp"]
-    if (
-        not isinstance(attention, FastAttention)
-        or not isinstance(block, FastBlock)
-        or block.training
-        or not are_bare((attention, block))  # type: ignore[arg-type]
-    ):
-        return None
-    routed = prepare(block._modules["gate"], block._modules["experts"], x)
-    call = attention.ktk_step.prepare(attention, x, **options) if routed else None
-    if routed is None or call is None:
-        return None
-    out = torch.empty_like(x)
-    step: Any = _core.layer_step
-    step(
-        attention.ktk_step.core,
-        routed[0],
-        to_dlpack(x),
-        to_dlpack(weights[0]),
-        norms[0].ktk_norm,
-        *call.arguments(),
-        to_dlpack(weights[1]),
-        norms[1].ktk_norm,
-        *routed[1],
-        to_dlpack(out),
-    )
-    call.room.show(call.layer)
-    return out
 
 
 def _compute(found: Any, norms: Any, weights: Any, x: torch.Tensor, options: Any) -> torch.Tensor:

@@ -13,11 +13,12 @@ from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ktk import _core
 from ktk.hosts.plain import is_constant, is_plain
-from ktk.transformers.adapter import active_lora
+from ktk.transformers.adapter import SCALE, active_lora, lora_of
 from ktk.transformers.bare import are_bare
-from ktk.transformers.packed import Packed, packed_of
+from ktk.transformers.packed import SLOT, Packed, packed_of
 from ktk.transformers.routers import FastRouter
 from ktk.transformers.swap import add_to_class
+from ktk.transformers.unchanged import Unchanged
 
 # Tokens that a module is asked about, and how large: some have limits.
 _SIZES = (1.0, 1.0, 2.0**6)
@@ -43,15 +44,19 @@ def _compute(gate: Any, experts: Any, x: torch.Tensor) -> torch.Tensor | None:
     prepared = prepare(gate, experts, x)
     if prepared is None:
         return None
-    moe, arguments = prepared
+    moe, (weight, bias, *how) = prepared
     out = x.new_empty(x.shape)
-    weight, bias, *how = arguments
-    _core.route_and_compute(moe, to_dlpack(x.detach()), weight, bias, to_dlpack(out), *how)
+    given = to_dlpack(weight), None if bias is None else to_dlpack(bias)
+    _core.route_and_compute(moe, to_dlpack(x.detach()), *given, to_dlpack(out), *how)
     return out
 
 
 def prepare(gate: Any, experts: Any, x: torch.Tensor) -> tuple[_core.MoE, tuple[Any, ...]] | None:
-    """Return experts and what ktk is called with for the choice; None if they are not ktk's."""
+    """Return experts and what ktk is called with for the choice; None if they are not ktk's.
+
+    The latter are weight and bias of the router, how many experts it chooses, whether their scores
+    add up to 1 and whether these stay in f32.
+    """
     packed = packed_of(experts)
     if not isinstance(gate, FastRouter) or not isinstance(packed, Packed):
         return None
@@ -70,12 +75,29 @@ def prepare(gate: Any, experts: Any, x: torch.Tensor) -> tuple[_core.MoE, tuple[
     if dtype not in (None, torch.float32):
         return None
     return packed.moe._core, (
-        to_dlpack(weight.detach()),
-        None if bias is None else to_dlpack(bias.detach()),
+        weight.detach(),
+        None if bias is None else bias.detach(),
         gate.top_k,
         sums_to_one,
         dtype is not None,
     )
+
+
+def has_adapter(experts: Any) -> bool:
+    """Tell whether experts have an adapter, even one that is switched off: `watch` sees none."""
+    return lora_of(experts) is not None
+
+
+def watch(block: Any, seen: Unchanged) -> None:
+    """Add what `FastBlock` and `prepare` look at, of experts without an adapter."""
+    gate, experts = block._modules["gate"], block._modules["experts"]
+    seen.add(block, "training")
+    seen.add_children(block, "gate", "experts")
+    seen.add_bare(block, gate, experts)
+    seen.add(gate, "top_k", "ktk_router")
+    seen.add_weights(gate, "weight", "bias")
+    seen.add(experts, SLOT, SCALE)
+    seen.add(packed_of(experts), "moe", "compute")
 
 
 def speed_up_blocks(model: nn.Module) -> None:

@@ -13,8 +13,8 @@ from ktk.hosts.op import OpLayer, unpicklable
 from ktk.moe import MoE
 from ktk.transformers.layout import WEIGHTS, Layout
 
-# Where a module keeps what it was packed into: None before, False if it is not to be packed.
-_SLOT = "ktk_packed"
+#: Where a module keeps what it was packed into: None before, False if it is not to be packed.
+SLOT = "ktk_packed"
 
 
 class Packed(OpLayer):
@@ -78,19 +78,19 @@ class Freed:
 
 def packed_of(module: Any) -> Packed | bool | None:
     """Return what a module was packed into; None before, False if it is not to be packed."""
-    return getattr(module, _SLOT, None)
+    return getattr(module, SLOT, None)
 
 
 def put(module: Any, packed: Packed) -> None:
     """Give a module its packed experts; its weight tensors go, if they did not yet."""
     drop_weights(module, packed.name)
-    object.__setattr__(module, _SLOT, packed)
+    object.__setattr__(module, SLOT, packed)
     object.__setattr__(module, "extra_repr", packed.__repr__)
 
 
 def leave_alone(module: Any) -> None:
     """Decide that a module is not to be packed."""
-    object.__setattr__(module, _SLOT, False)
+    object.__setattr__(module, SLOT, False)
 
 
 def drop_weights(module: Any, name: str, *also: str) -> None:

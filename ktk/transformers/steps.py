@@ -22,6 +22,7 @@ from ktk.transformers.dense import KtkLinear
 from ktk.transformers.norms import FastNorm
 from ktk.transformers.room import Room, room_of
 from ktk.transformers.swap import add_to_class
+from ktk.transformers.unchanged import Unchanged
 
 #: Of dense layers, and of norms, which a module need not have.
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -138,18 +139,53 @@ class Step:
         **kwargs: Any,
     ) -> Call | None:
         """Return what ktk is called with beside `x`; None where that is not for ktk to compute."""
+        norms = self.constants(module, x.dtype)
+        if norms is None:
+            return None
+        given = position_embeddings, attention_mask, past_key_values
+        return self.prepared(norms, module.layer_idx, x, *given, **kwargs)
+
+    def constants(self, module: Any, dtype: torch.dtype) -> Any:
+        """Return weights of norms or Nones; None where a module is not as it was, or computes more.
+
+        `watch` says what this looks at.
+        """
+        if module.training or attention.implementation(module.config) != attention.WRAPPED:
+            return None
+        return self._norms(module, dtype)
+
+    def watch(self, module: Any, seen: Unchanged) -> None:
+        """Add what `constants` looks at."""
+        found = module._modules
+        seen.add(module, "training", "config", "layer_idx")
+        seen.add(module.config, attention.NAME_IN_CONFIG)
+        seen.add_children(module, *LAYERS, *self.norms)
+        seen.add_bare(module, *(found[name] for name in (*LAYERS, *self.norms)))
+        for name in LAYERS:
+            seen.add(found[name], "layer")
+        for name in self.norms:
+            seen.add_weights(found[name], "weight")
+
+    def prepared(
+        self,
+        norms: Any,
+        number: int,
+        x: torch.Tensor,
+        position_embeddings: _Pair | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> Call | None:
+        """Return what `prepare` does, of `constants` and the number of a layer in caches."""
         if (
             attention_mask is not None
             or x.shape[:-1] != (1, 1)
-            or module.training
-            or attention.implementation(module.config) != attention.WRAPPED
             or not (kwargs.keys() <= _SILENT or _silent(kwargs))
         ):
             return None
-        layer = self._layer(module, past_key_values, x.dtype)
-        norms = self._norms(module, x.dtype)
+        layer = self._layer(number, past_key_values, x.dtype)
         turn = self._turn(position_embeddings)
-        if layer is None or norms is None or turn is None:
+        if layer is None or turn is None:
             return None
         return Call(layer, room_of(layer), (*turn, *norms))
 
@@ -172,9 +208,8 @@ class Step:
         forward(to_dlpack(x.detach()), *call.arguments(), to_dlpack(out), False)
         return out
 
-    def _layer(self, module: Any, cache: Any, dtype: torch.dtype) -> Any:
+    def _layer(self, number: int, cache: Any, dtype: torch.dtype) -> Any:
         """Return the layer of a cache that holds what this one appends to."""
-        number = module.layer_idx
         if type(cache) is not DynamicCache or cache.offloading or number >= len(cache.layers):
             return None
         layer: Any = cache.layers[number]
