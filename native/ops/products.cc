@@ -271,9 +271,12 @@ inline void turn_square(const char* src, char* dst, size_t column, size_t line) 
 }
 
 void turn_pairs(const char* src, size_t steps, char* dst, size_t block_bytes) {
+  // Steps of `src`, which are one behind the other, those of the next block too.
+  constexpr size_t kAhead = 4 * KTK_PAIR_STEP_BYTES;
   for (; steps > 0; --steps, src += KTK_PAIR_STEP_BYTES, dst += block_bytes) {
-    for (size_t i = 0; steps > 1 && i < KTK_PAIR_STEP_BYTES; i += kLine) {
-      __builtin_prefetch(dst + block_bytes + i, 1);
+    for (size_t i = 0; i < KTK_PAIR_STEP_BYTES; i += kLine) {
+      __builtin_prefetch(src + kAhead + i);
+      if (steps > 1) __builtin_prefetch(dst + block_bytes + i, 1);
     }
     for (size_t n = 0; n < KTK_PAIR_COLUMNS; n += kSide) {
       const char* const from = src + n / kTileColumns * kTileBytes + n % kTileColumns * 4;
