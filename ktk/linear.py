@@ -17,6 +17,7 @@ from ktk.layer import check_shards, integer
 from ktk.pool import default_pool
 from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
+from ktk.training import linear_backward
 
 if TYPE_CHECKING:
     import numpy as np
@@ -248,6 +249,39 @@ class Linear:
             refuse_gradient("out", result)
         # The call keeps `result`, so that its memory outlives the call.
         return Ticket(_core.LinearCall(self._core, readable("x", x), result), result)
+
+    def backward(self, grad: Array, out: Array | None = None) -> Array:
+        """Compute the gradient of what a call multiplied; the weight is frozen.
+
+        That is grad times the weight, without a second copy of it: rows are unpacked as they are
+        needed. Factors of low rank beside the layer are two more products, of PEFT's or the
+        caller's own, whose gradients are the caller's library's.
+
+        Parameters
+        ----------
+        grad : array [..., out_features]
+            The gradient of what the call returned: bf16, f16 or f32.
+        out : array [..., in_features], optional
+            Where to write: bf16, f16 or f32.
+
+        Returns
+        -------
+        array [..., in_features]
+            `out`, or a new array of the library and dtype of `grad`; the same bits for any number
+            of threads.
+
+        Raises
+        ------
+        BackendError
+            The backend of bf16 weights, which multiplies, is not there.
+        RuntimeError
+            Nothing is loaded.
+        TypeError, ValueError
+            An array has another dtype or shape; the message says what was expected and what came.
+        """
+        grad = grad.detach() if is_tensor(grad) else grad
+        result = empty_like(grad, "grad", self.in_features) if out is None else out
+        return linear_backward(self, grad, result)
 
     def rows(self, ids: Array | Sequence[int], out: Array | None = None) -> Array:
         """Return rows of the weight as they are stored: a lookup of embeddings in a tied head.

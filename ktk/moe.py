@@ -410,7 +410,7 @@ class MoE(TrainableLayer, PredictedLayer):
             Where to write; may be `hidden` itself.
         lora : Lora or sequence of Lora, optional
             An adapter for all tokens, or several.
-        adapter_ids : array [tokens], int32, optional
+        adapter_ids : array [tokens], int32 or int64, optional
             Which of several adapters each token has; -1, or any number that is none, for no one.
 
         Returns

@@ -177,6 +177,7 @@ class TrainableLayer(PackedLayer):
         TypeError, ValueError
             An array has another dtype or shape than the call means.
         """
+        given = _adapters(lora)
         dx = empty_like(_plain(hidden))
         like = hidden if is_tensor(hidden) else None
         dw = _zeros(_shape(topk_weights), like)
@@ -198,7 +199,7 @@ class TrainableLayer(PackedLayer):
             *inputs(*map(_plain, (hidden, topk_ids, topk_weights, mask))),
             _read("grad", grad),
             _read("saved", saved),
-            _adapters(lora),
+            given,
             readable("hidden_gradient", dx),
             readable("topk_weights_gradient", dw),
             [readable(name, factors.get(name)) for name in FACTORS],
@@ -222,6 +223,10 @@ class TrainableLayer(PackedLayer):
                     f"weight_grads must be a range of experts below {experts}, got {weight_grads}"
                 )
             return weight_grads
+        if not isinstance(weight_grads, bool):
+            raise TypeError(
+                f"weight_grads must be True, False or a range of experts, got {weight_grads!r}"
+            )
         return range(experts if weight_grads else 0)
 
 

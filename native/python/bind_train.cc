@@ -86,13 +86,13 @@ class GivenLora {
       lora.adapters.push_back(adapter);
     }
     if (of_tokens.is_none()) return;
-    arrays_.push_back(input_from("adapter_ids", of_tokens));
-    const AnyArray& ids = arrays_.back();
-    check_compact("adapter_ids", ids, {static_cast<int64_t>(tokens)});
-    if (ids.dtype() != nb::dtype<int32_t>()) {
-      throw nb::type_error(("adapter_ids must be int32, got " + describe_array(ids)).c_str());
-    }
-    lora.of_tokens = static_cast<const int32_t*>(ids.data());
+    const Ids ids("adapter_ids", of_tokens);
+    check_array("adapter_ids", ids.array, {static_cast<int64_t>(tokens)});
+    // Any number that is none is as good as -1.
+    const auto count = static_cast<int64_t>(given.size());
+    for (const int64_t id : ids.all)
+      ids_.push_back(id >= 0 && id < count ? static_cast<int32_t>(id) : -1);
+    lora.of_tokens = ids_.data();
   }
   GivenLora(const GivenLora&) = delete;
   GivenLora& operator=(const GivenLora&) = delete;
@@ -103,6 +103,7 @@ class GivenLora {
 
  private:
   std::vector<AnyArray> arrays_;
+  std::vector<int32_t> ids_;
 };
 
 std::vector<int64_t> kept_shape(const Layer& layer, const Request& request) {
@@ -160,9 +161,10 @@ void backward_moe(Layer& layer, const FloatBackend& floats, nb::handle hidden, n
   BackwardRequest request;
   request.forward = call.request;
   request.hidden_gradient = {dx.data(), float_of("hidden_gradient", dx.dtype()), row_stride(dx)};
+  // Of no tokens it has no memory, but is there.
+  if (weights_gradient.is_none()) throw nb::type_error("weights_gradient is missing");
   request.weights_gradient =
       sums.take("weights_gradient", weights_gradient, {tokens, static_cast<int64_t>(choice.top_k)});
-  if (!request.weights_gradient) throw nb::type_error("weights_gradient is missing");
   if (lora.get() && factor_gradients.size() == 6) {
     LoraGradients& g = request.lora;
     float** const to[] = {&g.a.gate, &g.b.gate, &g.a.up, &g.b.up, &g.a.down, &g.b.down};

@@ -1,0 +1,112 @@
+"""What calls of training take and refuse; numbers are the conformance kit's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ktk
+from ktk import _core
+
+E, TOP_K, H, I = 4, 2, 64, 32  # noqa: E741
+RANK = 4
+SHAPES = {
+    "gate_a": (E, RANK, H),
+    "gate_b": (E, I, RANK),
+    "up_a": (E, RANK, H),
+    "up_b": (E, I, RANK),
+    "down_a": (E, RANK, I),
+    "down_b": (E, H, RANK),
+}
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def adapter(seed: int = 0) -> ktk.Lora:
+    factors = {name: random(*shape, seed=seed) / 8 for name, shape in SHAPES.items()}
+    return ktk.Lora(**factors, scale=2.0)
+
+
+@pytest.fixture(scope="module")
+def moe() -> ktk.MoE:
+    made = ktk.load_backend("BF16").moe(
+        num_experts=E, num_experts_per_tok=TOP_K, hidden_size=H, intermediate_size=I
+    )
+    for number in range(E):
+        gate, up, down = (random(I, H, seed=3 * number + i) / 8 for i in range(3))
+        made.load_expert(number, gate, up, down.reshape(H, I))
+    return made
+
+
+def call(tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = torch.arange(tokens * TOP_K).reshape(tokens, TOP_K) % E
+    return random(tokens, H), ids, torch.full((tokens, TOP_K), 0.5)
+
+
+@pytest.mark.parametrize("lora", [None, adapter()], ids=["frozen", "adapter"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_no_tokens_have_no_gradients(moe: ktk.MoE, lora: ktk.Lora | None, kept: bool) -> None:
+    """An empty tensor of torch has no memory, one of numpy has."""
+    given = call(0)
+    out, saved = moe.forward_train(*given, lora=lora)
+    found = moe.backward(out, *given, saved=saved if kept else None, lora=lora, weight_grads=True)
+    assert found.hidden.shape == (0, H)
+    assert found.topk_weights.shape == (0, TOP_K)
+    for one in found.lora.factors() if found.lora else ():
+        assert not one[1].any()
+    assert found.weights is not None
+    assert not torch.as_tensor(found.weights.gate).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lora": [adapter()]}, "lora must be a ktk.Lora, got"),
+        ({"weight_grads": 3}, "weight_grads must be True, False or a range of experts, got 3"),
+        ({"weight_grads": [1]}, "weight_grads must be True, False or a range of experts, got"),
+        ({"weight_grads": range(2, 5)}, "weight_grads must be a range of experts below 4"),
+        ({"weight_grads": range(0, 4, 2)}, "weight_grads must be a range of experts below 4"),
+    ],
+)
+def test_what_is_no_option_is_refused(moe: ktk.MoE, options: dict[str, Any], sentence: str) -> None:
+    given = call(3)
+    with pytest.raises((TypeError, ValueError), match=sentence.replace(".", r"\.")):
+        moe.backward(given[0], *given, **options)
+
+
+def test_ids_of_adapters_are_of_either_kind(moe: ktk.MoE) -> None:
+    given, adapters = call(5), [adapter(1), adapter(2)]
+    ids = torch.tensor([0, 1, -1, 1, 0])
+    wanted = moe(*given, lora=adapters, adapter_ids=ids.int())
+    assert torch.equal(wanted, moe(*given, lora=adapters, adapter_ids=ids))
+    for none in (2**32, 2**31, 2, -(2**40)):
+        ids[2] = none
+        assert torch.equal(wanted, moe(*given, lora=adapters, adapter_ids=ids))
+    with pytest.raises(ValueError, match="adapter_ids"):
+        moe(*given, lora=adapters, adapter_ids=ids[:4])
+
+
+def test_a_dense_layer_has_the_gradient_of_its_input() -> None:
+    weight, grad = random(96, 128) / 8, random(2, 5, 96, seed=1)
+    layer = ktk.Linear("BF16", 128, 96)
+    with pytest.raises(RuntimeError, match="loaded"):
+        layer.backward(grad)
+    layer.load(weight)
+    found = layer.backward(grad)
+    stored = torch.as_tensor(layer.unpack()).double()
+    # A product of bf16 gradients, added up in float32: two roundings of an operand, and the sums.
+    bound = (2 * 2.0**-8 + 96 * 2.0**-24) * (grad.double().abs() @ stored.abs())
+    assert ((found.double() - grad.double() @ stored).abs() <= bound).all()
+    out = torch.empty(2, 5, 128, dtype=torch.bfloat16)
+    assert layer.backward(grad.requires_grad_(), out=out) is out
+    assert torch.equal(out, found.bfloat16())
+    for threads in (1, 3):
+        other = ktk.Linear("BF16", 128, 96, pool=_core.WorkerPool(threads, pin=False)).load(weight)
+        assert torch.equal(other.backward(grad), found)
+    assert layer.backward(torch.zeros(0, 96)).shape == (0, 128)
+    with pytest.raises(ValueError, match="grad"):
+        layer.backward(random(5, 128))
