@@ -21,12 +21,12 @@ typedef struct ktk_products {
   // Packs src[depth][columns] as bf16 (round to nearest even) for products that add up over its
   // rows. Rows follow each other two by two, so that nothing is transposed:
   //
-  //   block of 32 columns             step of 32 rows      tile: 16 columns, 1 KiB
-  //   +----------------------+        +--------+           column c+0        c+1      ...   c+15
-  //   | row 0..31    (2 KiB) | ---->  | tile 0 |  ----->   | row 0, 1   | row 0, 1  |   | row 0, 1
-  //   | | row 32..63           |        | tile 1 |           | row 2, 3   | row 2, 3  |   | row 2,
-  //   3 | | ...                  |        +--------+           |   ... |
-  //   +----------------------+
+  //   block of 32 columns         step of 32 rows       tile: 16 columns, 1 KiB
+  //   +----------------------+    +--------+            +-----------------------------------+
+  //   | row 0..31    (2 KiB) | -> | tile 0 | c = 0..15  | rows 0, 1: c = 0 | ... | c = 15    |
+  //   | row 32..63           |    | tile 1 | c = 16..31 | rows 2, 3: c = 0 | ... | c = 15    |
+  //   | ...                  |    +--------+            | ...                               |
+  //   +----------------------+                          +-----------------------------------+
   //
   // `dst` is where the step of row 0 is in the first block; blocks are `block_bytes` apart. What
   // fills up the last step and the last block is zeros.
