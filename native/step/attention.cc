@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <atomic>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "moe/carver.h"
@@ -23,14 +24,28 @@ namespace {
 
 // Tokens whose keys, or values, are converted at once: 16 KiB of f32 with a depth of 128.
 constexpr size_t kBlock = 32;
-// Blocks between the one that is fetched from memory and the one that is converted. A span is too
+// Rows between the one that is fetched from memory and the one that is converted. A span is too
 // short for the processor to see that it is read in order.
-constexpr size_t kAhead = 2;
+constexpr size_t kAhead = 2 * kBlock;
 // Spans are whole blocks, and no more than this: merging them is one worker's work.
 constexpr size_t kMostSpans = 16;
 
 size_t span_of(size_t tokens) {
   return std::max(2 * kBlock, round_up((tokens + kMostSpans - 1) / kMostSpans, kBlock));
+}
+
+// The largest of some numbers. With a NaN it is anything, and the sum of exponentials NaN, as all
+// that is computed from it.
+float largest(const float* row, size_t count) {
+  constexpr size_t kChains = 16;  // compared by turns, or each would wait for the one before
+  float most[kChains];
+  std::fill_n(most, kChains, row[0]);
+  size_t t = 0;
+  for (; t + kChains <= count; t += kChains) {
+    for (size_t i = 0; i < kChains; ++i) most[i] = row[t + i] > most[i] ? row[t + i] : most[i];
+  }
+  for (; t < count; ++t) most[0] = std::max(most[0], row[t]);
+  return *std::max_element(most, most + kChains);
 }
 
 class AttentionRun {
@@ -42,6 +57,7 @@ class AttentionRun {
         query_(query),
         keys_(keys),
         values_(values),
+        element_(block_of(keys.type).bytes_of(1)),
         tokens_(tokens),
         span_(span_of(tokens)),
         spans_((tokens + span_ - 1) / span_),
@@ -61,15 +77,13 @@ class AttentionRun {
  private:
   struct Task {
     size_t head, begin, count;  // tokens [begin, begin + count); none behind the last task
-
-    size_t blocks() const { return (count + kBlock - 1) / kBlock; }
   };
 
   // Tasks are taken one ahead, so that memory is read across them.
   void body(int worker) {
     char* const own = engine_.scratch.own(worker, own_, node_id(engine_.pool.node_of(worker)));
     Task task = take();
-    for (size_t block = 0; block < kAhead; ++block) fetch(task, {}, block);
+    Ahead(*this, task, {}, 0).fetch(kAhead);
     while (task.count > 0) {
       const Task following = take();
       compute(task, following, own);
@@ -87,31 +101,44 @@ class AttentionRun {
   // Where results of a head and a span are.
   size_t at(size_t span, size_t query) const { return span * heads_.queries + query; }
 
-  static const char* row_of(const Past& past, size_t head, size_t token) {
-    return static_cast<const char*>(past.data) +
-           block_of(past.type).bytes_of(head * past.head + token * past.row);
+  const char* row_of(const Past& past, size_t head, size_t token) const {
+    return static_cast<const char*>(past.data) + element_ * (head * past.head + token * past.row);
   }
 
-  void convert(const Past& past, size_t head, size_t first, size_t count, float* rows) const {
+  // What a worker reads: all keys of a task, row by row, then all its values, then those of the
+  // next task. A row is fetched with each that is converted, since many at once are waited for.
+  class Ahead {
+   public:
+    Ahead(const AttentionRun& run, const Task& task, const Task& next, size_t row)
+        : run_(run), task_(task), next_(next), row_(row) {}
+
+    void fetch(size_t rows) {
+      for (; rows > 0; --rows, ++row_) {
+        while (task_.count > 0 && row_ >= 2 * task_.count) {
+          row_ -= 2 * task_.count;
+          task_ = std::exchange(next_, {});
+        }
+        if (task_.count == 0) return;
+        const bool keys = row_ < task_.count;
+        const Past& past = keys ? run_.keys_ : run_.values_;
+        const size_t token = task_.begin + row_ - (keys ? 0 : task_.count);
+        const char* const line = run_.row_of(past, task_.head, token);
+        const size_t bytes = run_.element_ * run_.heads_.depth;
+        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(line + i);
+      }
+    }
+
+   private:
+    const AttentionRun& run_;
+    Task task_, next_;
+    size_t row_;
+  };
+
+  void convert(const Past& past, size_t head, size_t first, size_t count, float* rows,
+               Ahead& ahead) const {
     for (size_t t = 0; t < count; ++t) {
+      ahead.fetch(1);
       ops_.to_f32(row_of(past, head, first + t), past.type, heads_.depth, rows + t * heads_.depth);
-    }
-  }
-
-  // Has a block of what a task reads, first all keys and then all values, or of the next task, come
-  // to the cache.
-  void fetch(const Task& task, const Task& next, size_t block) const {
-    const size_t blocks = task.blocks();
-    if (block >= 2 * blocks) {
-      if (next.count > 0) fetch(next, {}, block - 2 * blocks);
-      return;
-    }
-    const Past& past = block < blocks ? keys_ : values_;
-    const size_t first = block % blocks * kBlock, end = std::min(first + kBlock, task.count);
-    const size_t bytes = block_of(past.type).bytes_of(heads_.depth);
-    for (size_t t = first; t < end; ++t) {
-      const char* const row = row_of(past, task.head, task.begin + t);
-      for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i);
     }
   }
 
@@ -123,11 +150,10 @@ class AttentionRun {
     const size_t span = begin / span_;
     const size_t together = heads_.together(), depth = heads_.depth, query = head * together;
     std::fill_n(scores, together * span_, 0.0f);
-    size_t fetched = kAhead;
+    Ahead ahead(*this, task, following, kAhead);
     for (size_t t = 0; t < count; t += kBlock) {
       const size_t n = std::min(kBlock, count - t);
-      fetch(task, following, fetched++);
-      convert(keys_, head, begin + t, n, rows);
+      convert(keys_, head, begin + t, n, rows, ahead);
       products_.transpose(n, depth, rows, depth, turned, kBlock);
       products_.gemm(together, n, depth, query_ + query * depth, depth, 1, turned, kBlock,
                      scores + t, span_);
@@ -135,16 +161,14 @@ class AttentionRun {
     ops_.scale(heads_.scaling, together, count, scores, span_);
     for (size_t q = 0; q < together; ++q) {
       float* const row = scores + q * span_;
-      // With a NaN it is anything, and the sum NaN, as all that is computed from it.
-      const float most = *std::max_element(row, row + count);
+      const float most = largest(row, count);
       most_[at(span, query + q)] = most;
       sums_[at(span, query + q)] = ops_.exponentials(most, count, row);
     }
     float* const means = &means_[at(span, query) * depth];
     for (size_t t = 0; t < count; t += kBlock) {
       const size_t n = std::min(kBlock, count - t);
-      fetch(task, following, fetched++);
-      convert(values_, head, begin + t, n, rows);
+      convert(values_, head, begin + t, n, rows, ahead);
       products_.gemm(together, depth, n, scores + t, span_, 1, rows, depth, means, depth);
     }
   }
@@ -169,6 +193,7 @@ class AttentionRun {
   const Heads heads_;
   const float* const query_;
   const Past keys_, values_;
+  const size_t element_;  // bytes of one; keys and values have one type
   const size_t tokens_, span_, spans_;
   std::vector<float> most_, sums_, means_;  // of each span and query
   Carver own_;
