@@ -10,8 +10,10 @@
 
 Weights of experts stay packed and frozen, for any backend. Factors are ordinary parameters of the
 modules of experts. `experts` adds and removes them and switches them off, `merging` adds them to
-weights, `files` reads and writes adapters, and `names` knows what adapters call their tensors;
-`peft_layers` lets PEFT switch them with its own; `trainer` is for checkpoints of a training.
+weights, `files` reads and writes adapters, `folders` knows what stands in their folders, `names`
+what they call their tensors, and `pairs` makes factors of several ranks and scales one adapter;
+`peft_layers` lets PEFT switch them with its own; `trainer` is for checkpoints of a training;
+`sharded` puts together what `fully_shard` divides, and `arguments` says what is no argument.
 """
 
 from ktk.sft.experts import add_lora, merge, remove_lora, without_lora

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ktk.lora import Lora
 from ktk.names import PREFERRED
+from ktk.sft.arguments import (
+    checked_alpha,
+    checked_dtype,
+    checked_rank,
+    checked_switch,
+    checked_targets,
+)
 from ktk.sft.merging import can_merge, merge_into
 from ktk.sft.peft_layers import join, take_off
+from ktk.sft.sharded import leave_parts
 from ktk.transformers import adapter
 from ktk.transformers.packed import Packed, packed_modules
 
-#: Matrices of an expert that factors can be beside.
-TARGETS = ("gate", "up", "down")
 # What keeps sums as floats.
 FLOATS = PREFERRED["bf16"][0]
 
@@ -26,7 +32,7 @@ def add_lora(
     model: torch.nn.Module,
     rank: int = 8,
     alpha: float = 16,
-    targets: Sequence[str] = TARGETS,
+    targets: Iterable[str] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     keep_products: bool = True,
@@ -46,9 +52,11 @@ def add_lora(
         With experts that ktk has packed: loaded with ``experts_implementation="ktk"``, or packed by
         :func:`ktk.transformers.pack`.
     rank : int
+        At least 1.
     alpha : float
-    targets : sequence of str
-        Which of gate, up and down.
+        Finite.
+    targets : sequence of str, optional
+        Which of gate, up and down; by default all that the experts have.
     dtype : torch.dtype
         Of the factors: float32, bfloat16 or float16. Their gradients are summed in f32 in any case.
     keep_products : bool
@@ -62,26 +70,26 @@ def add_lora(
 
     Raises
     ------
+    TypeError
+        An argument is of another kind: a rank that is no integer, a string of targets.
     ValueError
         The model has no packed experts, or has an adapter; or an argument means nothing.
     """
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}")
-    wanted = tuple(targets)
-    unknown = [name for name in wanted if name not in TARGETS]
-    if unknown or not wanted:
-        raise ValueError(f"targets must be some of {', '.join(TARGETS)}, got {wanted!r}")
-    found = []
+    rank, alpha, dtype = checked_rank(rank), checked_alpha(alpha), checked_dtype(dtype)
+    keep_products = checked_switch("keep_products", keep_products)
+    wanted = checked_targets(targets)
     modules = packed_experts(model)
     for name, module, packed in modules:
         if adapter.lora_of(module) is not None:
             raise ValueError(f"{name} has an adapter: merge it, or remove it by remove_lora(model)")
+        if "gate" in (wanted or ()) and not packed.moe.config.gated:
+            raise ValueError(f"the experts of {name} have no gate: targets are up and down")
+    found = []
+    for _, module, packed in modules:
         c = packed.moe.config
         e, h, i = c.num_experts, c.hidden_size, c.intermediate_size
         factors = {}
-        if "gate" in wanted and not c.gated:
-            raise ValueError(f"the experts of {name} have no gate: targets are up and down")
-        for part in wanted:
+        for part in wanted or c.parts:
             rows, columns = (h, i) if part == "down" else (i, h)
             a = torch.empty(e, rank, columns, dtype=dtype, device="cpu")
             bound = 1 / math.sqrt(columns)
@@ -146,6 +154,7 @@ def merge(model: torch.nn.Module) -> torch.nn.Module:
     ValueError
         Experts are packed as codes, which a merge would have to quantize again.
     """
+    leave_parts(model)
     adapted = [one for one in packed_experts(model) if adapter.lora_of(one[1]) is not None]
     for name, _, packed in adapted:
         if not can_merge(packed):

@@ -12,14 +12,16 @@ import torch
 
 from ktk.lora import Lora
 from ktk.sft import names
+from ktk.sft.arguments import checked_dtype
 from ktk.sft.experts import packed_experts
+from ktk.sft.folders import CONFIG, KT, PEFT, Written
 from ktk.sft.names import AdapterError, State
+from ktk.sft.pairs import alike, as_lora
 from ktk.sft.peft_layers import join, take_off, was_read
+from ktk.sft.sharded import check_fits, gathered, is_sharded, leave_parts, written_once
 from ktk.transformers import adapter
+from ktk.transformers.layout import Layout
 
-_CONFIG = "adapter_config.json"
-_PEFT = "adapter_model.safetensors"
-_KT = "fused_expert_lora.safetensors"
 LAYOUTS = ("peft", "peft-fused", "kt")
 
 
@@ -27,6 +29,9 @@ def save_adapter(
     model: torch.nn.Module, path: str | os.PathLike[str], layout: str = "peft"
 ) -> None:
     """Write the adapters of a model's experts to a folder.
+
+    Where :func:`torch.distributed.fsdp.fully_shard` has divided the factors among ranks, all ranks
+    call this, and the first one writes.
 
     Parameters
     ----------
@@ -36,7 +41,7 @@ def save_adapter(
     layout : str
         ``peft``: a tensor for each expert and matrix, as servers read them; ``peft-fused``: what
         PEFT itself loads into a model that transformers computes, by `target_parameters`, of twice
-        the rank; ``kt``: ``fused_expert_lora.safetensors`` of kt-kernel.
+        the rank where experts have gates; ``kt``: ``fused_expert_lora.safetensors`` of kt-kernel.
 
     Raises
     ------
@@ -47,27 +52,36 @@ def save_adapter(
 
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    state: State = {}
-    lora, where = None, ""
-    for name, module, packed in packed_experts(model):
+    found = []
+    leave_parts(model)
+    modules = packed_experts(model)
+    sharded = is_sharded([module for _, module, _ in modules])
+    for name, module, packed in modules:
         mine = adapter.lora_of(module)
-        if mine is None:
-            continue
-        lora = mine
-        plain = _plain_name(name)
+        if mine is not None:
+            found.append((_plain_name(name), packed, gathered(mine) if sharded else mine))
+    if not found:
+        raise ValueError("the experts of this model have no adapter: call ktk.sft.add_lora(model)")
+    state: State = {}
+    where = ""
+    # Files say one alpha and one rank; what was read from PEFT may have several.
+    loras = alike([mine for _, _, mine in found])
+    for (plain, packed, _), mine in zip(found, loras, strict=True):
         where = re.split(r"layers\.\d+\.", plain)[-1]
         if layout == "kt":
             state |= names.to_kt(plain, mine)
         elif layout == "peft":
             state |= names.to_peft(plain, mine)
         else:
-            state |= names.to_fused(plain, mine, packed.layout)
-    if lora is None:
-        raise ValueError("the experts of this model have no adapter: call ktk.sft.add_lora(model)")
+            state |= names.to_fused(plain, mine, packed.layout, packed.moe.config.zero_expert_num)
+    config = _config(model, loras[0], found[0][1].layout if layout == "peft-fused" else None, where)
     folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(state, folder / (_KT if layout == "kt" else _PEFT), metadata={"format": "pt"})
-    (folder / _CONFIG).write_text(json.dumps(_config(model, lora, layout, where), indent=2) + "\n")
+    with written_once(sharded) as here:
+        if not here:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(state, folder / (KT if layout == "kt" else PEFT), metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_adapter(
@@ -89,27 +103,31 @@ def load_adapter(
     FileNotFoundError
         The folder has no adapter.
     ValueError
-        The adapter is for another model, or not an adapter of low rank that ktk computes.
+        The adapter is for another model, damaged, or not one of low rank that ktk computes; or
+        `fully_shard` has divided factors that it does not fit. The model is as it was.
     """
+    dtype = None if dtype is None else checked_dtype(dtype)
+    leave_parts(model)
     folder = Path(path)
-    state, scale_of = _read(folder)
-    used = False
+    written = Written(folder)
+    # All is read before anything is put, so that an adapter that cannot be leaves the model alone.
+    made: list[tuple[Any, Lora | None]] = []
     for name, module, packed in packed_experts(model):
-        plain = _plain_name(name)
-        found = names.factors_of(plain, state, packed.moe.config, packed.layout)
-        if not found:
+        parts = names.pairs_of(_plain_name(name), written, packed.moe.config, packed.layout)
+        made.append((module, as_lora(parts, dtype) if parts else None))
+        check_fits(name, module, made[-1][1])
+    if not any(lora for _, lora in made):
+        listed = ", ".join(sorted(written)[:3])
+        raise AdapterError(f"{folder} has no factors of this model's experts; it has {listed} ...")
+    written.check_all_taken()
+    for module, lora in made:
+        if lora is None:
             take_off(module)
             continue
-        rank = found[next(iter(found))].shape[1 if next(iter(found)).endswith("a") else 2]
-        made = {key: value.to(dtype or value.dtype).contiguous() for key, value in found.items()}
         # An adapter that was there goes on, as at a checkpoint, and begins where it did.
         read = adapter.lora_of(module) is None or was_read(module)
-        adapter.put_lora(module, Lora(**made, scale=scale_of(rank)))
+        adapter.put_lora(module, lora)
         join(model, [module], read=read)
-        used = True
-    if not used:
-        listed = ", ".join(sorted(state)[:3])
-        raise AdapterError(f"{folder} has no factors of this model's experts; it has {listed} ...")
 
 
 def _plain_name(name: str) -> str:
@@ -117,30 +135,9 @@ def _plain_name(name: str) -> str:
     return name.removeprefix(names.PREFIX)
 
 
-def _read(folder: Path) -> tuple[State, Any]:
-    """Return all tensors of an adapter, and what a rank means as the scale."""
-    from safetensors.torch import load_file
-
-    state: State = {}
-    for name in (_KT, _PEFT):
-        if (folder / name).exists():
-            state |= load_file(folder / name)
-    if not state:
-        raise FileNotFoundError(f"{folder} has neither {_PEFT} nor {_KT}")
-    if not (folder / _CONFIG).exists():
-        raise FileNotFoundError(f"{folder} has no {_CONFIG}, which says what alpha is")
-    config = json.loads((folder / _CONFIG).read_text())
-    if config.get("use_dora"):
-        raise AdapterError(f"{folder / _CONFIG}: use_dora is set, which ktk does not compute")
-    alpha = float(config["lora_alpha"])
-    if config.get("use_rslora"):
-        return state, lambda rank: alpha / rank**0.5
-    return state, lambda rank: alpha / rank
-
-
-def _config(model: torch.nn.Module, lora: Lora, layout: str, where: str) -> dict[str, Any]:
-    fused = layout == "peft-fused"
-    rank = lora.rank * (2 if fused else 1)
+def _config(model: torch.nn.Module, lora: Lora, fused: Layout | None, where: str) -> dict[str, Any]:
+    """Return what PEFT reads beside the tensors; `fused`: of a module whose tensors have them."""
+    rank = names.fused_rank(lora, fused) if fused else lora.rank
     parts = {name.split("_")[0] for name, _ in lora.factors()}
     found: dict[str, Any] = {
         "peft_type": "LORA",
@@ -153,8 +150,8 @@ def _config(model: torch.nn.Module, lora: Lora, layout: str, where: str) -> dict
         "inference_mode": True,
     }
     if fused:
-        tensors = ["gate_up_proj"] * bool(parts & {"gate", "up"})
-        tensors += ["down_proj"] * ("down" in parts)
+        first, down = fused.weights
+        tensors = [first] * bool(parts & {"gate", "up"}) + [down] * ("down" in parts)
         found |= {"target_modules": [], "target_parameters": [f"{where}.{t}" for t in tensors]}
     else:
         found["target_modules"] = sorted(f"{part}_proj" for part in parts)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ktk.config import PARTS
+from ktk.sft.sharded import gathered
 from ktk.transformers import adapter
 from ktk.transformers.packed import Packed
 
@@ -17,11 +18,14 @@ def can_merge(packed: Packed) -> bool:
 
 
 def merge_into(module: Any, packed: Packed) -> None:
-    """Add the adapter of a module, which stays, to the weights that it was packed into."""
+    """Add the adapter of a module, which stays, to the weights that it was packed into.
+
+    Where ranks have parts of the factors, each has experts of its own, and all of them call this.
+    """
     lora = adapter.lora_of(module)
     assert lora is not None
     assert packed.dtype is not None
-    factors = {name: value.detach().float() for name, value in lora.factors()}
+    factors = {name: value.detach().float() for name, value in gathered(lora).factors()}
     for expert in range(packed.moe.config.num_experts):
         weights: dict[str, Any] = {}
         for part, unpacked in zip(PARTS, packed.moe.unpack_expert(expert), strict=True):

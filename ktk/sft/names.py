@@ -11,22 +11,32 @@ layout              tensors of one layer
 ``kt``              ``layers.{i}.experts.{gate,up,down}_lora_{a,b}``, as kt-kernel has them
 ==================  ===========================================================================
 
-Modules in the first two begin with ``base_model.model.``, which other writers leave out.
+Modules in the first two begin with ``base_model.model.``, which other writers leave out. Mixtral's
+experts are also found by the names that they had before transformers 5, as
+``block_sparse_moe.experts.{e}.{w1,w3,w2}``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from ktk.config import MoEConfig
+from ktk.config import PARTS, MoEConfig
 from ktk.lora import Lora
+from ktk.sft.pairs import Pair
 from ktk.transformers.layout import Layout
 
+if TYPE_CHECKING:
+    from ktk.sft.folders import Written
+
 PREFIX = "base_model.model."
-_PARTS = ("gate", "up", "down")
+# What modules of one expert call these, and where they are, by the name that transformers has now.
+_PROJECTIONS = (
+    ("", "", ("gate_proj", "up_proj", "down_proj")),
+    (".mlp.experts", ".block_sparse_moe.experts", ("w1", "w3", "w2")),
+)
 _NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 State = dict[str, torch.Tensor]
@@ -47,15 +57,16 @@ def to_peft(name: str, lora: Lora) -> State:
     return state
 
 
-def to_fused(name: str, lora: Lora, layout: Layout) -> State:
-    """Return the factors of one module as those of transformers' tensors, of twice the rank.
+def to_fused(name: str, lora: Lora, layout: Layout, zero_experts: int = 0) -> State:
+    """Return the factors of one module as those of transformers' tensors, of `fused_rank`.
 
     Gate and up are one matrix there, with one A: theirs stand in it one behind the other, and B has
-    zeros for the other one's. That of down has zeros in its second half.
+    zeros for the other one's. That of down has zeros in its second half. Zero experts, which the
+    first matrix has rows for, have zeros.
     """
     given = {factor: value.detach() for factor, value in lora.factors()}
     some = next(iter(given.values()))
-    experts, rank = some.shape[0], lora.rank
+    experts, rank, whole = some.shape[0], lora.rank, fused_rank(lora, layout)
     state = {}
 
     def put(path: str, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -64,28 +75,31 @@ def to_fused(name: str, lora: Lora, layout: Layout) -> State:
         flat = b.permute(1, 2, 0).reshape(b.shape[1], -1)
         state[f"{PREFIX}{path}.lora_B.weight"] = flat.contiguous()
 
-    joined = any(f"{part}_a" in given for part in ("gate", "up"))
+    parts = ("gate", "up") if layout.gated else ("up",)
+    joined = [part for part in parts if f"{part}_a" in given]
     if joined:
-        known = given.get("gate_b", given.get("up_b"))
-        assert known is not None
-        width = known.shape[1]
-        columns = given.get("gate_a", given.get("up_a")).shape[-1]  # type: ignore[union-attr]
-        parts = ("gate", "up") if layout.gated else ("up",)
-        a = some.new_zeros(experts, len(parts) * rank, columns)
-        b = some.new_zeros(experts, len(parts) * width, len(parts) * rank)
-        for at, part in enumerate(parts):
-            if f"{part}_a" not in given:
-                continue
-            mine = slice(at * rank, (at + 1) * rank)
-            a[:, mine] = given[f"{part}_a"]
+        width, columns = given[f"{joined[0]}_b"].shape[1], given[f"{joined[0]}_a"].shape[-1]
+        slots = experts + zero_experts
+        a = some.new_zeros(slots, whole, columns)
+        b = some.new_zeros(slots, len(parts) * width, whole)
+        for part in joined:
+            at = parts.index(part) * rank
+            mine = slice(at, at + rank)
+            a[:experts, mine] = given[f"{part}_a"]
             for expert in range(experts):
                 layout.parts(b[expert])[part][:, mine] = given[f"{part}_b"][expert]
         put(name if "down_a" not in given else f"{name}.base_layer", a, b)
     if "down_a" in given:
-        a = torch.cat([given["down_a"], torch.zeros_like(given["down_a"])], 1)
-        b = torch.cat([given["down_b"], torch.zeros_like(given["down_b"])], 2)
+        a = some.new_zeros(experts, whole, given["down_a"].shape[-1])
+        b = some.new_zeros(experts, given["down_b"].shape[1], whole)
+        a[:, :rank], b[:, :, :rank] = given["down_a"], given["down_b"]
         put(name, a, b)
     return state
+
+
+def fused_rank(lora: Lora, layout: Layout) -> int:
+    """Return the rank in ``peft-fused``: gate and up, which have one A there, need both theirs."""
+    return lora.rank * (2 if layout.gated else 1)
 
 
 def to_kt(name: str, lora: Lora) -> State:
@@ -105,84 +119,115 @@ def layer_of(name: str) -> int:
     return int(found[1])
 
 
-def factors_of(
-    name: str, state: Mapping[str, torch.Tensor], config: MoEConfig, layout: Layout
-) -> State:
-    """Return the factors of one module that an adapter has in any layout; none if it has none.
+def pairs_of(name: str, found: Written, config: MoEConfig, layout: Layout) -> dict[str, list[Pair]]:
+    """Return the factors of one module that an adapter has in any layout, those of each expert.
+
+    By "gate", "up" and "down"; none if it has none.
 
     Raises
     ------
     AdapterError
         Some are missing, or have another shape than the module wants.
     """
-    state = {key.removeprefix(PREFIX): value for key, value in state.items()}
-    found = _from_kt(name, state) or _from_peft(name, state, config.num_experts)
-    found = found or _from_fused(name, state, config, layout)
-    for factor, value in found.items():
-        part, side = factor.split("_")
-        rows, columns = config.intermediate_size, config.hidden_size
-        if part == "down":
-            rows, columns = columns, rows
-        extents = (value.shape[0], value.shape[2] if side == "a" else value.shape[1])
-        wanted = (config.num_experts, columns if side == "a" else rows)
-        if extents != wanted:
-            raise AdapterError(
-                f"{factor} of {name} has shape {list(value.shape)}, which is no adapter of "
-                f"{config.num_experts} experts of {config.hidden_size} x {config.intermediate_size}"
-            )
-    return found
+    every = (
+        _from_kt(name, found, config),
+        _from_peft(name, found, config),
+        _from_fused(name, found, config, layout),
+    )
+    given = [parts for parts in every if parts]
+    if len(given) > 1:
+        raise AdapterError(
+            f"{found.path.parent} has factors of {name} by two kinds of names: remove one file, or "
+            "save the adapter again, to a new folder"
+        )
+    return given[0] if given else {}
 
 
-def _from_kt(name: str, state: Mapping[str, torch.Tensor]) -> State:
+def _extents(part: str, config: MoEConfig) -> tuple[int, int]:
+    """Return rows and columns of a matrix."""
+    rows, columns = config.intermediate_size, config.hidden_size
+    return (columns, rows) if part == "down" else (rows, columns)
+
+
+def _both(found: Written, first: str, second: str) -> bool:
+    """Tell whether there are two tensors that belong together, rather than neither."""
+    if (first in found) != (second in found):
+        missing, there = (second, first) if first in found else (first, second)
+        raise found.missing(missing, there)
+    return first in found
+
+
+def _from_kt(name: str, found: Written, config: MoEConfig) -> dict[str, list[Pair]]:
     match = _NUMBER.search(name)
     if match is None:
         return {}
-    keys = {
-        f"{part}_{side}": f"layers.{match[1]}.experts.{part}_lora_{side}"
-        for part in _PARTS
-        for side in "ab"
-    }
-    return {factor: state[key] for factor, key in keys.items() if key in state}
+    parts = {}
+    for part in config.parts:
+        keys = [f"layers.{match[1]}.experts.{part}_lora_{side}" for side in "ab"]
+        if not _both(found, *keys):
+            continue
+        rows, columns = _extents(part, config)
+        a = found.take(keys[0], config.num_experts, None, columns)
+        b = found.take(keys[1], config.num_experts, rows, a.shape[1])
+        scale = found.scale(f"{name}.{part}_proj", a.shape[1])
+        parts[part] = [Pair(*both, scale) for both in zip(a, b, strict=True)]
+    return parts
 
 
-def _from_peft(name: str, state: Mapping[str, torch.Tensor], experts: int) -> State:
-    found = {}
-    for part in _PARTS:
-        for side in "ab":
-            keys = [f"{name}.{e}.{part}_proj.lora_{side.upper()}.weight" for e in range(experts)]
-            there = [key in state for key in keys]
-            if all(there):
-                found[f"{part}_{side}"] = torch.stack([state[key] for key in keys])
-            elif any(there):
-                missing = keys[there.index(False)]
-                raise AdapterError(f"{missing} is missing, which other experts of {name} have")
-    return found
+def _from_peft(name: str, found: Written, config: MoEConfig) -> dict[str, list[Pair]]:
+    parts: dict[str, list[Pair]] = {}
+    for here, there, projections in _PROJECTIONS:
+        where = f"{name.removesuffix(here)}{there}" if name.endswith(here) else name
+        for part, projection in zip(PARTS, projections, strict=True):
+            if part not in config.parts:
+                continue
+            paths = [f"{where}.{e}.{projection}" for e in range(config.num_experts)]
+            keys = [[f"{path}.lora_{side}.weight" for side in "AB"] for path in paths]
+            present = [key[0] for key in keys if _both(found, *key)]
+            if not present:
+                continue
+            rows, columns = _extents(part, config)
+            parts[part] = []
+            for path, (first, second) in zip(paths, keys, strict=True):
+                if first not in found:
+                    raise found.missing(first, present[0])
+                a = found.take(first, None, columns)
+                b = found.take(second, rows, len(a))
+                parts[part].append(Pair(a, b, found.scale(path, len(a))))
+    return parts
 
 
 def _from_fused(
-    name: str, state: Mapping[str, torch.Tensor], config: MoEConfig, layout: Layout
-) -> State:
-    found: State = {}
-    experts, h, i = config.num_experts, config.hidden_size, config.intermediate_size
+    name: str, found: Written, config: MoEConfig, layout: Layout
+) -> dict[str, list[Pair]]:
+    parts: dict[str, list[Pair]] = {}
+    h, i = config.hidden_size, config.intermediate_size
+    first, second = layout.weights
     for path in (name, f"{name}.base_layer"):
         keys = [f"{path}.lora_{side}.weight" for side in "AB"]
-        if not all(key in state for key in keys):
+        if not _both(found, *keys):
             continue
-        a, b = (state[key] for key in keys)
         # How they are nested depends on the order in which they were named; shapes tell.
-        first = (1 + config.gated) * i
-        kind = {(h, first): "joined", (i, h): "down"}.get((a.shape[1], b.shape[0]))
-        if kind is None or a.shape[0] % experts or b.shape[1] != a.shape[0]:
+        a, b = (found.take(key, None, None) for key in keys)
+        rows = (1 + config.gated) * i
+        if (h, rows) == (i, h):
             raise AdapterError(
-                f"{keys[0]} {list(a.shape)} and {keys[1]} {list(b.shape)} are no adapter of "
-                f"{experts} experts of {h} x {i}"
+                f"{found.path.parent}: {keys[0]} is of {first} or of {second}, which both are "
+                f'{h} x {i} here: save the adapter with layout="peft", where names tell'
             )
-        a = a.reshape(experts, -1, a.shape[1])
-        b = b.reshape(b.shape[0], -1, experts).permute(2, 0, 1).contiguous()
-        if kind == "down":
-            found |= {"down_a": a, "down_b": b}
-            continue
-        each = [layout.parts(one) for one in b]
-        for part in each[0]:
-            found |= {f"{part}_a": a, f"{part}_b": torch.stack([one[part] for one in each])}
-    return found
+        kind = {(h, rows): first, (i, h): second}.get((a.shape[1], b.shape[0]))
+        slots = config.num_ids if kind == first else config.num_experts
+        if kind is None or a.shape[0] % slots or b.shape[1] != a.shape[0]:
+            raise AdapterError(
+                f"{found.path.parent}: {keys[0]} {list(a.shape)} and {keys[1]} {list(b.shape)} are "
+                f"no adapter of {config.num_experts} experts of {h} x {i}"
+            )
+        scale = found.scale(f"{name}.{kind}", a.shape[0] // slots)
+        # Those of zero experts, behind the others, have no matrix.
+        each_a = a.reshape(slots, -1, a.shape[1])[: config.num_experts]
+        each_b = b.reshape(b.shape[0], -1, slots).permute(2, 0, 1)[: config.num_experts]
+        for one_a, one_b in zip(each_a, each_b, strict=True):
+            split = {"down": one_b} if kind == second else layout.parts(one_b)
+            for part, rows_of in split.items():
+                parts.setdefault(part, []).append(Pair(one_a, rows_of, scale))
+    return parts

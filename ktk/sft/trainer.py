@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ktk.sft.files import load_adapter, save_adapter
+from ktk.sft.sharded import is_sharded, leave_parts
 
 # A folder of each checkpoint; not in PEFT's layout, which Trainer would take for PEFT's own.
 FOLDER, LAYOUT = "experts", "kt"
@@ -24,8 +25,11 @@ class SaveAdapters(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the adapters beside what Trainer has saved."""
-        if state.is_world_process_zero:
-            save_adapter(kwargs["model"], _folder(args, state), LAYOUT)
+        model = kwargs["model"]
+        leave_parts(model)
+        # What is divided among ranks is gathered by all of them.
+        if state.is_world_process_zero or is_sharded(list(model.modules())):
+            save_adapter(model, _folder(args, state), LAYOUT)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the adapters of the checkpoint that Trainer has read."""

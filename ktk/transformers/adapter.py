@@ -76,9 +76,19 @@ def put_lora(module: Any, lora: Lora) -> None:
         if parameter is None or (parameter.shape, parameter.dtype) != (value.shape, value.dtype):
             parameter = torch.nn.Parameter(value.detach())
         else:
-            parameter.data.copy_(value.detach())
+            parameter.data.copy_(_spread_as(parameter, value.detach()))
         module.register_parameter(parameter_of(factor), parameter)
     setattr(module, SCALE, float(lora.scale))
+
+
+def _spread_as(parameter: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return of a value what a rank has of a parameter that `fully_shard` has divided."""
+    if not hasattr(parameter, "full_tensor"):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    # Each rank has all of the value, so that none has to send it.
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def remove_lora(module: Any) -> None:

@@ -149,6 +149,12 @@ class ExpertsQuantizer:
                     f"tensors without loss: `ktk convert SOURCE OUTPUT --backend {name}` writes "
                     "packed files of the checkpoint that they came from"
                 )
+        if has_lora(model):
+            say_once(
+                "what is saved has adapters of experts that only a training goes on with, and "
+                "from_pretrained leaves out: ktk.sft.save_adapter(model, folder) writes them to be "
+                "loaded, and ktk.sft.merge(model) puts them into the weights"
+            )
         dense = unpacked_state(model)
         if not packed and not dense:
             return state, metadata  # of a model that ktk does not compute

@@ -12,8 +12,8 @@ import pytest
 import torch
 import training
 import transformers
-from tiny import tokens
-from training import gradients, packed, packed_by, randomize
+from tiny import logits, tokens
+from training import RATE, STEPS, gradients, packed, packed_by, randomize, seed_of
 
 import ktk
 import ktk.sft
@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_two_ranks_average_their_gradients(how: str, folder: Path, tmp_path: Path) -> None:
-    """Data-parallel runs of torch: each rank packs experts, and has all factors or half."""
+    """Data-parallel runs of torch: each rank packs experts, and has all factors or half.
+
+    What they save after two steps is whole, and comes back to either.
+    """
     script = Path(__file__).parent / "two_ranks.py"
     runs = [
         subprocess.Popen(
@@ -41,14 +44,33 @@ def test_two_ranks_average_their_gradients(how: str, folder: Path, tmp_path: Pat
         assert run.returncode == 0, errors
     model = packed(folder)
     randomize(ktk.sft.add_lora(model, rank=2))
-    alone = [gradients(model, tokens(seed=rank)) for rank in range(2)]
-    for rank in range(2):
-        together = torch.load(tmp_path / f"{rank}.pt")
-        factors = [name for name in alone[0] if "_lora_" in name]
-        assert factors
-        for name in factors:
+    factors = {n: one for n, one in model.named_parameters() if "_lora_" in n}
+    assert factors
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for step in range(STEPS):
+        alone = [gradients(model, tokens(seed=seed_of(step, rank))) for rank in range(2)]
+        for name, one in factors.items():
             wanted = (alone[0][name] + alone[1][name]) / 2
-            torch.testing.assert_close(together[name], wanted)
+            for rank in range(2):
+                torch.testing.assert_close(found[rank][step][name], wanted)
+            # The same step as there, to the bit: what is near would be rounded to another bf16.
+            one.data.add_(found[0][step][name], alpha=-RATE)
+    trained = [torch.load(tmp_path / f"trained-{rank}.pt") for rank in range(2)]
+    folders = [tmp_path / f"checkpoint-{STEPS}" / "experts"]
+    folders += [tmp_path / layout for layout in ("peft", "peft-fused") if how == "fsdp"]
+    for saved in folders:
+        other = packed(folder)
+        ktk.sft.load_adapter(other, saved)
+        named = dict(other.named_parameters())
+        for name, one in factors.items():
+            assert all(torch.equal(one, each[name]) for each in trained), name
+            if saved.name != "peft-fused":  # of twice the rank
+                assert torch.equal(named[name], one), name
+        assert torch.equal(logits(other, tokens()), logits(model, tokens()))
+    if how == "fsdp":
+        ktk.sft.merge(model)
+        for rank in range(2):
+            assert torch.equal(torch.load(tmp_path / f"merged-{rank}.pt"), logits(model, tokens()))
 
 
 def _trainer(model: Any, folder: Path, steps: int, *callbacks: Any) -> Any:

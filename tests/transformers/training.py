@@ -20,6 +20,13 @@ from ktk.transformers.packed import Packed, packed_modules
 #: that are kept, and three operands of either half. Each is half a unit of 8 bits at most.
 ROUNDED = 16 * 2.0**-8
 
+#: Of the runs of two ranks: steps, what gradients are multiplied with, and what a rank reads.
+STEPS, RATE = 2, 0.1
+
+
+def seed_of(step: int, rank: int) -> int:
+    return 2 * step + rank
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
