@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ktk
+from ktk.dtypes import FLOAT_DTYPES
 from ktk.lora import FACTORS
 from ktk.testing import bounds, dense, formats, gradients, reference, strategies
 from ktk.testing.strategies import ACTIVATIONS, Batch, Layer
@@ -52,18 +53,36 @@ def _gradient(batch: Batch, seed: int) -> strategies.F32:
     return np.random.default_rng(seed).standard_normal(batch.hidden.shape).astype(np.float32)
 
 
+def _elements() -> st.SearchStrategy[str]:
+    return st.sampled_from(sorted(FLOAT_DTYPES))
+
+
+def _as(element: str, values: strategies.F32) -> Any:
+    """Round what a call is given; no number leaves the range of its element."""
+    if element == "f32":
+        return values
+    if element == "f16":
+        values = np.clip(values, -60000, 60000)
+    return torch.from_numpy(values).to(FLOAT_DTYPES[element])
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: "-".join(map(str, a.values())))
 @given(data=st.data())
 def test_gradients_are_within_the_propagated_bound(
     subject: Subject, activation: dict[str, Any], data: st.DataObject
 ) -> None:
-    """All gradients differ from float64 by no more than bf16 operands and f32 sums explain."""
+    """All gradients differ from float64 by no more than bf16 operands and f32 sums explain.
+
+    That of hidden states has their dtype, and the rounding to it; the others are f32.
+    """
     layer, batch, lora = _draw(subject, data, activation)
     experts = layer.config.num_experts
     moe = subject.moe(layer, shards=data.draw(st.integers(1, min(2, layer.most_shards))))
-    call = (batch.hidden, batch.ids, batch.weights)
+    element, of_grad = (data.draw(_elements(), label=what) for what in ("hidden", "grad"))
+    hidden = _as(element, batch.hidden)
+    call = (hidden, batch.ids, batch.weights)
     mask = np.random.default_rng(data.draw(strategies.seeds(), label="mask")).random(experts) < 0.2
-    grad = _gradient(batch, data.draw(strategies.seeds(), label="seed of grad"))
+    grad = _as(of_grad, _gradient(batch, data.draw(strategies.seeds(), label="seed of grad")))
     _, kept = moe.forward_train(*call, lora=lora, mask=mask)
     assert kept is not None
     first = data.draw(st.integers(0, experts - 1), label="first expert with weight gradients")
@@ -71,8 +90,8 @@ def test_gradients_are_within_the_propagated_bound(
     got = moe.backward(grad, *call, saved=kept, lora=lora, mask=mask, weight_grads=some)
     with np.errstate(all="ignore"):
         expected = gradients.bounded_backward(
-            grad.astype(np.float64),
-            batch.hidden.astype(np.float64),
+            formats.as_float64(grad),
+            formats.as_float64(hidden),
             batch.ids,
             batch.weights.astype(np.float64),
             kept.double().numpy(),
@@ -81,7 +100,9 @@ def test_gradients_are_within_the_propagated_bound(
             lora,
             mask,
         )
-    bounds.check(got.hidden, expected.hidden.value, _finite(expected.hidden), "hidden")
+    assert got.hidden.dtype == hidden.dtype
+    dx = gradients.returned(expected.hidden, element)
+    bounds.check(formats.as_float64(got.hidden), dx.value, _finite(dx), f"hidden as {element}")
     wanted = expected.topk_weights
     bounds.check(got.topk_weights, wanted.value, _finite(wanted), "topk_weights")
     assert (got.lora is None) == (lora is None)

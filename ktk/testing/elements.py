@@ -59,6 +59,10 @@ class Float:
         error = np.where(up_to | (size < self.tiny), np.maximum(flushed, normal), normal)
         return np.where(size > self.largest, np.inf, error)
 
+    def nearest(self, size: Array) -> Array:
+        """Bound one rounding of numbers up to this size to the nearest, which keeps subnormals."""
+        return np.where(size > self.largest, np.inf, np.maximum(size, self.tiny) * self.unit)
+
 
 @dataclasses.dataclass(frozen=True)
 class Integer:

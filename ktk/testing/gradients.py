@@ -28,6 +28,13 @@ def bf16(x: Uncertain) -> Uncertain:
     return x.widened(element.rounding(x.size, up_to=True))
 
 
+def returned(x: Uncertain, element: str) -> Uncertain:
+    """Round sums of f32 once, to what a caller has."""
+    kind = formats.ELEMENTS[element]
+    assert isinstance(kind, formats.Float)
+    return x if element == "f32" else x.widened(kind.nearest(x.size))
+
+
 def product(a: Uncertain, b: Uncertain, extra: int = 0) -> Uncertain:
     """Multiply matrices ``a @ b`` with sums in f32, in any order."""
     error = a.error @ np.abs(b.value) + a.size @ b.error
