@@ -14,8 +14,8 @@ from ktk.lora import Lora
 from ktk.sft import names
 from ktk.sft.arguments import checked_dtype
 from ktk.sft.experts import packed_experts
-from ktk.sft.folders import CONFIG, KT, PEFT, Written
-from ktk.sft.names import AdapterError, State
+from ktk.sft.folders import CONFIG, KT, PEFT, PREFIX, AdapterError, Written
+from ktk.sft.names import State
 from ktk.sft.pairs import alike, as_lora
 from ktk.sft.peft_layers import join, take_off, was_read
 from ktk.sft.sharded import check_fits, gathered, is_sharded, leave_parts, written_once
@@ -132,7 +132,7 @@ def load_adapter(
 
 def _plain_name(name: str) -> str:
     """Return a module's name in the model that PEFT has wrapped."""
-    return name.removeprefix(names.PREFIX)
+    return name.removeprefix(PREFIX)
 
 
 def _config(model: torch.nn.Module, lora: Lora, fused: Layout | None, where: str) -> dict[str, Any]:

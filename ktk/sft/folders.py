@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ktk.sft.names import PREFIX, AdapterError
-
+#: What names of modules begin with in a model that PEFT has wrapped.
+PREFIX = "base_model.model."
 CONFIG = "adapter_config.json"
 PEFT = "adapter_model.safetensors"
 KT = "fused_expert_lora.safetensors"
@@ -33,6 +33,10 @@ _MERGE = "let PEFT merge the adapter, and load the merged model"
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Of tensors that are factors of experts, of whichever layout.
 _OF_EXPERTS = re.compile(r"(^|\.)experts\.")
+
+
+class AdapterError(ValueError):
+    """The tensors of an adapter are not what the model's experts want."""
 
 
 class Written(Mapping[str, torch.Tensor]):

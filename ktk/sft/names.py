@@ -19,19 +19,15 @@ experts are also found by the names that they had before transformers 5, as
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import torch
 
 from ktk.config import PARTS, MoEConfig
 from ktk.lora import Lora
+from ktk.sft.folders import PREFIX, AdapterError, Written
 from ktk.sft.pairs import Pair
 from ktk.transformers.layout import Layout
 
-if TYPE_CHECKING:
-    from ktk.sft.folders import Written
-
-PREFIX = "base_model.model."
 # What modules of one expert call these, and where they are, by the name that transformers has now.
 _PROJECTIONS = (
     ("", "", ("gate_proj", "up_proj", "down_proj")),
@@ -40,10 +36,6 @@ _PROJECTIONS = (
 _NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 State = dict[str, torch.Tensor]
-
-
-class AdapterError(ValueError):
-    """The tensors of an adapter are not what the model's experts want."""
 
 
 def to_peft(name: str, lora: Lora) -> State:

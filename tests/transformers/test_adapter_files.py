@@ -16,7 +16,7 @@ from tiny import EXPERTS, FAMILIES, INTER, Family, H, float32, logits, tokens
 from training import forward_error, off_by_token, packed, randomize
 
 import ktk.sft
-from ktk.sft.names import AdapterError
+from ktk.sft.folders import AdapterError
 from ktk.transformers import modules
 from ktk.transformers.adapter import lora_of
 from ktk.transformers.packed import packed_modules
