@@ -86,6 +86,14 @@ struct TilesInt8 {
   static void bottom_right() { _tile_dpbsud(3, 5, 7); }
 };
 
+// Signed by signed bytes.
+struct TilesSigned {
+  static void top_left() { _tile_dpbssd(0, 4, 6); }
+  static void top_right() { _tile_dpbssd(1, 4, 7); }
+  static void bottom_left() { _tile_dpbssd(2, 5, 6); }
+  static void bottom_right() { _tile_dpbssd(3, 5, 7); }
+};
+
 template <bool kBothHalves>
 inline void zero_sums() {
   _tile_zero(0);

@@ -93,7 +93,7 @@ def test_kernels_configure_tiles_once(tmp_path: Path) -> None:
         ("MXFP4", "amx_bf16", "tdpbf16ps"),
         ("AMXINT8", "amx_int8", "tdpbsud"),
         ("AMXINT4", "amx_int8", "tdpbsud"),
-        ("RAWINT4", "amx_int8", "tdpbsud"),
+        ("RAWINT4", "amx_int8", "tdpbssd"),
         ("LLAMAFILE", "amx_int8", "tdpbssd"),
     ],
 )

@@ -8,13 +8,13 @@
 //   low nibbles of step s  -> row 2 s        k0 k2 k4 k6 of 16 columns
 //   high nibbles           -> row 2 s + 1    k1 k3 k5 k7
 //
+// Without zero points they are made signed meanwhile, code - 8, and sums need no correction.
+//
 // Sums leave their tiles at the end of a slab, because the scales change there: for a slab of 32
-// the tiles are 32 deep. C can only leave through memory. It is added to dst between the products
-// of the next slab: done at once, that would wait for the stores and the tiles would wait for it,
-// and done behind all products it would be all that the core looks at meanwhile. A slab of 128 with
-// all operands in L1 takes 290 cycles so on Emerald Rapids, and 380 with its sums behind its
-// products. A slab that is a single tile deep has its sums behind them: between is 0.9 to 1.1 times
-// as fast, as other users of the machine let tiles be.
+// the tiles are 32 deep. C can only leave through memory. Sums of a few slabs rest in scratch and
+// are then added to dst together, which moves dst once for all of them and waits once for stores of
+// tiles. Not between the products that follow: while tiles multiply, vectors do one operation a
+// cycle instead of two (Intel 6/167), so neither hides behind the other.
 #pragma once
 
 #include "codec/int4/tile.h"
@@ -25,62 +25,75 @@ namespace {
 
 constexpr size_t kTileCols = 16;
 constexpr size_t kMostRows = 2 * kAmxRows;
-constexpr size_t kMostSums = kMostRows * kBlockCols;
-constexpr size_t kMostRunBytes = 10240;  // four slabs, whatever the groups
+constexpr size_t kMostRunBytes = 4608;  // two slabs of 128, or eight of 32
+constexpr size_t kSlabsAtOnce = 4;
 
-// Expanded weights of a run; C of the slab that is being multiplied, and of the one before it;
-// scales of all rows by slab: in the rows themselves they are a cache line each, and every block
-// would fetch 32 of them.
-template <class Act>
-size_t amx_scratch_size(const ktk_matrix* matrix, size_t m) {
-  return 2 * kMostRunBytes + 2 * kMostSums * sizeof(int32_t) +
-         round_up(m * Act::num_slabs(matrix) * sizeof(ActScale), kLine);
+using SlabSums = int32_t[kSlabsAtOnce][kMostRows][kBlockCols];
+
+// From slab to slab of the scales of `m` rows: an odd number of cache lines, so that those of many
+// slabs do not meet in one set of L1.
+constexpr size_t act_scale_stride(size_t m) {
+  constexpr size_t kOfLine = kLine / sizeof(ActScale);
+  return (ceil_div(m, kOfLine) | 1) * kOfLine;
 }
 
-// Rows of sums that are yet to be added to dst.
+// Expanded weights of a run; sums; scales of all rows by slab: in the rows themselves they are a
+// cache line each, and every block would fetch 32 of them.
+template <class Act>
+size_t amx_scratch_size(const ktk_matrix* matrix, size_t m) {
+  return 2 * kMostRunBytes + sizeof(SlabSums) +
+         act_scale_stride(m) * Act::num_slabs(matrix) * sizeof(ActScale);
+}
+
+// Sums of some slabs on their way to dst.
 template <Zeros kZeros>
 struct StoredSums {
-  const int32_t* sums;
-  size_t rows = 0;
-  const ActScale* act_scales;  // of the first row
-  const char* header;
-  bool f16_scales;
+  const SlabSums& sums;
+  size_t rows;
+  const ActScale* act_scales;  // of the first slab and row
+  size_t act_stride;           // from slab to slab
   float* dst;
   size_t dst_stride;
+  const WeightScales<Vnni512, kZeros> (*weight)[2];  // by slab and half
+  size_t slabs = 0;
 
-  // Of the slab.
-  struct Scales {
-    WeightScales<Vnni512, kZeros> left, right;
-  };
-  Scales scales() const {
-    Scales found;
-    if (rows > 0) {
-      const uint16_t* from = reinterpret_cast<const uint16_t*>(header);
-      found.left.load(from, f16_scales);
-      found.right.load(from + kTileCols, f16_scales);
+  void add() const {
+    if (slabs == kSlabsAtOnce) {
+      add_slabs<kSlabsAtOnce>(slabs);
+    } else {
+      add_slabs<1>(slabs);
     }
-    return found;
   }
 
-  void add(const Scales& weight, size_t count) {
-    count = smaller(count, rows);
-    const ActScale* act = act_scales;
-    for (size_t i = 0; i < count; ++i, ++act) {
-      const __m512 scale = Vnni512::set1(act->scale);
-      const auto add_half = [&](size_t column, const WeightScales<Vnni512, kZeros>& half) {
-        add_slab<Vnni512, kZeros, Correction::kNow>(
-            dst + i * dst_stride + column, _mm512_load_si512(sums + i * kBlockCols + column), act,
-            scale, half);
-      };
-      add_half(0, weight.left);
-      add_half(kTileCols, weight.right);
+ private:
+  // `count`, a multiple of kCount.
+  template <size_t kCount>
+  void add_slabs(size_t count) const {
+    for (size_t row = 0; row < rows; ++row) {
+#pragma GCC unroll 2
+      for (size_t half = 0; half < 2; ++half) {
+        float* const to = dst + row * dst_stride + half * kTileCols;
+        __m512 total = _mm512_loadu_ps(to);
+        for (size_t slab = 0; slab < count; slab += kCount) {
+#pragma GCC unroll 4
+          for (size_t i = slab; i < slab + kCount; ++i) {
+            const ActScale& act = act_scales[i * act_stride + row];
+            total = with_slab<Vnni512, kZeros, Correction::kAtStart>(
+                total, _mm512_load_si512(sums[i][row] + half * kTileCols), &act,
+                Vnni512::set1(act.scale), weight[i][half]);
+          }
+        }
+        _mm512_storeu_ps(to, total);
+      }
     }
-    rows -= count;
-    sums += count * kBlockCols;
-    act_scales = act;
-    dst += count * dst_stride;
   }
 };
+
+// Signed weights where the zero is 8 for all of them.
+template <Zeros kZeros>
+struct TilesOf : TilesInt8 {};
+template <>
+struct TilesOf<Zeros::kFixed> : TilesSigned {};
 
 template <class Act, Zeros kZeros>
 class AmxKernel : public KernelBase<Act> {
@@ -97,17 +110,18 @@ class AmxKernel : public KernelBase<Act> {
         mm_(mm),
         tile_depth_(smaller(operands_.slab_depth, 64)),
         expanded_(static_cast<char*>(mm->scratch)),
-        sums_(reinterpret_cast<int32_t*>(expanded_ + 2 * kMostRunBytes)),
-        sums_before_(sums_ + kMostSums) {
-    ActScale* scales = reinterpret_cast<ActScale*>(sums_before_ + kMostSums);
+        sums_(*reinterpret_cast<SlabSums*>(expanded_ + 2 * kMostRunBytes)),
+        act_stride_(act_scale_stride(mm->m)) {
+    ActScale* scales = reinterpret_cast<ActScale*>(&sums_ + 1);
     act_scales_ = scales;
     const char* row = static_cast<const char*>(mm->act) + operands_.act_scales;
     for (size_t i = 0; i < mm->m; ++i, row += mm->act_stride) {
       const ActScale* of_row = reinterpret_cast<const ActScale*>(row);
-      for (size_t slab = 0; slab < operands_.slabs; ++slab) scales[slab * mm->m + i] = of_row[slab];
+      for (size_t slab = 0; slab < operands_.slabs; ++slab) {
+        scales[slab * act_stride_ + i] = of_row[slab];
+      }
     }
   }
-  ~AmxKernel() { stored_.add(stored_.scales(), kMostRows); }
   AmxKernel(const AmxKernel&) = delete;
   AmxKernel& operator=(const AmxKernel&) = delete;
 
@@ -137,6 +151,11 @@ class AmxKernel : public KernelBase<Act> {
   // A half of a tile of depth, in bytes.
   size_t half() const { return tile_depth_ / 4 * kLine; }
 
+  static __m512i weights(__m512i codes) {
+    if constexpr (kZeros == Zeros::kStored) return codes;
+    return _mm512_sub_epi8(codes, _mm512_set1_epi8(kFixedZero));
+  }
+
   char* expand(const char* codes, char* to, Fetch& fetch) const {
     const char* const end = codes + operands_.slab_bytes;
     for (; codes != end; to += 2 * half()) {
@@ -144,8 +163,8 @@ class AmxKernel : public KernelBase<Act> {
         for (size_t i = 0; i < 2; ++i) {
           const __m512i pairs = Vnni512::load_bytes(codes + i * kLine);
           char* tile_row = to + i * half() + row;
-          _mm512_store_si512(tile_row, Vnni512::low_nibbles(pairs));
-          _mm512_store_si512(tile_row + kLine, Vnni512::high_nibbles(pairs));
+          _mm512_store_si512(tile_row, weights(Vnni512::low_nibbles(pairs)));
+          _mm512_store_si512(tile_row + kLine, weights(Vnni512::high_nibbles(pairs)));
           fetch.next();
         }
       }
@@ -159,41 +178,41 @@ class AmxKernel : public KernelBase<Act> {
     const char* act = t.act + t.begin * operands_.slab_depth;
     const size_t row =
         static_cast<size_t>(t.act - static_cast<const char*>(mm_->act)) / t.act_stride;
-    const size_t depth_tiles = operands_.slab_depth / tile_depth_;
-    const size_t rows_between =
-        depth_tiles > 1 ? ceil_div(kMostRows, depth_tiles * kProductsOf<kBothHalves>) : 0;
-    for (size_t slab = t.begin; slab < t.end; ++slab) {
-      StoredSums<kZeros> before = stored_;
-      const auto scales = before.scales();
-      const auto add_some = [&] { before.add(scales, rows_between); };
-      zero_sums<kBothHalves>();
-      const char* const end = act + operands_.slab_depth;
-      for (; act != end; act += tile_depth_, weight += 2 * half()) {
-        add_tiles<TilesInt8, kBothHalves>(act, t.act_stride, weight, half(), kLine, add_some);
-      }
-      store_sums<kBothHalves>(sums_, kBlockCols);
-      before.add(scales, kMostRows);
-      stored_ = {
+    for (size_t slab = t.begin; slab < t.end;) {
+      WeightScales<Vnni512, kZeros> scales[kSlabsAtOnce][2];
+      StoredSums<kZeros> stored = {
           .sums = sums_,
           .rows = t.rows,
-          .act_scales = act_scales_ + slab * mm_->m + row,
-          .header = t.block + operands_.header(slab),
-          .f16_scales = operands_.f16_scales,
+          .act_scales = act_scales_ + slab * act_stride_ + row,
+          .act_stride = act_stride_,
           .dst = t.dst,
           .dst_stride = t.dst_stride,
+          .weight = scales,
       };
-      int32_t* const swap = sums_;
-      sums_ = sums_before_;
-      sums_before_ = swap;
+      for (; stored.slabs < kSlabsAtOnce && slab < t.end; ++stored.slabs, ++slab) {
+        zero_sums<kBothHalves>();
+        const char* const end = act + operands_.slab_depth;
+        for (; act != end; act += tile_depth_, weight += 2 * half()) {
+          add_tiles<TilesOf<kZeros>, kBothHalves>(act, t.act_stride, weight, half());
+        }
+        store_sums<kBothHalves>(sums_[stored.slabs], kBlockCols);
+        const uint16_t* header =
+            reinterpret_cast<const uint16_t*>(t.block + operands_.header(slab));
+        scales[stored.slabs][0].load(header, operands_.f16_scales);
+        scales[stored.slabs][1].load(header + kTileCols, operands_.f16_scales);
+      }
+      tile_memory_barrier();
+      stored.add();
+      tile_memory_barrier();
     }
   }
 
   const ktk_matmul* mm_;
   size_t tile_depth_;
   char* expanded_;
-  int32_t *sums_, *sums_before_;
-  const ActScale* act_scales_;  // [slabs][m]
-  StoredSums<kZeros> stored_ = {};
+  SlabSums& sums_;
+  size_t act_stride_;
+  const ActScale* act_scales_;  // [slabs][act_stride_]
 };
 
 template <class Act>

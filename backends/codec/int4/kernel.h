@@ -79,10 +79,11 @@ struct WeightScales {
 // When sums were given the correction for a zero of 8: as what they started at, or not yet.
 enum class Correction { kAtStart, kNow };
 
-// dst += what one slab gives to a vector of columns.
+// `before` plus what one slab gives to a vector of columns.
 template <class Dot, Zeros kZeros, Correction kCorrection>
-inline void add_slab(float* dst, typename Dot::Int sum, const ActScale* act_scale,
-                     typename Dot::Float scale, const WeightScales<Dot, kZeros>& weight) {
+inline typename Dot::Float with_slab(typename Dot::Float before, typename Dot::Int sum,
+                                     const ActScale* act_scale, typename Dot::Float scale,
+                                     const WeightScales<Dot, kZeros>& weight) {
   if constexpr (kZeros == Zeros::kFixed && kCorrection == Correction::kNow) {
     sum = Dot::add(sum, Dot::set1_int(act_scale->correction));
   }
@@ -91,7 +92,15 @@ inline void add_slab(float* dst, typename Dot::Int sum, const ActScale* act_scal
     const float act_sum = __builtin_bit_cast(float, act_scale->correction);
     value = Dot::fma(weight.zero, Dot::set1(act_sum), value);
   }
-  Dot::store(dst, Dot::fma(Dot::mul(value, scale), weight.scale, Dot::load(dst)));
+  return Dot::fma(Dot::mul(value, scale), weight.scale, before);
+}
+
+// The same in memory.
+template <class Dot, Zeros kZeros, Correction kCorrection>
+inline void add_slab(float* dst, typename Dot::Int sum, const ActScale* act_scale,
+                     typename Dot::Float scale, const WeightScales<Dot, kZeros>& weight) {
+  const auto before = Dot::load(dst);
+  Dot::store(dst, with_slab<Dot, kZeros, kCorrection>(before, sum, act_scale, scale, weight));
 }
 
 // Ahead of the first slab.
