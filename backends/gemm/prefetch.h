@@ -120,7 +120,8 @@ struct Fetch {
   }
 };
 
-// The same for tiles that use many lines at once, as AMX does, and have time to think of the order.
+// The same for tiles that use many lines at once, as AMX does, and have time to think of the order:
+// one line after the other, or in chunks of eight pages one line of each page in turn.
 struct BulkFetch {
   WeightStream stream;
   size_t offset;  // in the stream, of what comes next
@@ -130,16 +131,32 @@ struct BulkFetch {
   // For so many lines that are used.
   void next(size_t lines) {
     const size_t end = offset + lines * step;
-    for (size_t at = round_up(offset, kLine); at < end; at += kLine) {
-      prefetch(stream.at(by_pages ? paged(at) : at), into_l1);
+    for (size_t at = round_up(offset, kLine); at < end;) {
+      if (at % kGroup == 0 && at + kGroup <= end && (at | (kChunk - 1)) < stream.bytes) {
+        next_group(stream.begin + place(at), by_pages ? kPage : kLine);
+        at += kGroup;
+      } else {
+        prefetch(stream.at(place(at)), into_l1);
+        at += kLine;
+      }
     }
     offset = end;
   }
 
  private:
-  // Chunks of eight pages: one line of each page in turn.
-  static size_t paged(size_t at) {
-    constexpr size_t kPages = 8, kPage = 4096, kChunk = kPages * kPage;
+  static constexpr size_t kPages = 8, kPage = 4096, kChunk = kPages * kPage;
+  static constexpr size_t kGroup = 4 * kLine;  // with one look at where the stream ends
+
+  void next_group(const char* line, size_t apart) const {
+    if (into_l1) {
+      for (size_t i = 0; i < 4; ++i) prefetch_l1(line + i * apart);
+    } else {
+      for (size_t i = 0; i < 4; ++i) prefetch_l2(line + i * apart);
+    }
+  }
+
+  size_t place(size_t at) const {
+    if (!by_pages) return at;
     const size_t line = at % kChunk / kLine;
     return at / kChunk * kChunk + line % kPages * kPage + line / kPages * kLine;
   }
