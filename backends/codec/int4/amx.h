@@ -224,9 +224,5 @@ void gemm_amx(const ktk_matmul* mm) {
   gemm<AmxKernel<Act, Zeros::kFixed>>(mm);
 }
 
-// Few rows wait for memory, or for the expansion: the vector kernel does without. Sums of a slab
-// are exact in both and meet the same roundings, so the bits are the same.
-constexpr size_t kVectorRows = 4;
-
 }  // namespace
 }  // namespace ktk::int4
