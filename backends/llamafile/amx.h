@@ -3,10 +3,12 @@
 // B tiles are operands (operands.h) with the sign of the weights; a plane of 128 bytes is a row of
 // both B tiles. Two super-blocks are written to scratch, 16 KiB, before all rows pass over them. A
 // tile is as deep as a group of the type, 32 or 16, because the scales change there, and its sums
-// can only leave through memory. They are scaled and added to dst while the next sub-block is
-// multiplied: at once, that would wait for the stores and the tiles would wait for it.
+// can only leave through memory. Those of four groups rest in scratch and are then scaled and added
+// to dst together, which moves dst once for all of them and waits once for stores of tiles. Not
+// between the products that follow: while tiles multiply, vectors do one operation a cycle instead
+// of two (Intel 6/167), so neither hides behind the other.
 //
-//   scratch   | scales | operands | sums of two spans of sub-blocks | sums of a super-block |
+//   scratch   | scales | operands | sums of four groups | sums of a super-block |
 #pragma once
 
 #include "gemm/amx.h"
@@ -19,15 +21,7 @@ namespace {
 
 constexpr size_t kAmxMr = 2 * kAmxRows;
 constexpr size_t kSumsOfGroup = kAmxMr * kNr;  // of a tile of rows
-constexpr size_t kMostGroups = 4;              // of a span
-
-// Signed by signed bytes.
-struct TilesSigned {
-  static void top_left() { _tile_dpbssd(0, 4, 6); }
-  static void top_right() { _tile_dpbssd(1, 4, 7); }
-  static void bottom_left() { _tile_dpbssd(2, 5, 6); }
-  static void bottom_right() { _tile_dpbssd(3, 5, 7); }
-};
+constexpr size_t kGroupsAtOnce = 4;
 
 // The sums of one group.
 template <bool kBothHalves>
@@ -44,6 +38,8 @@ class GemmAmx : public KernelBase {
   static constexpr Scaling kScaling = kKind.scaling;
   using E = Epilogue<kScaling>;
   static constexpr size_t kGroups = E::kGroups, kSpan = E::kSpan;
+  static constexpr size_t kAtOnce = kGroupsAtOnce / kGroups;  // sub-blocks
+  static_assert(kAtOnce % kSpan == 0 && kSubBlocks % kAtOnce == 0);
 
  public:
   static constexpr size_t kMr = kAmxMr;
@@ -60,21 +56,19 @@ class GemmAmx : public KernelBase {
         scales_(static_cast<float*>(mm->scratch)),
         operands_(reinterpret_cast<uint8_t*>(scales_ + kRunSubBlocks * kMostScales)),
         sums_(reinterpret_cast<int32_t*>(operands_ + kRunSubBlocks * kOperandBytes)),
-        sums_before_(sums_ + kMostGroups * kSumsOfGroup),
-        deferred_(reinterpret_cast<float*>(sums_before_ + kMostGroups * kSumsOfGroup)) {
+        deferred_(reinterpret_cast<float*>(sums_ + kGroupsAtOnce * kSumsOfGroup)) {
     clear_rows(deferred_, kNr, kMr);
   }
 
   static size_t scratch_size(const ktk_matrix*, size_t) {
     return kRunSubBlocks * (kOperandBytes + kMostScales * sizeof(float)) +
-           (2 * kMostGroups * sizeof(int32_t) + sizeof(float)) * kSumsOfGroup;
+           (kGroupsAtOnce * sizeof(int32_t) + sizeof(float)) * kSumsOfGroup;
   }
 
   static size_t passes(size_t) { return 1; }
   void begin_block(const char*, float* dst) const { clear_rows(dst, dst_stride_, rows_); }
 
-  void prepare_run(const Run& run) {
-    add_pending();  // its scales are about to be overwritten
+  void prepare_run(const Run& run) const {
     for_each_super_block(run, [&](const uint8_t* super_block, size_t count, size_t done) {
       const Header& at = layout_.header_of(count);
       load_scales(type(), at, super_block, count, scales_ + done * num_scales(kScaling));
@@ -83,93 +77,86 @@ class GemmAmx : public KernelBase {
     tile_memory_barrier();
   }
 
-  void tile(const Tile& t) {
+  void tile(const Tile& t) const {
     const size_t count = sub_blocks(t.begin, t.end), first = t.begin * kSubBlocks;
     const size_t bytes = offset(t.end) - offset(t.begin);
     const auto multiply = t.rows > kAmxRows ? multiply_group<true> : multiply_group<false>;
     BulkFetch fetch = t.bulk_fetch;
-    for (size_t i = 0; i < count; i += kSpan) {
-      fetch.next(ceil_div(kSpan * bytes, count * kLine));
-      for (size_t g = 0; g < kSpan * kGroups; ++g) {
-        multiply(operands_ + i * kOperandBytes + g * kOperandBytes / kGroups,
-                 act(t, first + i) + g * kSubBlock / kGroups, t.act_stride,
-                 sums_ + g * kSumsOfGroup);
+    for (size_t i = 0; i < count; i += kAtOnce) {
+      const size_t end = smaller(i + kAtOnce, count);
+      fetch.next(ceil_div((end - i) * bytes, count * kLine));
+      int32_t* sums = sums_;
+      for (size_t j = i; j < end; ++j) {
+        for (size_t g = 0; g < kGroups; ++g, sums += kSumsOfGroup) {
+          multiply(operands_ + j * kOperandBytes + g * kOperandBytes / kGroups,
+                   act(t, first + j) + g * kSubBlock / kGroups, t.act_stride, sums);
+        }
       }
-      add_pending();
-      const bool ends_super_block = defers_d(kScaling) && (i + kSpan) % kSubBlocks == 0;
-      pending_ = {
-          .sums = sums_,
-          .act_groups = act_groups(t, first + i),
-          .act_stride = t.act_stride,
-          .scales = scales_ + i * num_scales(kScaling),
-          .rows = t.rows,
-          .dst = t.dst,
-          .dst_stride = t.dst_stride,
-          .ended = ends_super_block ? super_block(t, t.begin + i / kSubBlocks) : nullptr,
-      };
-      int32_t* const swap = sums_;
-      sums_ = sums_before_;
-      sums_before_ = swap;
+      tile_memory_barrier();
+      if (end - i == kAtOnce) {
+        add<kAtOnce>(t, first, i, kAtOnce);
+      } else {
+        add<kSpan>(t, first, i, end - i);
+      }
+      tile_memory_barrier();
+      if (defers_d(kScaling) && end % kSubBlocks == 0) {
+        const uint8_t* const ended = super_block(t, t.begin + i / kSubBlocks);
+        add_deferred(type(), ended, deferred_, t.rows, t.dst, t.dst_stride);
+        clear_rows(deferred_, kNr, t.rows);
+      }
     }
   }
-
-  void end_block(size_t, float*) { add_pending(); }
 
  private:
-  // Sums that are yet to be added to dst, or to those of a super-block.
-  struct Pending {
-    const int32_t* sums;     // of all groups of a span
-    const char* act_groups;  // first row, first sub-block
-    size_t act_stride;
-    const float* scales;
-    size_t rows;  // 0: nothing
-    float* dst;
-    size_t dst_stride;
-    const uint8_t* ended;  // the super-block that ends here, of types that defer d
-  };
-
-  void add_pending() {
-    const Pending& p = pending_;
-    if (p.rows == 0) return;
-    float* const dst = defers_d(kScaling) ? deferred_ : p.dst;
-    const size_t dst_stride = defers_d(kScaling) ? kNr : p.dst_stride;
-    for (size_t n = 0; n < kNr; n += Dot::kLanes) add_columns(n, dst, dst_stride);
-    if (p.ended) {
-      add_deferred(type(), p.ended, dst, p.rows, p.dst, p.dst_stride);
-      clear_rows(dst, dst_stride, p.rows);
+  // Adds the sums of `count` sub-blocks, a multiple of kCount, from number `begin` of the run on to
+  // dst, or to the sums of a super-block.
+  template <size_t kCount>
+  void add(const Tile& t, size_t first, size_t begin, size_t count) const {
+    float* const dst = defers_d(kScaling) ? deferred_ : t.dst;
+    const size_t dst_stride = defers_d(kScaling) ? kNr : t.dst_stride;
+    const char* const act = act_groups(t, first + begin);
+    for (size_t n = 0; n < kNr; n += Dot::kLanes) {
+      for (size_t i = 0; i < count; i += kCount) {
+        add_columns<kCount>(sums_ + i * kGroups * kSumsOfGroup + n,
+                            scales_ + (begin + i) * num_scales(kScaling) + n,
+                            act + i * sizeof(ActGroup), t.act_stride, t.rows, dst + n, dst_stride);
+      }
     }
-    pending_.rows = 0;
   }
 
-  // A register of n.
-  void add_columns(size_t n, float* dst, size_t dst_stride) const {
-    const Pending& p = pending_;
-    Dot::Float scales[kSpan][num_scales(kScaling) / kNr];
-    for (size_t i = 0; i < kSpan; ++i) {
+  // The same for a register of n.
+  template <size_t kCount>
+  static void add_columns(const int32_t* sums, const float* scales_from, const char* act_groups,
+                          size_t act_stride, size_t rows, float* dst, size_t dst_stride) {
+    Dot::Float scales[kCount][num_scales(kScaling) / kNr];
+    for (size_t i = 0; i < kCount; ++i) {
       for (size_t j = 0; j < num_scales(kScaling) / kNr; ++j) {
-        scales[i][j] = Dot::load(p.scales + i * num_scales(kScaling) + j * kNr + n);
+        scales[i][j] = Dot::load(scales_from + i * num_scales(kScaling) + j * kNr);
       }
     }
-    for (size_t r = 0; r < p.rows; ++r) {
-      const ActGroup* act = reinterpret_cast<const ActGroup*>(p.act_groups + r * p.act_stride);
-      const int32_t* from = p.sums + r * kNr + n;
-      float* to = dst + r * dst_stride + n;
-      Dot::Float t = Dot::set1(0);
+    for (size_t r = 0; r < rows; ++r, sums += kNr, act_groups += act_stride, dst += dst_stride) {
+      const ActGroup* act = reinterpret_cast<const ActGroup*>(act_groups);
+      Dot::Float total = Dot::load(dst);
+#pragma GCC unroll 4
+      for (size_t span = 0; span < kCount; span += kSpan) {
+        Dot::Float t = Dot::set1(0);
 #pragma GCC unroll 2
-      for (size_t i = 0; i < kSpan; ++i) {
-        t = E::add_group(
-            i == 0, t, act[i],
-            [&](size_t g) {
-              return Dot::convert(Dot::load_bytes(from + (i * kGroups + g) * kSumsOfGroup));
-            },
-            [&](size_t g) { return scales[i][g]; },
-            [&](size_t g) { return scales[i][kGroups + g]; });
+        for (size_t i = span; i < span + kSpan; ++i) {
+          t = E::add_group(
+              i == span, t, act[i],
+              [&](size_t g) {
+                return Dot::convert(Dot::load_bytes(sums + (i * kGroups + g) * kSumsOfGroup));
+              },
+              [&](size_t g) { return scales[i][g]; },
+              [&](size_t g) { return scales[i][kGroups + g]; });
+        }
+        const size_t last = span + kSpan - 1;
+        total = E::finish(
+            t, act[last], total, [&](size_t g) { return scales[last][g]; },
+            [&](size_t g) { return scales[last][kGroups + g]; },
+            [&] { return scales[span][kGroups]; });
       }
-      constexpr size_t kLast = kSpan - 1;
-      Dot::store(to, E::finish(
-                         t, act[kLast], Dot::load(to), [&](size_t g) { return scales[kLast][g]; },
-                         [&](size_t g) { return scales[kLast][kGroups + g]; },
-                         [&] { return scales[0][kGroups]; }));
+      Dot::store(dst, total);
     }
   }
 
@@ -179,9 +166,8 @@ class GemmAmx : public KernelBase {
   const size_t dst_stride_, rows_;
   float* const scales_;
   uint8_t* const operands_;
-  int32_t *sums_, *sums_before_;
+  int32_t* const sums_;
   float* const deferred_;
-  Pending pending_ = {};
 };
 
 template <Kind kKind>
