@@ -66,8 +66,6 @@ struct Dot : Zmm {
   static constexpr int kWeightOffset = kOffset;
 #if defined(__SANITIZE_ADDRESS__)
   static constexpr int kMaxRows = 3, kMaxHalfRows = 2;  // gcc 12 takes minutes to check large ones
-#elif defined(__AMX_INT8__)
-  static constexpr int kMaxRows = 4, kMaxHalfRows = 4;  // more are for AMX
 #else
   static constexpr int kMaxRows = 12, kMaxHalfRows = 6;
 #endif
