@@ -11,23 +11,15 @@ extern const ktk_variant ktk_llamafile_avx512_vnni;
 namespace ktk::llamafile {
 namespace {
 
-// The micro-kernel of avx512_vnni with this number.
-template <size_t kIndex>
-void multiply_vectors(const ktk_matmul* mm) {
-  ktk_llamafile_avx512_vnni.ukernels[kIndex].run(mm);
-}
-template <size_t kIndex>
-size_t vectors_scratch_size(const ktk_matrix* matrix, size_t m) {
-  const auto size = ktk_llamafile_avx512_vnni.ukernels[kIndex].scratch_size;
-  return size ? size(matrix, m) : 0;
-}
+using Vectors =
+    ByElement<ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni>;
 
 struct Blocks {
   using Weight = BlockWeight;
   using Act = BlockAct;
   static constexpr ktk_ukernel kUkernels[] = {
-      ukernel("gemv_2x32_avx512_vnni", kGemvRows, multiply_vectors<0>, vectors_scratch_size<0>),
-      ukernel("gemm_12x32_avx512_vnni", kFewRows, multiply_vectors<1>, vectors_scratch_size<1>),
+      Vectors::ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
+      Vectors::ukernel<1>("gemm_12x32_avx512_vnni", kFewRows),
       ukernel("gemm_32x32_amx_int8", multiply_amx, amx_scratch_size),
   };
 };
