@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,12 @@ def _count(value: Any) -> int:
     return value
 
 
+def _device(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", value):
+        raise ValueError(f"must be cpu, cuda, or a GPU such as cuda:1, got {value!r}")
+    return value
+
+
 def _folders(value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
         raise ValueError(f"must be a list of folders, got {value!r}")
@@ -116,6 +123,14 @@ KEYS: Mapping[str, Key] = {
             "as in the files",
             _one,
             _name,
+        ),
+        Key(
+            "device",
+            "KTK_DEVICE",
+            "has all but the experts",
+            "cpu",
+            _one,
+            _device,
         ),
         Key(
             "threads",

@@ -139,6 +139,14 @@ def bench(
             metavar="NAME", help="With --whole: what computes the output head; default: as above."
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --whole: what has all but the experts, cpu or a GPU, such as cuda; default: "
+            "of ktk config, or cpu.",
+        ),
+    ] = None,
 ) -> None:
     """Time layers against the limits of this machine.
 
@@ -153,13 +161,14 @@ def bench(
         "--format": format,
         "--accuracy": accuracy,
     }
+    others: dict[str, Any] = {"linears": linears, "head": head, "device": device}
     if whole:
         options |= {"--layer": layer, "--variant": variant, "--plot": plot, "--rotate": rotate}
-    elif linears or head:
-        raise typer.BadParameter("needs --whole", param_hint="--linears" if linears else "--head")
+    elif given := [name for name, value in others.items() if value is not None]:
+        raise typer.BadParameter("needs --whole", param_hint=f"--{given[0]}")
     _refuse_together(checkpoint, layer, options, whole=whole)
     if whole:
-        others = {"linears": linears, "head": head, "threads": threads or None}
+        others["threads"] = threads or None
         _bench_whole(str(checkpoint), backend, others, counts, rounds, as_json=json)
         return
     shapes = [] if checkpoint else [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]

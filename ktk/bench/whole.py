@@ -23,6 +23,7 @@ from ktk.terminal import plain_table
 from ktk.text.load import Loaded
 from ktk.text.threads import FewThreads
 from ktk.transformers.packed import packed_modules
+from ktk.transformers.traffic import ON_GPU
 
 # Steps of a reply in one turn, after some that fill caches and let threads start.
 _STEPS, _WARM = 32, 4
@@ -65,10 +66,11 @@ class Stopwatch:
     """A context manager that adds up the time spent in the modules of experts of a model.
 
     Modules that are watched are called one by one, where ktk would compute a token's router and
-    experts in one call: such a step takes longer.
+    experts in one call, and a GPU is waited for around each: such a step takes longer.
     """
 
     def __init__(self, model: Any) -> None:
+        self._model = model
         modules = dict(model.named_modules())
         self._watched = [modules[name] for name in packed_modules(model)]
         self._hooks: list[Any] = []
@@ -86,9 +88,11 @@ class Stopwatch:
             self._hooks.pop().remove()
 
     def _begin(self, *_: Any) -> None:
+        _wait(self._model)
         self._began = time.perf_counter()
 
     def _end(self, *_: Any) -> None:
+        _wait(self._model)
         self.seconds += time.perf_counter() - self._began
 
     def time(self, call: Callable[[], Any]) -> tuple[float, float]:
@@ -140,6 +144,7 @@ def measure(
             for length in prompts:
                 on_step(f"prompt of {length} tokens, turn {turn} of {rounds}")
                 ids = torch.randint(config.vocab_size, (1, length), generator=generator)
+                ids = ids.to(loaded.device)
                 state: dict[str, Any] = {}
                 with watch:
                     took = watch.time(partial(_forward, model, ids, state))
@@ -161,7 +166,8 @@ def measure(
         _measured("prefill", length, [total for total, _ in times], times)
         for length, times in prefill.items()
     ]
-    least = sum(loaded.reads.values()) / statistics.median(reads)
+    here = sum(nbytes for part, nbytes in loaded.reads.items() if part != ON_GPU)
+    least = here / statistics.median(reads)
     return [*found, _measured("decode", 1, decode, share, least)]
 
 
@@ -176,6 +182,13 @@ def _forward(model: Any, ids: torch.Tensor | None, state: dict[str, Any]) -> Non
     state["cache"] = made.past_key_values
     # In f32, as generation of transformers chooses; of bf16 torch takes five times as long.
     state["next"] = made.logits[:, -1:].float().argmax(dim=-1)
+    _wait(model)
+
+
+def _wait(model: Any) -> None:
+    """Wait for the GPU that has all but the experts, if one has."""
+    if model.device.type != "cpu":
+        torch.cuda.synchronize(model.device)
 
 
 def _measured(
@@ -199,6 +212,7 @@ def documents(loaded: Loaded, found: list[Measured]) -> list[dict[str, Any]]:
         "model": loaded.name,
         "backends": list(loaded.backends),
         "threads": loaded.threads,
+        "device": loaded.device,
         "bytes_per_token": loaded.reads,
     }
     return [{**about, **asdict(one)} for one in found]
@@ -207,7 +221,8 @@ def documents(loaded: Loaded, found: list[Measured]) -> list[dict[str, Any]]:
 def table_of(loaded: Loaded, found: list[Measured]) -> Table:
     """Return the same for people."""
     by = ", ".join(loaded.backends) or "no backend"
-    table = plain_table(f"{loaded.name}, experts by {by}, {loaded.threads} threads")
+    rest = "" if loaded.device == "cpu" else f", all else on {loaded.device}"
+    table = plain_table(f"{loaded.name}, experts by {by}, {loaded.threads} threads{rest}")
     for heading in ("", "tokens", "tokens/s", "ms", "experts", "of limit"):
         table.add_column(heading, justify="right" if heading else "left")
     for one in found:

@@ -37,6 +37,13 @@ Head = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="What computes the output head; default: as above."),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Has all but the experts: cpu or a GPU, such as cuda; default: of ktk config, or cpu.",
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Default: of ktk config, or one per physical core."),
@@ -83,6 +90,7 @@ def run(
     backend: Backend = None,
     linears: Linears = None,
     head: Head = None,
+    device: Device = None,
     threads: Threads = None,
     max_tokens: MaxTokens = 2048,
     temperature: Temperature = None,
@@ -103,7 +111,7 @@ def run(
     from ktk.text.prompt import read_prompt
 
     text = read_prompt(prompt)
-    loaded = _load(model, backend, linears, head, threads, source)
+    loaded = _load(model, backend, linears, head, device, threads, source)
     from ktk.text.run import run_prompt
 
     reply = run_prompt(
@@ -132,6 +140,7 @@ def chat(
     backend: Backend = None,
     linears: Linears = None,
     head: Head = None,
+    device: Device = None,
     threads: Threads = None,
     max_tokens: MaxTokens = 2048,
     temperature: Temperature = None,
@@ -149,7 +158,7 @@ def chat(
     from ktk.text.transcript import Transcript, new_path
 
     kept = Transcript(transcript or new_path(model), model)
-    loaded = _load(model, backend, linears, head, threads, source)
+    loaded = _load(model, backend, linears, head, device, threads, source)
     from ktk.text.chat import Chat
 
     sampling = _sampling(max_tokens, temperature, top_p, greedy, seed)
@@ -162,13 +171,20 @@ def _load(
     backend: str | None,
     linears: str | None,
     head: str | None,
+    device: str | None,
     threads: int | None,
     source: str | None,
 ) -> Loaded:
     from ktk.text.load import load_text_model
 
     return load_text_model(
-        model, backend=backend, linears=linears, head=head, threads=threads, source=source
+        model,
+        backend=backend,
+        linears=linears,
+        head=head,
+        device=device,
+        threads=threads,
+        source=source,
     )
 
 

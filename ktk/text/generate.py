@@ -134,7 +134,7 @@ class Generator:
         limit = self._room(len(prompt))
         reused = self._reuse(prompt)
         stream = Stream(self.tokenizer, show)
-        ids = torch.tensor([prompt])
+        ids = torch.tensor([prompt], device=self.model.device)
         cache = self._cache
         # What fails or is interrupted in the middle of a token leaves half a cache.
         self.forget()

@@ -6,11 +6,15 @@ import time
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ktk.errors import SettingError
 from ktk.pool import default_pool, set_default_threads
-from ktk.settings import setting
+from ktk.settings import Setting, setting
 from ktk.text.place import parts_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Loaded:
         What computes its experts; empty where transformers does.
     threads
         That compute.
+    device
+        Where all but the experts is computed, such as "cuda:0".
     seconds
         That loading took.
     reads
@@ -41,6 +47,7 @@ class Loaded:
     tokenizer: Any
     backends: tuple[str, ...]
     threads: int
+    device: str
     seconds: float
     reads: dict[str, int] = field(default_factory=dict)
 
@@ -55,12 +62,29 @@ def require(package: str, extra: str) -> None:
         raise ImportError(f"this needs {package}: pip install 'ktk[{extra}]'")
 
 
+def found_device(place: Setting) -> torch.device:
+    """Return the device that a setting names, if it is here."""
+    import torch
+
+    device = torch.device(place.value or "cpu")
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = torch.cuda.current_device() if device.index is None and count else device.index or 0
+    if index >= count:
+        known = torch.version.cuda or torch.version.hip
+        why = f"torch finds {count} GPUs" if known else "this is torch's build for CPUs"
+        raise SettingError(f"{place.source}: there is no {device} here, {why}")
+    return torch.device(device.type, index)
+
+
 def load_text_model(
     name: str,
     *,
     backend: str | None = None,
     linears: str | None = None,
     head: str | None = None,
+    device: str | None = None,
     threads: int | None = None,
     source: str | None = None,
 ) -> Loaded:
@@ -73,6 +97,9 @@ def load_text_model(
     backend, linears, head, threads
         What computes experts, dense layers and the output head, and on how many threads. By
         default as `ktk config` says.
+    device
+        "cpu", or a GPU that has all but the experts, such as "cuda". By default as `ktk config`
+        says.
     source
         Of packed files: what they were made of, where that is not beside them.
 
@@ -84,16 +111,20 @@ def load_text_model(
         The model is not here, damaged, or too large.
     BackendError
         The backend cannot be used.
+    SettingError
+        The device is not here.
     """
     backend = setting("backend", backend).value
     linears = setting("linears", linears).value
     head = setting("head", head).value
     threads = setting("threads", threads).value
+    place = setting("device", device)
     require("transformers", "run")
     rest, experts = parts_of(name, source)
     import torch
     import transformers
 
+    where = found_device(place)
     if threads is not None:
         torch.set_num_threads(threads)
         set_default_threads(threads)
@@ -106,10 +137,13 @@ def load_text_model(
     from ktk.transformers.linears import pack_bf16
     from ktk.transformers.packed import packed_modules
 
+    options = {} if where.type == "cpu" else {"device_map": where}
     began = time.perf_counter()
     with read_once():
         tokenizer = load_tokenizer(rest)
-        model = load(rest, backend=backend, experts=experts, linears=linears, head=head).eval()
+        model = load(
+            rest, backend=backend, experts=experts, linears=linears, head=head, **options
+        ).eval()
     pack_bf16(model, linears=linears is None, head=head is None)
     seconds = time.perf_counter() - began
     used = dict.fromkeys(packed.moe.backend.name for packed in packed_modules(model).values())
@@ -120,6 +154,7 @@ def load_text_model(
         tokenizer,
         tuple(used),
         default_pool().size,
+        str(where),
         seconds,
         bytes_per_token(model),
     )

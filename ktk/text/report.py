@@ -45,6 +45,8 @@ def line(reply: Reply) -> str:
 def loaded_line(loaded: Loaded) -> str:
     """Say in one line what was loaded, and what each token reads of it."""
     by = f"experts by {', '.join(loaded.backends)}" if loaded.backends else "no experts by ktk"
+    if loaded.device != "cpu":
+        by += f", all else on {loaded.device}"
     reads = [f"{part} {gigabytes(size)}" for part, size in loaded.reads.items() if size]
     return (
         f"loaded in {loaded.seconds:.1f} s, {by}, {loaded.threads} threads, "
@@ -60,6 +62,7 @@ def document(loaded: Loaded, reply: Reply) -> dict[str, Any]:
         "path": str(loaded.path),
         "backends": list(loaded.backends),
         "threads": loaded.threads,
+        "device": loaded.device,
         "text": reply.text,
         "finish": reply.finish,
         "prompt_tokens": reply.prompt_tokens,

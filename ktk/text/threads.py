@@ -58,6 +58,8 @@ def torch_computes_much(model: nn.Module) -> bool:
             return True
         embedding = isinstance(module, nn.Embedding)  # of which a token reads a row
         for one in module._parameters.values():
-            if type(one) is nn.Parameter and one.numel() >= _LARGE and not embedding:
+            if type(one) is not nn.Parameter or one.is_cuda:
+                continue
+            if one.numel() >= _LARGE and not embedding:
                 return True
     return False

@@ -53,7 +53,12 @@ class Kept:
 
 
 def plan_blocks(
-    tensors: TensorSet, model: Any, names: Mapping[str, str], processor: Any, config: KtkConfig
+    tensors: TensorSet,
+    model: Any,
+    names: Mapping[str, str],
+    processor: Any,
+    config: KtkConfig,
+    in_blocks: bool = True,
 ) -> dict[str, Kept]:
     """Return which matrices of a file are to be packed, by their names in the file.
 
@@ -68,7 +73,9 @@ def plan_blocks(
     processor
         Of transformers; what it does to a matrix is found by asking.
     config
-        Names backends; where it names none, what takes blocks as they are takes them.
+        Names backends.
+    in_blocks
+        Whether what takes blocks as they are takes them where `config` names no backend.
     """
     wanted: dict[str, str | None] = dict.fromkeys(linears_of(model), config.linears)
     if (found := head_of(model)) is not None:
@@ -82,6 +89,8 @@ def plan_blocks(
     for tensor, target in names.items():
         module, _, suffix = target.rpartition(".")
         if suffix != "weight" or module not in wanted or tensor not in tensors:
+            continue
+        if wanted[module] is None and not in_blocks:
             continue
         backend = _backend(tensors.info(tensor), wanted[module])
         if backend is None:

@@ -25,7 +25,8 @@ class KtkConfig(QuantizationConfigMixin):
     linears : str, optional
         Name of the backend of dense layers: attention, dense MLPs, shared experts; not routers. By
         default what is stored as floats stays transformers', and codes and blocks of GGUF files are
-        computed as they are.
+        computed as they are; beside a `device_map` that names a GPU they go there, as floats or
+        by transformers' own kernels.
     head : str, optional
         Name of the backend of the output head; an embedding that is tied to it is read from there.
         By default as `linears`' default.

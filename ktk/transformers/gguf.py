@@ -31,7 +31,12 @@ _PLAIN = ("token_embd.weight", "output.weight")
 
 
 def read_others(
-    checkpoint: GgufCheckpoint, model: Any, dtype: torch.dtype, config: KtkConfig
+    checkpoint: GgufCheckpoint,
+    model: Any,
+    dtype: torch.dtype,
+    config: KtkConfig,
+    *,
+    in_blocks: bool = True,
 ) -> dict[str, Any]:
     """Return the tensors of a model by the names that they have in it.
 
@@ -47,6 +52,9 @@ def read_others(
         Of the tensors.
     config
         Names the backends of dense layers.
+    in_blocks
+        Whether dense layers of which `config` says nothing are packed as they are; else they are
+        decoded, as for a GPU.
 
     Raises
     ------
@@ -67,7 +75,7 @@ def read_others(
                 known := target.format(*match.groups())
             ) in wanted:
                 names[name] = known
-    kept = plan_blocks(checkpoint.tensors, model, names, processor, config)
+    kept = plan_blocks(checkpoint.tensors, model, names, processor, config, in_blocks)
     found: dict[str, Any] = {}
     for name in checkpoint.tensors.names():
         if name not in names or name in kept:

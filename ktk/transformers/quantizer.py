@@ -84,12 +84,14 @@ class ExpertsQuantizer:
     quantization_config: Any
     pre_quantized: bool
     _loading: Loading | None = None
+    _on_cpu = True  # where all that is not ktk's goes
     in_codes: bool = False  # the experts, which only ktk can load then
     _also: tuple[str, ...] = ()  # what of a module goes beside its weights
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         """Take the experts out of a model that has no weights yet."""
         division = Division.of(model)
+        self._on_cpu = on_cpu(kwargs.get("device_map"))
         with torch.device("cpu"):  # the model is being made on the device meta
             experts = experts_of(model)
             from_files = plan_files(experts, kwargs.get("checkpoint_files"), self.ktk, division)
@@ -168,7 +170,6 @@ class ExpertsQuantizer:
         model: Any,
         dtype: Any,
         checkpoint_files: Sequence[str] | None = None,
-        device_map: Any = None,
         **kwargs: Any,
     ) -> None:
         """Take the place of a checkpoint's own quantizer, if ktk reads all that is in codes."""
@@ -179,7 +180,7 @@ class ExpertsQuantizer:
         if not self.in_codes:
             if isinstance(self, KtkQuantizer) or not self.pre_quantized:
                 return  # nothing is in codes
-            if not only_experts_in_codes(folder) and not (on_cpu(device_map) and all_known(folder)):
+            if not only_experts_in_codes(folder) and not (self._on_cpu and all_known(folder)):
                 return
             self.__class__ = KtkQuantizer
             self.quantization_config = self.ktk
@@ -213,7 +214,7 @@ class GgufExpertsQuantizer(ExpertsQuantizer):
         known = getattr(self, "supported", True)
         if known or not isinstance(checkpoint, GgufCheckpoint):
             return super().get_state_dict(checkpoint_file, model)  # type: ignore[misc]
-        return read_others(checkpoint, model, self.dtype, self.ktk)
+        return read_others(checkpoint, model, self.dtype, self.ktk, in_blocks=self._on_cpu)
 
     def update_dtype(self, dtype: Any) -> Any:
         """Return what decoded weights are to be: by default bf16."""

@@ -48,7 +48,14 @@ def workplace(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(place)
     for variable in ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "HF_HOME"):
         monkeypatch.setenv(variable, str(tmp_path / variable))
-    for variable in ("KTK_BACKEND", "KTK_LINEARS", "KTK_HEAD", "KTK_MODELS", "HF_HUB_CACHE"):
+    for variable in (
+        "KTK_BACKEND",
+        "KTK_DEVICE",
+        "KTK_LINEARS",
+        "KTK_HEAD",
+        "KTK_MODELS",
+        "HF_HUB_CACHE",
+    ):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("KTK_THREADS", "1")

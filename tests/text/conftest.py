@@ -33,7 +33,7 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small models are quick on one thread, also where others compute.
     monkeypatch.setenv("KTK_THREADS", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    own = (f"KTK_{name}" for name in ("BACKEND", "LINEARS", "HEAD", "MODELS"))
+    own = (f"KTK_{name}" for name in ("BACKEND", "DEVICE", "LINEARS", "HEAD", "MODELS"))
     for variable in (*own, "HF_HUB_CACHE", "NO_COLOR"):
         monkeypatch.delenv(variable, raising=False)
 

@@ -74,6 +74,7 @@ def test_the_share_of_experts_is_the_time_inside_them(model: Path) -> None:
         (("--whole",), "needs --checkpoint"),
         (("--linears", "BF16"), "needs --whole"),
         (("--head", "BF16"), "needs --whole"),
+        (("--device", "cpu"), "needs --whole"),
         (("--whole", "--checkpoint", "{model}", "--variant", "avx2"), "--variant"),
         (("--whole", "--checkpoint", "{model}", "--tokens", "9000"), "the context of this model"),
     ],

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf_model
 import pytest
 import torch
 import training
 from tiny import load, logits, tokens
 from training import (
     ROUNDED,
+    act_error,
     forward_error,
     gradients,
     loss_of,
@@ -22,6 +24,7 @@ from training import (
 
 import ktk.sft
 import ktk.transformers
+from ktk.transformers.dense import packed_linears
 from ktk.transformers.packed import packed_modules
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -99,6 +102,22 @@ def test_a_captured_decoding_step_reads_its_tokens_again(on_gpu: Any) -> None:
             wanted = on_gpu(ids, use_cache=False).logits
             assert off_by_token(replayed[-1], wanted) < forward_error(on_gpu)
     assert torch.equal(replayed[0], replayed[2])
+
+
+@pytest.mark.parametrize("family", [gguf_model.QWEN3, gguf_model.TIED, gguf_model.GPT_OSS])
+def test_of_gguf_files_all_but_the_experts_is_decoded_there(tmp_path: Path, family: Any) -> None:
+    path, _ = gguf_model.write(tmp_path, family)
+    ids = tokens()
+    wanted = logits(ktk.transformers.load(path, dtype=torch.float32), ids)
+    model = ktk.transformers.load(path, dtype=torch.float32, device_map="cuda")
+    assert {one.device.type for one in model.parameters()} == {"cuda"}
+    assert not packed_linears(model)
+    read = ktk.transformers.bytes_per_token(model)
+    assert read["gpu"] > 0
+    assert {part for part, nbytes in read.items() if nbytes} == {"experts", "gpu"}
+    # Blocks of dense layers are multiplied with rounded activations on the CPU.
+    rounded = 2 * max(map(act_error, packed_modules(model).values()))
+    assert off_by_token(logits(model, ids.cuda()).cpu(), wanted) < forward_error(model) + rounded
 
 
 def test_gradients_are_those_of_the_cpu(folder: Path, on_gpu: Any) -> None:

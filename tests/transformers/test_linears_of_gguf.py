@@ -15,7 +15,7 @@ from dense_layers import check_linears
 
 import ktk
 import ktk.transformers
-from ktk.transformers import blocks
+from ktk.transformers import blocks, quantizer
 from ktk.transformers.dense import packed_linears
 
 
@@ -65,6 +65,21 @@ def test_types_of_ik_llama_cpp_stay_in_their_blocks(tmp_path: Path, kind: str) -
         if name.endswith("mlp.gate.weight"):
             assert torch.equal(model.get_parameter(name), router)
     check_linears(model, ids)
+
+
+@pytest.mark.slow
+def test_beside_a_gpu_only_what_is_asked_for_is_packed(
+    gguf_file: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, exact = gguf_file
+    monkeypatch.setattr(quantizer, "on_cpu", lambda device_map: False)
+    model = ktk.transformers.load(path, dtype=torch.float32)
+    assert not packed_linears(model)
+    assert type(model.get_input_embeddings()) is torch.nn.Embedding
+    for name, one in exact.named_parameters():
+        if ".experts." not in name:
+            assert torch.equal(model.get_parameter(name), one), name
+    assert set(packed_linears(ktk.transformers.load(path, head="LLAMAFILE"))) == {"lm_head"}
 
 
 @pytest.mark.slow

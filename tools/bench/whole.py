@@ -45,7 +45,7 @@ def stock(folder: str, way: str, threads: int) -> Any:
     )
     seconds = time.perf_counter() - began
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    return Loaded(folder, Path(folder), model.eval(), tokenizer, (), threads, seconds)
+    return Loaded(folder, Path(folder), model.eval(), tokenizer, (), threads, "cpu", seconds)
 
 
 def one(model: str, way: str, threads: int, prompt: int) -> dict[str, float]:

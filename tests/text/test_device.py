@@ -1,0 +1,83 @@
+"""`--device`: all but the experts on a GPU, and what is said where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from terminal import Command
+
+PROMPT = ("-p", "What is the capital of France?")
+GREEDY = ("--greedy", "-n", "24")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+@no_gpu
+@pytest.mark.parametrize("name", ["cuda", "cuda:3"])
+def test_a_gpu_that_is_not_here_is_told(model: Path, command: Command, name: str) -> None:
+    done = command("run", str(model), *PROMPT, *GREEDY, "--device", name)
+    assert done.returncode == 1
+    assert f"flag --device: there is no {name} here" in done.stderr
+    assert done.stdout == ""
+
+
+@no_gpu
+def test_the_source_of_the_name_is_told(
+    model: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("config", "device", "cuda:1").returncode == 0
+    assert command("config", "device").stdout == "cuda:1\n"
+    assert "file: there is no cuda:1 here" in command("run", str(model), *PROMPT).stderr
+    monkeypatch.setenv("KTK_DEVICE", "cuda")
+    assert "KTK_DEVICE: there is no cuda here" in command("run", str(model), *PROMPT).stderr
+    # What the command line says goes before both.
+    assert command("run", str(model), *PROMPT, "-n", "1", "--device", "cpu").returncode == 0
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "meta"])
+def test_other_names_are_refused(model: Path, command: Command, name: str) -> None:
+    done = command("run", str(model), *PROMPT, "--device", name)
+    assert done.returncode == 1
+    assert f"must be cpu, cuda, or a GPU such as cuda:1, got '{name}'" in done.stderr
+
+
+@gpu
+def test_a_reply_is_made_on_a_gpu(model: Path, command: Command) -> None:
+    done = command("run", str(model), *PROMPT, *GREEDY, "--device", "cuda", "--json")
+    assert done.returncode == 0, done.stderr
+    here, there = (
+        json.loads(command("run", str(model), *PROMPT, *GREEDY, "--json", *more).stdout)
+        for more in ((), ("--device", "cuda"))
+    )
+    assert (here["device"], there["device"]) == ("cpu", "cuda:0")
+    assert there["text"] == json.loads(done.stdout)["text"]
+    assert there["tokens"] == here["tokens"]
+    # Every byte is read in one place.
+    reads, moved = here["bytes_per_token"], there["bytes_per_token"]
+    assert moved["experts"] == reads["experts"] > 0
+    assert moved["gpu"] == sum(moved.values()) - moved["experts"] > 0
+    assert (reads["gpu"], sum(reads.values())) == (0, sum(moved.values()))
+
+
+@gpu
+def test_a_chat_goes_on_from_a_cache_on_a_gpu(
+    model: Path, command: Command, tmp_path: Path
+) -> None:
+    said = "What is the capital of France?\nAnd of Italy?\n"
+    done = command("chat", str(model), *GREEDY, "--device", "cuda", text=said)
+    assert done.returncode == 0, done.stderr
+    assert " kept)" in done.stderr
+    assert "all else on cuda:0" in done.stderr
+
+
+@gpu
+def test_a_whole_model_is_timed_with_a_gpu(model: Path, command: Command) -> None:
+    whole = ("--whole", "--tokens", "16", "--rounds", "1", "--device", "cuda", "--json")
+    done = command("bench", "--checkpoint", str(model), *whole)
+    assert done.returncode == 0, done.stderr
+    for line in map(json.loads, done.stdout.splitlines()):
+        assert line["device"] == "cuda:0"
+        assert 0 < line["experts_share"] < 1
