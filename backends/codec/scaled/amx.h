@@ -29,6 +29,19 @@ struct AmxScratch {
 
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) { return sizeof(AmxScratch); }
 
+// While one of these exists, f32 operations of this thread round as tdpbf16ps does: to nearest
+// even, with subnormal operands and results for zero.
+class FlushSubnormals {
+ public:
+  FlushSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(0x9fc0); }
+  ~FlushSubnormals() { _mm_setcsr(before_); }
+  FlushSubnormals(const FlushSubnormals&) = delete;
+  FlushSubnormals& operator=(const FlushSubnormals&) = delete;
+
+ private:
+  unsigned before_;
+};
+
 // Pairs of bf16 times the scales of their columns: exact within the range of normal numbers. The
 // instruction takes smaller ones for zero; larger ones are infinite.
 inline __m512i scale_pairs(__m512i pairs, __m512 scale) {
@@ -117,6 +130,13 @@ template <class Scales>
 constexpr bool kArePowers = false;
 template <>
 constexpr bool kArePowers<MxScales> = true;
+
+// How f32 is rounded beside tiles: as they do where sums are scaled; where scales meet codes, of
+// which the least is subnormal, exactly.
+template <class Scales, bool kMeetCodes = Scales::kLineBytes != 0>
+struct RoundingBesideTiles : FlushSubnormals {};
+template <class Scales>
+struct RoundingBesideTiles<Scales, true> {};
 
 // Decodes the steps [begin, end) to B tiles.
 template <class Decoder, class Layout>
@@ -242,6 +262,7 @@ class AmxKernel : public ScaledKernel<Layout> {
     }
   }
 
+  [[maybe_unused]] RoundingBesideTiles<Scales> rounding_;
   TileRows rows_;
   bool is_alone_;
   AmxScratch* scratch_;
