@@ -14,9 +14,11 @@ from ktk.errors import BackendUnsupported
 from ktk.testing import BACKEND, LAYER, plugin
 
 NAMES = [info.name for info in ktk.backends().values() if info.distribution == "ktk" and info.built]
-# A whole layer takes longer than a product, so its properties get fewer examples here. The nightly
-# profile and `python -m ktk.testing NAME` run all of them at full length.
+# A whole layer takes longer than a product, so its properties get fewer examples here, and so do
+# variants for lesser CPUs, which share most with the best one, and are the best one elsewhere. The
+# nightly profile and `python -m ktk.testing NAME` run all of them at full length.
 EXAMPLES = {BACKEND: 60, LAYER: 12}
+FEWER = {BACKEND: 20, LAYER: 3}
 
 
 def cases() -> Iterator[Any]:
@@ -24,18 +26,24 @@ def cases() -> Iterator[Any]:
         try:
             variants = plugin.load(name).variants
         except BackendUnsupported as error:  # a library is missing
-            yield pytest.param(name, "", (), marks=pytest.mark.skip(reason=str(error)))
+            yield pytest.param(name, "", (), 0, marks=pytest.mark.skip(reason=str(error)))
             continue
-        for variant in variants:
+        examples = EXAMPLES
+        for variant in variants:  # the best one first
             if variant.runnable:
-                yield from ((name, variant.name, modules) for modules in EXAMPLES)
+                yield from ((name, variant.name, *each) for each in examples.items())
+                examples = FEWER
 
 
-@pytest.mark.parametrize(("name", "variant", "modules"), list(cases()))
+@pytest.mark.parametrize(("name", "variant", "modules", "examples"), list(cases()))
 def test_backend_conforms(
-    name: str, variant: str, modules: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+    name: str,
+    variant: str,
+    modules: tuple[str, ...],
+    examples: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    options = f"--ktk-variant {variant} --ktk-profile ci --ktk-examples {EXAMPLES[modules]}"
+    options = f"--ktk-variant {variant} --ktk-profile ci --ktk-examples {examples}"
     # One process for this variant alone, so that a crash ends nothing else.
     options += " --ktk-no-isolation"
     kit = f"-p ktk.testing.plugin --pyargs {' '.join(modules)} --ktk-backend {name} {options}"
