@@ -208,22 +208,21 @@ struct ScaledCodec {
 
   static void unpack(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
                      float* out, size_t out_stride) {
-    for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
-      const size_t col = n % kBlockCols;
-      const char* block = static_cast<const char*>(packed) + Layout::offset(matrix, n - col);
-      constexpr size_t kSameScale = ScaleCodec::kGroupDepth;
-      for (size_t begin = 0; begin < matrix->k; begin += kSameScale) {
-        const float scale = ScaleCodec::value(matrix, block, Layout::kStepBytes, col, begin);
-        const size_t end = smaller(begin + kSameScale, matrix->k);
-        for (size_t k = begin; k < end; k += Codes::kLineDepth) {
-          const uint8_t* line = reinterpret_cast<const uint8_t*>(block) +
-                                Layout::line_offset(matrix, col / kHalfCols, k);
-          const size_t depth = smaller(end - k, Codes::kLineDepth);
-          for (size_t i = 0; i < depth; ++i) {
-            out[k + i] = Codes::value(line, col % kHalfCols, i) * scale;
-          }
+    for (size_t n = n_begin; n < n_end;) {
+      const char* block =
+          static_cast<const char*>(packed) + Layout::offset(matrix, n / kBlockCols * kBlockCols);
+      const bool is_half = n % kHalfCols == 0 && n_end - n >= kHalfCols;
+      const size_t columns = is_half ? kHalfCols : 1;
+      for (size_t begin = 0; begin < matrix->k; begin += ScaleCodec::kGroupDepth) {
+        const size_t end = smaller(begin + ScaleCodec::kGroupDepth, matrix->k);
+        if (is_half) {
+          unpack_group<kHalfCols>(matrix, block, n % kBlockCols, begin, end, out, out_stride);
+        } else {
+          unpack_group<1>(matrix, block, n % kBlockCols, begin, end, out, out_stride);
         }
       }
+      n += columns;
+      out += columns * out_stride;
     }
   }
 
@@ -248,6 +247,44 @@ struct ScaledCodec {
           for (size_t i = 0; i < smaller(columns - first, kHalfCols); ++i) {
             Codes::write(line, i, depth, rows + i * target->data_stride, k);
           }
+        }
+      }
+    }
+  }
+
+ private:
+  typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+
+  // k [begin, end) of one column, or of the sixteen of a half, whose lines are then read once. Each
+  // column has one scale there.
+  template <size_t kColumns>
+  static void unpack_group(const ktk_matrix* matrix, const char* block, size_t first, size_t begin,
+                           size_t end, float* out, size_t out_stride) {
+    // A constant for each of sixteen.
+    const size_t in_half = kColumns == kHalfCols ? 0 : first % kHalfCols;
+    float scale[kColumns];
+    for (size_t i = 0; i < kColumns; ++i) {
+      scale[i] = ScaleCodec::value(matrix, block, Layout::kStepBytes, first + i, begin);
+    }
+    for (size_t k = begin; k < end; k += Codes::kLineDepth) {
+      const uint8_t* line = reinterpret_cast<const uint8_t*>(
+          block + Layout::line_offset(matrix, first / kHalfCols, k));
+      if (end - k < Codes::kLineDepth) {
+        for (size_t col = 0; col < kColumns; ++col) {
+          for (size_t i = 0; i < end - k; ++i) {
+            out[col * out_stride + k + i] = Codes::value(line, in_half + col, i) * scale[col];
+          }
+        }
+        return;
+      }
+#pragma GCC unroll 16
+      for (size_t col = 0; col < kColumns; ++col) {
+#pragma GCC unroll 2
+        for (size_t i = 0; i < Codes::kLineDepth; i += 4) {
+          const size_t at = in_half + col;
+          const Four values = {Codes::value(line, at, i), Codes::value(line, at, i + 1),
+                               Codes::value(line, at, i + 2), Codes::value(line, at, i + 3)};
+          *reinterpret_cast<Four*>(out + col * out_stride + k + i) = values * scale[col];
         }
       }
     }
