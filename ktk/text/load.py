@@ -78,6 +78,18 @@ def found_device(place: Setting) -> torch.device:
     return torch.device(device.type, index)
 
 
+def backend_beside(device: torch.device, wanted: Setting) -> str | None:
+    """Return what is to compute dense layers: nothing of ktk's where they are on a GPU."""
+    if device.type == "cpu" or wanted.value is None:
+        name: str | None = wanted.value
+        return name
+    if wanted.source.startswith("flag"):
+        raise SettingError(
+            f"--{wanted.key.name} names what computes on the CPU, and --device has that on {device}"
+        )
+    return None
+
+
 def load_text_model(
     name: str,
     *,
@@ -112,11 +124,10 @@ def load_text_model(
     BackendError
         The backend cannot be used.
     SettingError
-        The device is not here.
+        The device is not here; or it is a GPU, and dense layers are asked for on the CPU.
     """
     backend = setting("backend", backend).value
-    linears = setting("linears", linears).value
-    head = setting("head", head).value
+    others = setting("linears", linears), setting("head", head)
     threads = setting("threads", threads).value
     place = setting("device", device)
     require("transformers", "run")
@@ -125,6 +136,7 @@ def load_text_model(
     import transformers
 
     where = found_device(place)
+    linears, head = (backend_beside(where, one) for one in others)
     if threads is not None:
         torch.set_num_threads(threads)
         set_default_threads(threads)

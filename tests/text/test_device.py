@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from terminal import Command
+
+from ktk.errors import SettingError
+from ktk.settings import setting
+from ktk.text import load
 
 PROMPT = ("-p", "What is the capital of France?")
 GREEDY = ("--greedy", "-n", "24")
@@ -42,6 +47,20 @@ def test_other_names_are_refused(model: Path, command: Command, name: str) -> No
     done = command("run", str(model), *PROMPT, "--device", name)
     assert done.returncode == 1
     assert f"must be cpu, cuda, or a GPU such as cuda:1, got '{name}'" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["linears", "head"])
+def test_dense_layers_are_in_one_place(
+    model: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside = functools.partial(load.backend_beside, torch.device("cuda", 0))
+    monkeypatch.setattr(load, "found_device", lambda place: torch.device("cuda", 0))
+    with pytest.raises(SettingError, match=f"--{option} names what computes on the CPU"):
+        load.load_text_model(str(model), **{option: "BF16"})  # type: ignore[arg-type]
+    # What is said for all commands holds for those without a GPU.
+    monkeypatch.setenv(f"KTK_{option.upper()}", "BF16")
+    assert beside(setting(option)) is None
+    assert load.backend_beside(torch.device("cpu"), setting(option)) == "BF16"
 
 
 @gpu
