@@ -164,6 +164,48 @@ def test_scaled_products_are_exact(name: str, number: int, shape: tuple[int, int
         np.testing.assert_array_equal(matrix.matmul(act[:rows], ukernel=ukernel), expected)
 
 
+@pytest.mark.parametrize(
+    "powers",
+    [
+        *((-4, 4, -2, 2), (-20, 20, -4, 4), (-4, 4, -50, 50)),
+        *((-126, 4, -127, 4), (-60, 4, -127, 127)),
+        *((-126, -118, 30, 50), (-4, 4, -120, -114), (90, 110, -127, -125)),  # one far off
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("name", "number"), [("FP8", 0), ("FP8", 1), ("FP8", 2), ("MXFP4", 0), ("MXFP4", 1)]
+)
+def test_scaled_products_of_few_rows_have_the_bits_of_tiles(
+    name: str, number: int, powers: tuple[int, int, int, int]
+) -> None:
+    """Also where something is subnormal or overflows: powers of two of act, and of scales."""
+    m, n, k = 2, 33, 200
+    backend, variant = find(name, "amx_bf16")
+    fmt = backend.formats[number]
+    rng = np.random.default_rng(12)
+    codes = rng.integers(0, 256, (n, k if fmt.element == "e4m3" else k // 2), dtype=np.uint8)
+    if fmt.element == "e4m3":
+        codes[codes & 127 == 127] = 0  # NaN
+    groups = (-(-n // (fmt.group_n or n)), -(-k // (fmt.group_k or k)))
+    exponents = rng.integers(powers[2], powers[3] + 1, groups)
+    scale: Any = np.exp2(exponents.clip(-126, 127), dtype=np.float32)
+    if fmt.scale == "ue8m0":
+        scale = (exponents + 127).astype(np.uint8)
+    elif fmt.scale == "e4m3":
+        scale = rng.integers(0, 127, groups, dtype=np.uint8)
+    sizes = np.exp2(rng.integers(powers[0], powers[1], (m, k)).astype(np.float32))
+    act = (rng.standard_normal((m, k)) * sizes * (rng.random((m, k)) > 0.1)).astype(np.float32)
+    matrix = _core.PackedMatrix(backend.core, "amx_bf16", codes, scale=scale, given=fmt, stored=fmt)
+    last = len(variant.ukernels) - 1
+    expected = matrix.matmul(act, ukernel=last)
+    assert np.isfinite(expected).any() or powers[3] == 127
+    for ukernel in range(last):
+        result = matrix.matmul(act, ukernel=ukernel)
+        np.testing.assert_array_equal(result, expected)
+        np.testing.assert_array_equal(np.signbit(result), np.signbit(expected))
+
+
 def random_blocks(name: str, shape: tuple[int, int], rng: np.random.Generator) -> np.ndarray:
     """Rows of blocks of any bits that make finite numbers."""
     columns, size = block(name)
