@@ -37,7 +37,7 @@ def shown() -> dict[str, tuple[object, str]]:
 
 
 def test_nothing_is_set_and_nothing_is_written(file: Path) -> None:
-    names = ("backend", "linears", "head", "threads", "models")
+    names = ("backend", "linears", "head", "device", "threads", "models")
     assert shown() == dict.fromkeys(names, (None, "default"))
     assert not file.exists()
 
@@ -83,7 +83,7 @@ def test_the_table_says_what_counts_and_where_the_file_is(file: Path) -> None:
     [
         (
             ["thread", "3"],
-            "head, threads, models. Did you mean 'threads'?",
+            "head, device, threads, models. Did you mean 'threads'?",
         ),
         (["threads", "0"], "threads must be a number from 1 on, got 0"),
         (["threads", "many"], "threads must be a number from 1 on, got 'many'"),
