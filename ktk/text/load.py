@@ -149,7 +149,7 @@ def load_text_model(
     from ktk.transformers.linears import pack_bf16
     from ktk.transformers.packed import packed_modules
 
-    options = {} if where.type == "cpu" else {"device_map": where}
+    options = {} if where.type == "cpu" else {"device_map": str(where)}
     began = time.perf_counter()
     with read_once():
         tokenizer = load_tokenizer(rest)

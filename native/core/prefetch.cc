@@ -75,10 +75,9 @@ constexpr Row kRows[] = {
     // Few rows, of the time at 512 B into L2: on Emerald Rapids with 8 threads 2 KiB into L1 takes
     // 0.86 in int8, 0.84 and 0.81 in 4 bits, where 1 KiB, best for bf16 (0.96), takes up to 10 %
     // more, and 8 KiB into L2 gains 4 to 11 %; on model 167 with 2 threads 2 KiB takes 1.00 in
-    // bf16,
-    // 0.87 in int8, 0.90 and 0.88 in 4 bits, which gain nothing at 4 KiB. More rows: two threads
-    // read 17.9 GB/s each at 1 KiB, in order, 14.4 at 4 KiB (plain loads 15.5). Where tiles of rows
-    // share fetching, the order of memory reaches 60 % of what one line of each page does.
+    // bf16, 0.87 in int8, 0.90 and 0.88 in 4 bits, which gain nothing at 4 KiB. More rows: two
+    // threads read 17.9 GB/s each at 1 KiB, in order, 14.4 at 4 KiB (plain loads 15.5). Where tiles
+    // of rows share fetching, the order of memory reaches 60 % of what one line of each page does.
     {"intel_amx", "GenuineIntel", 6, 0, kAnyModel, kAmx,
      policy(4, kAll, 13, {2048, 1, kInOrder}, {1024, 2, kInOrder}, {32768, 2, kByPages},
             {32768, 2, kByPages}, {8192, 2, kInOrder})},

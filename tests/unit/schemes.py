@@ -1,7 +1,7 @@
 """Checkpoints in every quantised scheme that ktk reads, of random matrices.
 
 The packings are written here by plain loops from the words of their formats;
-test_quantized_oracle.py has checkpoints that compressed-tensors writes itself.
+test_compressed_tensors_oracle.py has checkpoints that compressed-tensors writes itself.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ struct Unscaled {
     return {};
   }
   __m512i times(__m512i values) const { return values; }
-  static __m512 add(__m512 sum, __m512 products) { return _mm512_add_ps(sum, products); }
 };
 
 // values are multiplied by them;
@@ -47,7 +46,6 @@ struct TimesScale {
   __m512i times(__m512i values) const {
     return _mm512_castps_si512(_mm512_mul_ps(_mm512_castsi512_ps(values), scale));
   }
-  static __m512 add(__m512 sum, __m512 products) { return _mm512_add_ps(sum, products); }
 };
 
 // by the two factors of one that may be 2^-127, which would be taken for zero;
@@ -62,7 +60,6 @@ struct TimesFactors {
             {_mm512_mask_mov_ps(_mm512_set1_ps(1), least, _mm512_set1_ps(0x1p-63f))}};
   }
   __m512i times(__m512i values) const { return second.times(first.times(values)); }
-  static __m512 add(__m512 sum, __m512 products) { return _mm512_add_ps(sum, products); }
 };
 
 // or the sum of their products, 32 k, is. Powers of two change no bit of it, unless something is
@@ -76,9 +73,6 @@ struct ScaledSum {
     return {TimesScale::of(scales, half)};
   }
   static __m512i times(__m512i values) { return values; }
-  __m512 add(__m512 sum, __m512 products) const {
-    return _mm512_fmadd_ps(products, scale.scale, sum);
-  }
 
   // Whether all scales of a line are in that range.
   static bool suits(const char* scale_line) {
@@ -94,6 +88,15 @@ struct ScaledSum {
     return !_mm256_mask_test_epi16_mask(out, size, size);
   }
 };
+
+// A sum and that of the products of the next 32 k.
+template <class By>
+inline __m512 add_to(__m512 sum, __m512 products, const By&) {
+  return _mm512_add_ps(sum, products);
+}
+inline __m512 add_to(__m512 sum, __m512 products, const ScaledSum& by) {
+  return _mm512_fmadd_ps(products, by.scale.scale, sum);
+}
 
 // Adds the products of one k, with the weights of either half. `act` is f32, `depth` values a row.
 template <size_t kRows>
@@ -159,18 +162,18 @@ inline void add_step(__m512 (&sum)[kRows][2], const Decoder& decoder, const char
     }
 #pragma GCC unroll 4
     for (size_t i = 0; i < kRows; ++i) {
-      sum[i][0] = by[0].add(sum[i][0], _mm512_add_ps(even[i][0], odd[i][0]));
-      sum[i][1] = by[1].add(sum[i][1], _mm512_add_ps(even[i][1], odd[i][1]));
+      sum[i][0] = add_to(sum[i][0], _mm512_add_ps(even[i][0], odd[i][0]), by[0]);
+      sum[i][1] = add_to(sum[i][1], _mm512_add_ps(even[i][1], odd[i][1]), by[1]);
     }
   }
 }
 
-// The same for rare cases, away from the registers of others.
-template <class By, class Layout, class Decoder, size_t kRows>
+// The same for scales and act of any size, which are rare: away from the registers of others.
+template <class Layout, class Decoder, size_t kRows>
 [[gnu::noinline]] void add_step_apart(__m512 (&sum)[kRows][2], const char* line,
                                       ZmmScales<typename Layout::Scales> scales, const float* act,
                                       size_t depth, Fetch fetch) {
-  add_step<By, Layout>(sum, Decoder(), line, scales, act, depth, fetch);
+  add_step<TimesFactors, Layout>(sum, Decoder(), line, scales, act, depth, fetch);
 }
 
 template <class Scales>
@@ -215,7 +218,7 @@ void multiply_as_tiles(const ScaledKernel<Layout>& kernel, const float* act, siz
       if constexpr (kArePowers<Scales>) {
         __m512 apart[kRows][2];
         memcpy(apart, sum, sizeof apart);
-        add_step_apart<TimesFactors, Layout, Decoder>(apart, line, scales, act, depth, fetch);
+        add_step_apart<Layout, Decoder>(apart, line, scales, act, depth, fetch);
         fetch.line += Layout::kCodeBytes / kLine * fetch.step;
         memcpy(sum, apart, sizeof apart);
       }
