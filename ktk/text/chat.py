@@ -49,12 +49,14 @@ class Chat:
         self._transcript = transcript
         self._system = system
         self._console = Console(stderr=True, highlight=False)
+        self._loaded = loaded
         # Before the user types anything, say if this model cannot chat.
         chat_tokens(self._tokenizer, [{"role": "user", "content": "?"}])
         self._begin()
 
     def run(self) -> None:
         """Answer until the user leaves."""
+        self._say(report.loaded_line(self._loaded))
         where = self._transcript.path
         self._say(f"/help lists commands; what is said is kept in {where}")
         for text in asked():

@@ -62,5 +62,7 @@ class Stop(StoppingCriteria):
         self._asked = asked
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        """Return whether to end, bool [batch]."""
-        return torch.full((len(input_ids),), self._asked(), dtype=torch.bool)
+        """Return whether to end, bool [batch], where the tokens are."""
+        return torch.full(
+            (len(input_ids),), self._asked(), dtype=torch.bool, device=input_ids.device
+        )
