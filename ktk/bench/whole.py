@@ -20,6 +20,7 @@ from ktk.bench.limits import LimitProbe
 from ktk.bench.verdict import HIGHEST_FRACTION
 from ktk.pool import default_pool
 from ktk.terminal import plain_table
+from ktk.text.graphs import Step, Steps, captures
 from ktk.text.load import Loaded
 from ktk.text.threads import FewThreads
 from ktk.transformers.packed import packed_modules
@@ -127,7 +128,8 @@ def measure(
     model = loaded.model
     config = model.config.get_text_config(decoder=True)
     context = getattr(config, "max_position_embeddings", None)
-    needed = max(prompts) + _WARM + _STEPS + _WATCHED
+    behind = _WARM + _STEPS + _WATCHED
+    needed = max(prompts) + behind
     if context is not None and needed > context:
         raise ValueError(f"{needed} tokens are needed, and the context of this model has {context}")
     watch = Stopwatch(model)
@@ -146,6 +148,8 @@ def measure(
                 ids = torch.randint(config.vocab_size, (1, length), generator=generator)
                 ids = ids.to(loaded.device)
                 state: dict[str, Any] = {}
+                if captures(model):
+                    state["cache"] = Steps(model).cache(length + behind, 0)
                 with watch:
                     took = watch.time(partial(_forward, model, ids, state))
                 # The first turn is for caches and threads.
@@ -155,7 +159,9 @@ def measure(
                     on_step(f"{_STEPS} tokens after it")
                     reads.append(probe.read(_LOOK))
                     step = partial(_forward, model, None, state)
-                    times = [watch.time(step)[0] for _ in range(_WARM + _STEPS)]
+                    compute = Step(model) if captures(model) else model
+                    quick = partial(_forward, compute, None, state)
+                    times = [watch.time(quick)[0] for _ in range(_WARM + _STEPS)]
                     reads.append(probe.read(_LOOK))
                     with watch:
                         watched = [watch.time(step) for _ in range(_WATCHED)]
@@ -182,13 +188,13 @@ def _forward(model: Any, ids: torch.Tensor | None, state: dict[str, Any]) -> Non
     state["cache"] = made.past_key_values
     # In f32, as generation of transformers chooses; of bf16 torch takes five times as long.
     state["next"] = made.logits[:, -1:].float().argmax(dim=-1)
-    _wait(model)
+    _wait(state["next"])
 
 
-def _wait(model: Any) -> None:
-    """Wait for the GPU that has all but the experts, if one has."""
-    if model.device.type != "cpu":
-        torch.cuda.synchronize(model.device)
+def _wait(where: Any) -> None:
+    """Wait for the GPU that has a model or a tensor, if one has."""
+    if where.device.type != "cpu":
+        torch.cuda.synchronize(where.device)
 
 
 def _measured(

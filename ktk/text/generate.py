@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ktk.text.graphs import Steps, captures
 from ktk.text.interrupt import Interrupt
 from ktk.text.stream import Show, Stop, Stream
 from ktk.text.threads import FewThreads
@@ -102,6 +104,7 @@ class Generator:
             self._config.pad_token_id = ends[0] if isinstance(ends, list) else ends
         self._cache: Any = None
         self._cached: list[int] = []
+        self._steps = Steps(model, self._context()) if captures(model) else None
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
 
@@ -132,19 +135,25 @@ class Generator:
         """
         prompt = list(tokens)
         limit = self._room(len(prompt))
+        needed = len(prompt) + limit
+        if self._steps is not None and not self._steps.holds(needed):
+            self.forget()
         reused = self._reuse(prompt)
         stream = Stream(self.tokenizer, show)
         ids = torch.tensor([prompt], device=self.model.device)
-        cache = self._cache
+        cache = self._cache if self._steps is None else self._steps.cache(needed, reused)
         # What fails or is interrupted in the middle of a token leaves half a cache.
         self.forget()
         with (
             Interrupt(lambda: stream.tokens > 0) as interrupt,
             FewThreads(self.model),
+            self._steps or contextlib.nullcontext(),
             torch.inference_mode(),
         ):
             config = copy.copy(self._config)
             config.max_new_tokens = limit
+            if cache is not None:
+                config.cache_implementation = None
             try:
                 made = self.model.generate(
                     ids,
@@ -173,8 +182,7 @@ class Generator:
 
     def _room(self, used: int) -> int:
         """Return how many tokens a reply may have."""
-        config = self.model.config.get_text_config(decoder=True)
-        context = getattr(config, "max_position_embeddings", None)
+        context = self._context()
         wanted = int(self._config.max_new_tokens)
         if context is None:
             return wanted
@@ -182,7 +190,13 @@ class Generator:
             raise ValueError(
                 f"the prompt has {used} tokens, and the context of this model ends at {context}"
             )
-        return min(wanted, int(context) - used)
+        return min(wanted, context - used)
+
+    def _context(self) -> int | None:
+        """Return the most tokens that the model takes, if it says."""
+        config = self.model.config.get_text_config(decoder=True)
+        context = getattr(config, "max_position_embeddings", None)
+        return None if context is None else int(context)
 
     def _reuse(self, prompt: list[int]) -> int:
         """Cut the cache to what it has in common with a prompt, and return how much that is."""
@@ -194,7 +208,10 @@ class Generator:
         surplus = len(self._cached) - same
         if surplus:
             try:
-                self._cache.crop(-surplus)
+                if self._steps is None:
+                    self._cache.crop(-surplus)
+                else:
+                    self._steps.cut(same)
             # Linear attention and sliding windows forget what they would have to go back to.
             except (AttributeError, NotImplementedError, RuntimeError):
                 same = 0

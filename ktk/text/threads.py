@@ -33,7 +33,9 @@ class FewThreads:
 
     def __enter__(self) -> Self:
         self._threads = torch.get_num_threads()
-        if self._threads > 1 and not torch_computes_much(self._model):
+        # Where a GPU has the model, torch computes nothing here.
+        here = self._model.device.type == "cpu"
+        if here and self._threads > 1 and not torch_computes_much(self._model):
             self._hook = self._model.register_forward_pre_hook(self._before, with_kwargs=True)
         return self
 

@@ -13,6 +13,8 @@ from terminal import Command
 from ktk.errors import SettingError
 from ktk.settings import setting
 from ktk.text import load
+from ktk.text.generate import Generator, Sampling
+from ktk.text.graphs import Steps
 
 PROMPT = ("-p", "What is the capital of France?")
 GREEDY = ("--greedy", "-n", "24")
@@ -79,6 +81,21 @@ def test_a_reply_is_made_on_a_gpu(model: Path, command: Command) -> None:
     assert moved["experts"] == reads["experts"] > 0
     assert moved["gpu"] == sum(moved.values()) - moved["experts"] > 0
     assert (reads["gpu"], sum(reads.values())) == (0, sum(moved.values()))
+
+
+@gpu
+def test_steps_on_a_gpu_are_captured(model: Path) -> None:
+    loaded = load.load_text_model(str(model), device="cuda")
+    made, other = (
+        Generator(loaded.model, loaded.tokenizer, Sampling(max_tokens=24, greedy=True))
+        for _ in range(2)
+    )
+    other._steps = Steps(loaded.model, capture=lambda step: step)
+    for prompt in ([5, 6, 7, 8], [5, 6, 7, 8, 9], [5, 6, 1], list(range(2, 400)) * 4):
+        reply, wanted = (one.reply(prompt, lambda text: None) for one in (made, other))
+        assert (reply.text, reply.tokens) == (wanted.text, wanted.tokens)
+    assert made._steps is not None
+    assert made._steps._step._replay is not None
 
 
 @gpu
