@@ -20,7 +20,7 @@ from ktk.bench.limits import LimitProbe
 from ktk.bench.verdict import HIGHEST_FRACTION
 from ktk.pool import default_pool
 from ktk.terminal import plain_table
-from ktk.text.graphs import Step, Steps, captures
+from ktk.text.graphs import Step, captures, room_for, static_cache
 from ktk.text.load import Loaded
 from ktk.text.threads import FewThreads
 from ktk.transformers.packed import packed_modules
@@ -132,6 +132,8 @@ def measure(
     needed = max(prompts) + behind
     if context is not None and needed > context:
         raise ValueError(f"{needed} tokens are needed, and the context of this model has {context}")
+    # As `ktk run` computes; but what is watched is not captured.
+    fixed = captures(model)
     watch = Stopwatch(model)
     generator = torch.Generator().manual_seed(0)
     pool = default_pool()
@@ -148,8 +150,8 @@ def measure(
                 ids = torch.randint(config.vocab_size, (1, length), generator=generator)
                 ids = ids.to(loaded.device)
                 state: dict[str, Any] = {}
-                if captures(model):
-                    state["cache"] = Steps(model).cache(length + behind, 0)
+                if fixed:
+                    state["cache"] = static_cache(model, room_for(length + behind, context))
                 with watch:
                     took = watch.time(partial(_forward, model, ids, state))
                 # The first turn is for caches and threads.
@@ -159,8 +161,7 @@ def measure(
                     on_step(f"{_STEPS} tokens after it")
                     reads.append(probe.read(_LOOK))
                     step = partial(_forward, model, None, state)
-                    compute = Step(model) if captures(model) else model
-                    quick = partial(_forward, compute, None, state)
+                    quick = partial(_forward, Step(model) if fixed else model, None, state)
                     times = [watch.time(quick)[0] for _ in range(_WARM + _STEPS)]
                     reads.append(probe.read(_LOOK))
                     with watch:

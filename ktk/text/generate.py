@@ -152,6 +152,7 @@ class Generator:
         ):
             config = copy.copy(self._config)
             config.max_new_tokens = limit
+            # transformers takes a cache or its kind, not both.
             if cache is not None:
                 config.cache_implementation = None
             try:

@@ -36,13 +36,20 @@ def captures(model: Any) -> bool:
     """Whether steps of a model can be captured: a GPU has it, and nothing but tensors changes."""
     if model.device.type != "cuda" or not callable(getattr(model, "get_compiled_call", None)):
         return False
-    # A window that slides is counted in Python, as are states of linear attention.
+    # Other kinds of layers have state in Python, such as how far a window has slid.
     return bool(getattr(model, "_can_compile_fullgraph", False)) and all(
-        type(layer) is StaticLayer for layer in _cache(model, 1).layers
+        type(layer) is StaticLayer for layer in static_cache(model, 1).layers
     )
 
 
-def _cache(model: Any, tokens: int) -> Any:
+def room_for(tokens: int, context: int | None = None) -> int:
+    """Return how many tokens a cache is made for that has to hold some; few sizes are captured."""
+    room = max(_LEAST, 1 << (tokens - 1).bit_length())
+    return room if context is None else min(room, context)
+
+
+def static_cache(model: Any, tokens: int) -> Any:
+    """Return a cache that has room for so many tokens and stays where it is."""
     return StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=tokens)
 
 
@@ -124,9 +131,8 @@ class Steps:
     def cache(self, tokens: int, kept: int) -> Any:
         """Return a cache with room for so many tokens; only one that `holds` them can have some."""
         if not self.holds(tokens):
-            room = max(_LEAST, 1 << (tokens - 1).bit_length())
-            self._tokens = room if self._context is None else min(room, self._context)
-            self._cache = _cache(self._model, self._tokens)
+            self._tokens = room_for(tokens, self._context)
+            self._cache = static_cache(self._model, self._tokens)
         elif not kept:
             self.cut(0)
         return self._cache
