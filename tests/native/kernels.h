@@ -1,16 +1,13 @@
-// The kernels of one backend, and weights for them.
-//
-// The build passes -DKTK_BACKEND and -DKTK_VARIANTS as to a backend's module, and -DKTK_GIVEN, the
-// formats of weights to load.
+// The kernels of one backend, and weights for them. Tests are compiled once and linked with
+// kernels.cc, which is compiled for each backend.
 #pragma once
 
-#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -18,31 +15,13 @@
 #include "core/topology.h"
 #include "format/elements.h"
 #include "format/format.h"
-#include "ktk/variants.h"
 
-namespace {
-
-constexpr const ktk_variant* kVariants[] = {KTK_VARIANT_ADDRESSES};
+extern const ktk_backend kBackend;
 // What the backend is given, and stores in one of its formats: a backend with a single one does not
 // look at it, and takes bf16 for all that it stores.
-constexpr ktk_format kGiven[] = {KTK_GIVEN};
-constexpr auto kAccepts = [] {
-  std::array<ktk_accept, std::size(kGiven)> accepts{};
-  for (uint32_t i = 0; i < accepts.size(); ++i) accepts[i] = {kGiven[i], i};
-  return accepts;
-}();
-constexpr ktk_backend kBackend = {
-    .struct_size = sizeof(ktk_backend),
-    .abi_major = KTK_ABI_MAJOR,
-    .abi_minor = KTK_ABI_MINOR,
-    .name = KTK_STRING(KTK_BACKEND),
-    .formats = kGiven,
-    .num_formats = std::size(kGiven),
-    .accepts = kAccepts.data(),
-    .num_accepts = kAccepts.size(),
-    .variants = kVariants,
-    .num_variants = std::size(kVariants),
-};
+extern const std::span<const ktk_format> kGiven;
+
+namespace {
 
 std::vector<uint16_t> random_bf16(size_t count, float scale, unsigned seed) {
   std::mt19937 random(seed);
@@ -136,7 +115,7 @@ struct Weight {
 
 [[maybe_unused]] std::vector<std::string> runnable() {
   std::vector<std::string> names;
-  for (const ktk_variant* variant : kVariants) {
+  for (const ktk_variant* variant : std::span(kBackend.variants, kBackend.num_variants)) {
     if (!(variant->required_isa & ~ktk::allowed_isa())) names.emplace_back(variant->name);
   }
   return names;
