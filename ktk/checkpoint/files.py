@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ktk.checkpoint.buffers import Buffers
 from ktk.checkpoint.entries import MOST_JSON, EntryError, parse_object
 from ktk.errors import CheckpointError
 
@@ -51,6 +52,7 @@ class File:
         # Opening a FIFO waits for a writer, and opening a device can do anything.
         self._state = _state(regular(path))
         self._opened: _Descriptor | None = None
+        self._buffers = Buffers()
 
     @property
     def size(self) -> int:
@@ -58,7 +60,9 @@ class File:
         return self._state[0]
 
     def read(self, begin: int, nbytes: int) -> np.ndarray:
-        """Return bytes of the file, uint8 [nbytes], in memory of their own.
+        """Return bytes of the file, uint8 [nbytes].
+
+        Later reads use the memory again, once nobody uses the array.
 
         Raises
         ------
@@ -69,7 +73,7 @@ class File:
             raise CheckpointError(
                 f"{self.path} is truncated: byte {begin + nbytes} is needed, it has {self.size}"
             )
-        data = np.empty(nbytes, np.uint8)
+        data = self._buffers.take(nbytes)
         view = data.data
         try:
             opened = self._open()
@@ -91,8 +95,9 @@ class File:
         return data
 
     def close(self) -> None:
-        """Close the file; reading opens it again."""
+        """Close the file and let go of memory; reading opens it again."""
         self._opened = None
+        self._buffers = Buffers()
 
     def _open(self) -> _Descriptor:
         # Another thread may close it at any time, and does so by letting go of it.

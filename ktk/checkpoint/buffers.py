@@ -1,0 +1,58 @@
+"""Memory for what is read, used again: fresh pages cost as much as the bytes that go into them.
+
+The system clears each page that a process touches first, and on virtual machines the hypervisor may
+have to find it. An allocator gives large pieces back as soon as they are free, so that reading
+experts one by one would pay for every page of the file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import defaultdict
+
+import numpy as np
+
+#: Bytes from which on allocators give a piece back at once, as glibc does to begin with.
+_LEAST = 128 << 10
+
+
+class Buffers:
+    """Pieces of memory, each lent as an array until nobody uses the array or a view of it.
+
+    Any number of threads may take pieces. What was given back is kept for the next piece of the
+    same size, as long as these `Buffers` are: as much as was in use at once.
+    """
+
+    def __init__(self) -> None:
+        # Lists, whose append and pop are atomic: arrays may end in any thread, and in the middle of
+        # any line of this file.
+        self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """Return memory that may hold anything, uint8 [nbytes].
+
+        Raises
+        ------
+        MemoryError
+            There is not as much.
+        """
+        if nbytes < _LEAST:
+            return np.empty(nbytes, np.uint8)
+        free = self._free[nbytes]
+        try:
+            piece = free.pop()
+        except IndexError:
+            piece = _fresh(nbytes)
+        # The array owns no memory and has a base that is no array: so it is itself the base of all
+        # views, and ends behind them.
+        array = np.frombuffer(piece, np.uint8)
+        weakref.finalize(array, free.append, piece).atexit = False
+        return array
+
+
+def _fresh(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"there is no memory for {nbytes} bytes that are to be read") from error
