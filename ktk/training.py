@@ -118,6 +118,7 @@ class TrainableLayer(PackedLayer):
             they are in that. With an adapter, rows are longer by twice its rank: behind each
             product is what goes into the factor B beside it, ``scale * x A^T`` in float32.
         """
+        import numpy as np
         import torch
 
         result = empty_like(_plain(hidden)) if out is None else out
@@ -125,7 +126,9 @@ class TrainableLayer(PackedLayer):
         kept = None
         if save:
             shape = kept_shape(self.config, _shape(topk_ids), 0 if lora is None else lora.rank)
-            kept = torch.empty(shape, dtype=torch.bfloat16, device="cpu")
+            # numpy's large arrays have huge pages, torch's do not: experts write rows in no order,
+            # and would look up a page for each.
+            kept = torch.from_numpy(np.empty(shape, np.int16)).view(torch.bfloat16)
         _core.forward_with(
             self._core,
             *inputs(*map(_plain, (hidden, topk_ids, topk_weights, mask))),
