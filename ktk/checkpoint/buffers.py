@@ -15,13 +15,16 @@ import numpy as np
 
 #: Bytes from which on allocators give a piece back at once, as glibc does to begin with.
 _LEAST = 128 << 10
+#: Bytes up to which a piece is kept: an output head that is read once would stay for nothing.
+_MOST = 64 << 20
 
 
 class Buffers:
     """Pieces of memory, each lent as an array until nobody uses the array or a view of it.
 
     Any number of threads may take pieces. What was given back is kept for the next piece of the
-    same size, as long as these `Buffers` are: as much as was in use at once.
+    same size, as long as these `Buffers` are: of each size as much as was in use at once. Small and
+    very large pieces are not kept.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,7 @@ class Buffers:
         MemoryError
             There is not as much.
         """
-        if nbytes < _LEAST:
+        if not _LEAST <= nbytes <= _MOST:
             return np.empty(nbytes, np.uint8)
         free = self._free[nbytes]
         try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import mmap
 import resource
 import weakref
 from pathlib import Path
@@ -63,9 +65,23 @@ def test_sizes_are_apart() -> None:
     assert len({address(one) for one in small}) == 4
 
 
-def test_too_much() -> None:
-    with pytest.raises(MemoryError, match="no memory for 4611686018427387904 bytes"):
+def test_very_large_pieces_are_not_kept() -> None:
+    buffers = Buffers()
+    array = buffers.take(65 << 20)
+    assert array.base is None  # its own memory, which ends with it
+    assert buffers.take(64 << 20).base is not None
+
+
+def test_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(MemoryError):
         Buffers().take(1 << 62)
+
+    def full(*_: int) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(MemoryError, match="there is no memory for 3145728 bytes"):
+        Buffers().take(NBYTES)
 
 
 def test_files_use_memory_again_until_they_are_closed(tmp_path: Path) -> None:
