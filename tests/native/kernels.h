@@ -1,5 +1,4 @@
-// The kernels of one backend, and weights for them. Tests are compiled once and linked with
-// kernels.cc, which is compiled for each backend.
+// Weights for the backend of a test, and which of its kernels run here.
 #pragma once
 
 #include <bit>
@@ -11,15 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "backend.h"
 #include "core/cpu.h"
 #include "core/topology.h"
 #include "format/elements.h"
 #include "format/format.h"
-
-extern const ktk_backend kBackend;
-// What the backend is given, and stores in one of its formats: a backend with a single one does not
-// look at it, and takes bf16 for all that it stores.
-extern const std::span<const ktk_format> kGiven;
 
 namespace {
 

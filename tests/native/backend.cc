@@ -1,8 +1,6 @@
-// The backend of a test (kernels.h).
-//
 // The build passes -DKTK_BACKEND and -DKTK_VARIANTS as to a backend's module, and -DKTK_GIVEN, the
 // formats of weights to load.
-#include "kernels.h"
+#include "backend.h"
 
 #include <array>
 #include <iterator>
