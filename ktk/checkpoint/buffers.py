@@ -23,11 +23,12 @@ class Buffers:
     """Pieces of memory, each lent as an array until nobody uses the array or a view of it.
 
     Any number of threads may take pieces. What was given back is kept for the next piece of the
-    same size, as long as these `Buffers` are: of each size as much as was in use at once. Small and
+    same size, of each size as much as was in use at once; nothing is, from `close` on. Small and
     very large pieces are not kept.
     """
 
     def __init__(self) -> None:
+        self._closed = False
         # Lists, whose append and pop are atomic: arrays may end in any thread, and in the middle of
         # any line of this file.
         self._free: defaultdict[int, list[mmap.mmap]] = defaultdict(list)
@@ -42,16 +43,24 @@ class Buffers:
         """
         if not _LEAST <= nbytes <= _MOST:
             return np.empty(nbytes, np.uint8)
-        free = self._free[nbytes]
         try:
-            piece = free.pop()
+            piece = self._free[nbytes].pop()
         except IndexError:
             piece = _fresh(nbytes)
         # The array owns no memory and has a base that is no array: so it is itself the base of all
         # views, and ends behind them.
         array = np.frombuffer(piece, np.uint8)
-        weakref.finalize(array, free.append, piece).atexit = False
+        weakref.finalize(array, self._give, piece).atexit = False
         return array
+
+    def close(self) -> None:
+        """Let go of what is kept; what is lent goes when nobody uses it."""
+        self._closed = True
+        self._free.clear()
+
+    def _give(self, piece: mmap.mmap) -> None:
+        if not self._closed:
+            self._free[len(piece)].append(piece)
 
 
 def _fresh(nbytes: int) -> mmap.mmap:

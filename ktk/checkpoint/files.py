@@ -97,6 +97,7 @@ class File:
     def close(self) -> None:
         """Close the file and let go of memory; reading opens it again."""
         self._opened = None
+        self._buffers.close()
         self._buffers = Buffers()
 
     def _open(self) -> _Descriptor:

@@ -162,9 +162,12 @@ def load_layers(
 def _read_ahead(checkpoint: CheckpointReader, plans: Iterable[LayerPlan]) -> Iterator[Expert]:
     """Read all experts in the order they are packed in. This runs in the reading thread."""
     for plan in plans:
-        for expert in plan.slots.values():
-            yield _read(plan, expert)
-        checkpoint.close()
+        for number, expert in enumerate(plan.slots.values(), 1):
+            read = _read(plan, expert)
+            if number == len(plan.slots):  # memory of reads goes before the last one is packed
+                checkpoint.close()
+            yield read
+            del read
 
 
 def _read(plan: LayerPlan, expert: int) -> Expert:

@@ -153,13 +153,13 @@ def test_loading_takes_the_packed_layer_and_two_experts_at_most(
 ) -> None:
     """Files are read, not mapped: one expert is being packed, and the next one read.
 
-    Memory that files are read into is kept until the layer is there. One that is decoded to f32
-    first is there before the last is packed, too, and until then beside what it is decoded from.
+    When the last is packed it is the only one. One that is decoded to f32 first is there before the
+    last is packed, too, and until then beside what it is decoded from.
     """
     taken = loading_memory.measured(large, backend, kept)
     layer, stored = taken["layer"], 3 * SIZE * SIZE * 34 // 32
     decoded = 3 * SIZE * SIZE * 4
-    most = layer + 2 * stored
+    most = layer + stored
     if backend == "BF16":
         most = layer - layer // E + 2 * decoded + stored
     slack = 2**19  # objects of Python, and the heads of blocks

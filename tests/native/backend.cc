@@ -2,7 +2,6 @@
 // formats of weights to load.
 #include "backend.h"
 
-#include <array>
 #include <iterator>
 
 #include "ktk/variants.h"
@@ -10,25 +9,20 @@
 namespace {
 
 constexpr const ktk_variant* kVariants[] = {KTK_VARIANT_ADDRESSES};
+// What the backend is given, and stores in one of its formats: a backend with a single one does not
+// look at it, and takes bf16 for all that it stores.
 constexpr ktk_format kFormats[] = {KTK_GIVEN};
-constexpr auto kAccepts = [] {
-  std::array<ktk_accept, std::size(kFormats)> accepts{};
-  for (uint32_t i = 0; i < accepts.size(); ++i) accepts[i] = {kFormats[i], i};
-  return accepts;
-}();
+
+struct Accepts {
+  ktk_accept each[std::size(kFormats)];
+
+  constexpr Accepts() : each{} {
+    for (uint32_t i = 0; i < std::size(kFormats); ++i) each[i] = {kFormats[i], i};
+  }
+};
+constexpr Accepts kAccepts;
 
 }  // namespace
 
-constinit const ktk_backend kBackend = {
-    .struct_size = sizeof(ktk_backend),
-    .abi_major = KTK_ABI_MAJOR,
-    .abi_minor = KTK_ABI_MINOR,
-    .name = KTK_STRING(KTK_BACKEND),
-    .formats = kFormats,
-    .num_formats = std::size(kFormats),
-    .accepts = kAccepts.data(),
-    .num_accepts = kAccepts.size(),
-    .variants = kVariants,
-    .num_variants = std::size(kVariants),
-};
-constinit const std::span<const ktk_format> kGiven = kFormats;
+constinit const ktk_backend kBackend =
+    ktk::make_backend(KTK_STRING(KTK_BACKEND), kFormats, kAccepts.each, kVariants);

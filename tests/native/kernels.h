@@ -18,6 +18,9 @@
 
 namespace {
 
+// The formats of weights that the backend is given.
+const std::span kGiven(kBackend.formats, kBackend.num_formats);
+
 std::vector<uint16_t> random_bf16(size_t count, float scale, unsigned seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal(0, scale);
