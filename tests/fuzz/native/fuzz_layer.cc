@@ -115,9 +115,9 @@ void run(Input& input) {
     } catch (const std::invalid_argument&) {
       return;  // these formats do not go with each other, or with so many shards
     }
-    const std::vector<float> cut = unpack(*layer, e), uncut = unpack(*whole, e);
     if (ktk::same_format(given.gate, layer->weights()->formats().gate, sizes.intermediate,
                          sizes.hidden)) {
+      const std::vector<float> cut = unpack(*layer, e), uncut = unpack(*whole, e);
       require(same(cut.data(), uncut.data(), sizes.intermediate * sizes.hidden),
               "shards of gate hold what was given");
     }

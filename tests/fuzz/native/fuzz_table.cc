@@ -179,7 +179,7 @@ void ask(const ktk::BackendTable& table, Input& input) {
     ktk::ExpertSource source{};
     source.gate.format = source.up.format = source.down.format = accepted.given;
     const ktk::Config config{
-        .num_experts = input.in<size_t>(1, input.in<int>(0, 15) == 15 ? 1u << 24 : 64),
+        .num_experts = input.in<size_t>(1, input.in<int>(0, 15) == 15 ? 1u << 16 : 64),
         .top_k = 1,
         .hidden = hidden,
         .intermediate = intermediate};

@@ -87,8 +87,12 @@ class Area {
 
 // The input, over and over, so that a short one fills a large array.
 inline void fill(char* to, size_t bytes, const std::string& from) {
-  for (size_t at = 0; at < bytes; at += from.size()) {
-    std::memcpy(to + at, from.data(), std::min(from.size(), bytes - at));
+  size_t there = std::min(from.size(), bytes);
+  std::memcpy(to, from.data(), there);
+  while (there < bytes) {  // twice as many each time: a whole number of copies is there
+    const size_t more = std::min(there, bytes - there);
+    std::memcpy(to + there, to, more);
+    there += more;
   }
 }
 
