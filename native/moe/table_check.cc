@@ -22,6 +22,10 @@ void check_size(const std::string& where, size_t size, const char* last_field, s
   if (size > kMostBytesOfStruct) {
     reject(where, is + "; expected at most " + std::to_string(kMostBytesOfStruct));
   }
+  // Structs hold pointers and sizes, and a list of them has to keep each aligned.
+  if (size % alignof(size_t) != 0) {
+    reject(where, is + "; expected a multiple of " + std::to_string(alignof(size_t)));
+  }
 }
 #define KTK_CHECK_SIZE(where, table, field)                                        \
   check_size(where, table.struct_size, #field,                                     \

@@ -13,7 +13,8 @@ namespace ktk {
 [[noreturn]] void reject(const std::string& where, const std::string& what);
 
 // Each throws std::invalid_argument, with field and value, for a struct that ends before the last
-// field of ABI 1.0, or that is larger than any version of ktk will have it.
+// field of ABI 1.0, that is larger than any version of ktk will have it, or that would leave the
+// next one of a list unaligned.
 void check_struct(const std::string& where, const ktk_backend& backend);
 void check_struct(const std::string& where, const ktk_variant& variant);
 void check_struct(const std::string& where, const ktk_ukernel& kernel);

@@ -45,6 +45,9 @@ TEST(a_struct_that_is_too_small_says_what_is_missing) {
       refused([&](ktk_variant& v) { v.ukernels = &kernel; }),
       "TEST, variant any, ukernels[0]: struct_size is 16, but a struct up to its field run has "
       "40 bytes");
+  kernel.struct_size = sizeof kernel + 4;
+  CHECK_EQ(refused([&](ktk_variant& v) { v.ukernels = &kernel; }),
+           "TEST, variant any, ukernels[0]: struct_size is 44; expected a multiple of 8");
 }
 
 TEST(pointers_that_must_not_be_null_are_named) {
