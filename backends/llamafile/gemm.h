@@ -48,7 +48,7 @@ class Gemm : public KernelBase {
           .codes = codes + 4 * n,
           .gap = 0,
           .scales = scales_ + n,
-          .shifts = shifts_ + 4 * n,
+          .shifts = kKind.has_shifts ? shifts_ + 4 * n : nullptr,
           .d = nullptr,
           .sub_blocks = count,
           .lines_to_fetch = 0,

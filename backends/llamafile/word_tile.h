@@ -107,8 +107,9 @@ class WordTile {
 #pragma GCC unroll 16
           for (int i = 0; i < kSpan * kBits; ++i) fetch.next_unseen();  // a line each
         }
-        add_span<kRows>(operands, codes + 4 * n, shifts + 4 * n, scales + n, act, starts,
-                        act_groups, dst + n, dst_stride);
+        const uint8_t* of_columns = kKind.has_shifts ? shifts + 4 * n : nullptr;
+        add_span<kRows>(operands, codes + 4 * n, of_columns, scales + n, act, starts, act_groups,
+                        dst + n, dst_stride);
       }
       act.advance(kSpan * kSubBlock);
       codes += kSpan * kPlanes * kPlaneBytes;
