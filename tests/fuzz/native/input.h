@@ -87,6 +87,7 @@ class Area {
 
 // The input, over and over, so that a short one fills a large array.
 inline void fill(char* to, size_t bytes, const std::string& from) {
+  if (bytes == 0) return;  // there may be no array
   size_t there = std::min(from.size(), bytes);
   std::memcpy(to, from.data(), there);
   while (there < bytes) {  // twice as many each time: a whole number of copies is there
