@@ -109,6 +109,7 @@ std::vector<float> weights_of(const Layer& layer) {
 
 std::vector<double> computed(const std::vector<float>& weights, bool gated, const Call& call) {
   const auto [hidden, intermediate] = call.sizes;
+  const ktk::Config config = call.sizes.config(gated);
   const size_t part = hidden * intermediate;
   std::vector<double> out(call.out.size());
   std::vector<float> x(call.hidden.size()), h(intermediate);
@@ -128,7 +129,7 @@ std::vector<double> computed(const std::vector<float>& weights, bool gated, cons
       for (size_t n = 0; n < hidden; ++n) {
         to[n] += call.weights[i] * dot(h.data(), down + n * intermediate, intermediate);
       }
-    } else if (id >= 0 && id < static_cast<int32_t>(kExperts + kZeroExperts)) {
+    } else if (config.is_zero_expert(id)) {
       for (size_t n = 0; n < hidden; ++n) to[n] += call.weights[i] * double{row[n]};
     }
   }
