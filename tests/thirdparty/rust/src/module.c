@@ -20,4 +20,10 @@ static struct PyModuleDef module = {
     .m_methods = methods,
 };
 
-PyMODINIT_FUNC PyInit_ktk_rust_backend(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit_ktk_rust_backend(void) {
+  PyObject* made = PyModule_Create(&module);
+#ifdef Py_GIL_DISABLED /* or a free-threaded Python would switch on its lock */
+  if (made) PyUnstable_Module_SetGIL(made, Py_MOD_GIL_NOT_USED);
+#endif
+  return made;
+}
