@@ -54,16 +54,6 @@ def at_once(work: Callable[[int], None]) -> None:
         raise errors[0]
 
 
-def make_layer(pool: ktk.WorkerPool | None = None) -> ktk.MoE:
-    return ktk.load_backend("BF16").moe(
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        hidden_size=HIDDEN,
-        intermediate_size=WIDTH,
-        pool=pool or ktk.WorkerPool(2, pin=False),
-    )
-
-
 def experts(seed: int) -> list[list[np.ndarray]]:
     rng = np.random.default_rng(seed)
     shapes = (WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH)
@@ -71,7 +61,13 @@ def experts(seed: int) -> list[list[np.ndarray]]:
 
 
 def loaded_layer(pool: ktk.WorkerPool | None = None) -> ktk.MoE:
-    layer = make_layer(pool)
+    layer = ktk.load_backend("BF16").moe(
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        hidden_size=HIDDEN,
+        intermediate_size=WIDTH,
+        pool=pool or ktk.WorkerPool(2, pin=False),
+    )
     for expert, weights in enumerate(experts(0)):
         layer.load_expert(expert, *weights)
     return layer
