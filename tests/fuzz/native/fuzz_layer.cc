@@ -35,11 +35,12 @@ struct Expert {
   }
 };
 
-std::vector<float> unpack(const ktk::Layer& layer, size_t expert) {
+// gate, up and down of an expert, one behind the other. An array that has been used before is not
+// cleared: that took as long as to fill it.
+void unpack(const ktk::Layer& layer, size_t expert, std::vector<float>& all) {
   const size_t part = layer.config().hidden * layer.config().intermediate;
-  std::vector<float> all(3 * part);
+  if (all.size() < 3 * part) all.resize(3 * part);
   layer.weights()->unpack(expert, all.data(), all.data() + part, all.data() + 2 * part);
-  return all;
 }
 
 // Routing and hidden states of some tokens.
@@ -115,9 +116,11 @@ void run(Input& input) {
     } catch (const std::invalid_argument&) {
       return;  // these formats do not go with each other, or with so many shards
     }
-    if (ktk::same_format(given.gate, layer->weights()->formats().gate, sizes.intermediate,
-                         sizes.hidden)) {
-      const std::vector<float> cut = unpack(*layer, e), uncut = unpack(*whole, e);
+    if (shards > 1 && ktk::same_format(given.gate, layer->weights()->formats().gate,
+                                       sizes.intermediate, sizes.hidden)) {
+      static std::vector<float> cut, uncut;
+      unpack(*layer, e, cut);
+      unpack(*whole, e, uncut);
       require(same(cut.data(), uncut.data(), sizes.intermediate * sizes.hidden),
               "shards of gate hold what was given");
     }

@@ -152,6 +152,7 @@ inline const ktk_accept& accept(Input& input) {
 
 // The same floats, where NaN is NaN.
 inline bool same(const float* a, const float* b, size_t count) {
+  if (count == 0 || std::memcmp(a, b, count * sizeof(float)) == 0) return true;
   for (size_t i = 0; i < count; ++i) {
     if (std::memcmp(&a[i], &b[i], sizeof(float)) != 0 && !(a[i] != a[i] && b[i] != b[i])) {
       return false;
