@@ -15,50 +15,96 @@ inline uint32_t load_dword(const uint8_t* bytes) { return load<uint32_t>(bytes);
 inline void store_dword(uint8_t* bytes, uint32_t x) { memcpy(bytes, &x, sizeof x); }
 constexpr uint32_t each_byte(uint32_t x) { return x * 0x01010101; }
 
-// Calls put(plane, shift, first_step, last_step, bits) for every plane of a sub-block: the plane
-// holds `bits` bits of each code of these steps, those from `shift` on; step s has its bits in a
-// byte of the plane from (s - first_step) * bits on.
-template <class Put>
-inline void for_each_plane(size_t bits, Put put) {
-  if (bits == 8) {
-    for (size_t s = 0; s < kSteps; ++s) put(s, 0, s, s, 8);
-    return;
+// What a plane holds: `bits` bits, from `shift` on, of each code of `steps` steps from `first` on.
+// Step s has its bits in a byte of the plane from (s - first) * bits on.
+struct Plane {
+  size_t first, steps, shift, bits;
+};
+
+// Plane `index` of a sub-block whose codes have so many bits.
+constexpr Plane plane_of(size_t bits, size_t index) {
+  if (bits == 8) return {index, 1, 0, 8};
+  const size_t low = bits >= 4 ? 4 : 2, high = bits - low, steps = 8 / low;
+  if (high == 1) {
+    if (index == 0) return {0, kSteps, low, 1};
+    return {(index - 1) * steps, steps, 0, low};
   }
-  const size_t low = bits >= 4 ? 4 : 2, high = bits - low;
-  size_t plane = 0;
-  if (high == 1) put(plane++, low, 0, kSteps - 1, 1);
-  for (size_t half = 0; half < 2; ++half) {
-    const size_t first = half * kSteps / 2, last = first + kSteps / 2 - 1;
-    if (high == 2) put(plane++, low, first, last, 2);
-    for (size_t s = first; s <= last; s += 8 / low) put(plane++, 0, s, s + 8 / low - 1, low);
+  if (high == 0) return {index * steps, steps, 0, low};
+  const size_t half = index / (bits / 2), of_half = index % (bits / 2), begin = half * kSteps / 2;
+  if (of_half == 0) return {begin, kSteps / 2, low, high};
+  return {begin + (of_half - 1) * steps, steps, 0, low};
+}
+
+// The planes of one n, out of its 32 codes and into them. Sizes are constants all the way: with
+// loops that end where a number says, packing Q4_K took three times as long.
+template <size_t kBits, size_t kIndex = 0>
+inline void pack_planes(const uint8_t* code, uint8_t* to) {
+  if constexpr (kIndex < kBits) {
+    constexpr Plane kPlane = plane_of(kBits, kIndex);
+    constexpr uint32_t kMask = each_byte((1u << kPlane.bits) - 1);
+    uint32_t dword = 0;
+#pragma GCC unroll 8
+    for (size_t s = 0; s < kPlane.steps; ++s) {
+      const uint32_t step = load_dword(code + (kPlane.first + s) * kKr);
+      dword |= (step >> kPlane.shift & kMask) << s * kPlane.bits;
+    }
+    store_dword(to + kIndex * kPlaneBytes, dword);
+    pack_planes<kBits, kIndex + 1>(code, to);
+  }
+}
+
+template <size_t kBits, size_t kIndex = 0>
+inline void unpack_planes(const uint8_t* from, uint32_t (&steps)[kSteps]) {
+  if constexpr (kIndex < kBits) {
+    constexpr Plane kPlane = plane_of(kBits, kIndex);
+    constexpr uint32_t kMask = each_byte((1u << kPlane.bits) - 1);
+    const uint32_t dword = load_dword(from + kIndex * kPlaneBytes);
+#pragma GCC unroll 8
+    for (size_t s = 0; s < kPlane.steps; ++s) {
+      steps[kPlane.first + s] |= (dword >> s * kPlane.bits & kMask) << kPlane.shift;
+    }
+    unpack_planes<kBits, kIndex + 1>(from, steps);
+  }
+}
+
+// Calls body with the bits of a code as a constant.
+template <size_t kBits>
+struct Bits {
+  static constexpr size_t kValue = kBits;
+};
+template <class Body>
+inline void with_bits(size_t bits, Body body) {
+  switch (bits) {
+    case 2:
+      return body(Bits<2>());
+    case 3:
+      return body(Bits<3>());
+    case 4:
+      return body(Bits<4>());
+    case 5:
+      return body(Bits<5>());
+    case 6:
+      return body(Bits<6>());
+    case 8:
+      return body(Bits<8>());
   }
 }
 
 // Codes of 32 n: `code` is the first one of the first n, others are `stride` bytes apart.
 inline void pack_sub_block(size_t bits, const uint8_t* code, size_t stride, uint8_t* sub_block) {
-  for_each_plane(bits, [&](size_t plane, size_t shift, size_t first, size_t last, size_t width) {
-    const uint32_t mask = each_byte((1u << width) - 1);
+  with_bits(bits, [&](auto constant) {
     for (size_t n = 0; n < kNr; ++n) {
-      const uint8_t* from = code + n * stride;
-      uint32_t dword = 0;
-      for (size_t s = first; s <= last; ++s) {
-        dword |= (load_dword(from + s * kKr) >> shift & mask) << (s - first) * width;
-      }
-      store_dword(sub_block + plane * kPlaneBytes + 4 * n, dword);
+      pack_planes<decltype(constant)::kValue>(code + n * stride, sub_block + 4 * n);
     }
   });
 }
 
 // Codes of one n.
 inline void unpack_sub_block(size_t bits, const uint8_t* sub_block, size_t n, uint8_t* code) {
-  memset(code, 0, kSubBlock);
-  for_each_plane(bits, [&](size_t plane, size_t shift, size_t first, size_t last, size_t width) {
-    const uint32_t mask = each_byte((1u << width) - 1);
-    const uint32_t dword = load_dword(sub_block + plane * kPlaneBytes + 4 * n);
-    for (size_t s = first; s <= last; ++s) {
-      uint8_t* to = code + s * kKr;
-      store_dword(to, load_dword(to) | (dword >> (s - first) * width & mask) << shift);
-    }
+  with_bits(bits, [&](auto constant) {
+    uint32_t steps[kSteps] = {};
+    unpack_planes<decltype(constant)::kValue>(sub_block + 4 * n, steps);
+    memcpy(code, steps, sizeof steps);
   });
 }
 
