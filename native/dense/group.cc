@@ -25,6 +25,7 @@ LinearGroup::LinearGroup(std::vector<std::shared_ptr<Linear>> members)
 }
 
 void LinearGroup::forward(size_t index, const Rows& x, const Rows& out, size_t tokens) {
+  process_.check();
   {
     const std::lock_guard lock(mutex_);
     const bool few = tokens > 0 && tokens <= DensePlan::kPrivateTokens;
@@ -37,6 +38,7 @@ void LinearGroup::forward(size_t index, const Rows& x, const Rows& out, size_t t
 }
 
 bool LinearGroup::gave_up() {
+  process_.check();
   const std::lock_guard lock(mutex_);
   return wasted_ >= kMostWasted;
 }
@@ -52,7 +54,7 @@ bool LinearGroup::same_input(const Rows& x, size_t tokens) const {
 
 bool LinearGroup::take(size_t index, const Rows& out) {
   Kept& kept = kept_.at(index);
-  if (!kept.there) return false;
+  if (!kept.there || kept.loads != members_[index]->loads()) return false;
   const size_t bytes = out.bytes_of(members_[index]->n());
   for (size_t t = 0; t < tokens_; ++t) {
     std::memcpy(out.at(t), kept.bytes.data() + t * bytes, bytes);
@@ -74,6 +76,7 @@ void LinearGroup::compute(size_t index, const Rows& x, const Rows& out, size_t t
   for (size_t i = 0; i < members_.size(); ++i) {
     const size_t n = members_[i]->n();
     layers.push_back(members_[i].get());
+    kept_[i].loads = members_[i]->loads();
     if (i != index) kept_[i].bytes.resize(product(tokens, x.bytes_of(n)));
     outs.push_back(i == index ? out : Rows{kept_[i].bytes.data(), x.type, n});
   }

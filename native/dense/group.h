@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "core/process.h"
 #include "dense/linear.h"
 #include "moe/rows.h"
 
@@ -20,7 +22,7 @@ class LinearGroup {
   // Throws std::invalid_argument where there are fewer than two, or their inputs or pools differ.
   explicit LinearGroup(std::vector<std::shared_ptr<Linear>> members);
 
-  // As members[index]->forward(x, out, tokens).
+  // As members[index]->forward(x, out, tokens), errors in a forked child included.
   void forward(size_t index, const Rows& x, const Rows& out, size_t tokens);
 
   // Whether so many results were not asked for that none are kept any more.
@@ -31,6 +33,7 @@ class LinearGroup {
  private:
   struct Kept {
     bool there = false;
+    uint64_t loads = 0;  // of the member, when these were computed
     std::vector<char> bytes;
   };
 
@@ -39,6 +42,7 @@ class LinearGroup {
   void compute(size_t index, const Rows& x, const Rows& out, size_t tokens);
 
   const std::vector<std::shared_ptr<Linear>> members_;
+  const Process process_;
   std::mutex mutex_;
   std::vector<char> input_;
   ktk_element type_ = KTK_F32;

@@ -20,12 +20,6 @@ void check_size(const char* name, size_t value) {
   }
 }
 
-// Whether some byte between the first and the last of either may be one of both.
-bool overlap(const Rows& a, size_t a_columns, const Rows& b, size_t b_columns, size_t rows) {
-  const std::less<const char*> before;
-  return before(a.at(0), b.at(rows - 1, b_columns)) && before(b.at(0), a.at(rows - 1, a_columns));
-}
-
 }  // namespace
 
 Linear::Linear(std::shared_ptr<const BackendTable> table, const std::string& variant, bool force,
@@ -61,6 +55,7 @@ void Linear::load(std::vector<DensePart> parts) {
   const std::lock_guard change(changing_);
   weights_.swap(packed);
   plan_.swap(plan);
+  loads_.fetch_add(1, std::memory_order_release);
 }
 
 const DenseWeights& Linear::loaded() const {

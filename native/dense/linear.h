@@ -1,6 +1,7 @@
 // A dense layer: out = x W^T + bias.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -44,6 +45,8 @@ class Linear : public std::enable_shared_from_this<Linear> {
   size_t k() const { return k_; }
   const Variant& variant() const { return variant_; }
   const std::shared_ptr<Engine>& engine() const { return engine_; }
+  // How many weights were loaded so far: what was computed before another one is out of date.
+  uint64_t loads() const { return loads_.load(std::memory_order_acquire); }
   // Waits for a load, as weights() does.
   size_t shards() const;
 
@@ -63,6 +66,7 @@ class Linear : public std::enable_shared_from_this<Linear> {
   mutable std::mutex changing_;
   std::unique_ptr<DenseWeights> weights_;
   std::unique_ptr<DensePlan> plan_;  // of the last call
+  std::atomic<uint64_t> loads_{0};
 };
 
 }  // namespace ktk

@@ -22,15 +22,18 @@ void Route::build(const Choice& choice, size_t begin, size_t end, const Config& 
                   std::span<const uint8_t> skip) {
   const size_t experts = config.num_experts;
   next_.assign(experts, 0);
-  const auto runs = [&](int64_t id) {
-    return config.is_expert(id) && !skip[static_cast<size_t>(id)];
-  };
+  // The caller may change ids meanwhile, so each is read once: rows are counted, then filled.
+  constexpr uint32_t kNone = UINT32_MAX;
+  chosen_.assign((end - begin) * choice.top_k, kNone);
   passed.clear();
+  uint32_t* chosen = chosen_.data();
   for (size_t token = begin; token < end; ++token) {
-    for (size_t slot = 0; slot < choice.top_k; ++slot) {
+    for (size_t slot = 0; slot < choice.top_k; ++slot, ++chosen) {
       const int64_t id = choice.id(token, slot);
-      if (runs(id)) {
-        ++next_[static_cast<size_t>(id)];
+      if (config.is_expert(id)) {
+        if (skip[static_cast<size_t>(id)]) continue;
+        *chosen = static_cast<uint32_t>(id);
+        ++next_[*chosen];
       } else if (config.is_zero_expert(id)) {
         passed.push_back({static_cast<uint32_t>(token - begin), static_cast<uint32_t>(slot),
                           choice.weights[token * choice.weights_stride + slot]});
@@ -48,11 +51,11 @@ void Route::build(const Choice& choice, size_t begin, size_t end, const Config& 
   tokens.resize(rows);
   slots.resize(rows);
   weights.resize(rows);
+  chosen = chosen_.data();
   for (size_t token = begin; token < end; ++token) {
-    for (size_t slot = 0; slot < choice.top_k; ++slot) {
-      const int64_t id = choice.id(token, slot);
-      if (!runs(id)) continue;
-      const uint32_t row = next_[static_cast<size_t>(id)]++;
+    for (size_t slot = 0; slot < choice.top_k; ++slot, ++chosen) {
+      if (*chosen == kNone) continue;
+      const uint32_t row = next_[*chosen]++;
       tokens[row] = static_cast<uint32_t>(token - begin);
       slots[row] = static_cast<uint32_t>(slot);
       weights[row] = choice.weights[token * choice.weights_stride + slot];

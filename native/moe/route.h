@@ -62,7 +62,8 @@ struct Route {
              std::span<const uint8_t> skip);
 
  private:
-  std::vector<uint32_t> next_;  // per expert: count, then the next free row
+  std::vector<uint32_t> next_;    // per expert: count, then the next free row
+  std::vector<uint32_t> chosen_;  // per token and slot: the expert that computes it
 };
 
 }  // namespace ktk

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <functional>
 
 #include "format/elements.h"
 
@@ -23,5 +24,12 @@ struct Rows {
     for (size_t row = begin; row < end; ++row) std::memset(at(row), 0, bytes_of(columns));
   }
 };
+
+// Whether some byte between the first and the last of either may be one of both.
+inline bool overlap(const Rows& a, size_t a_columns, const Rows& b, size_t b_columns, size_t rows) {
+  if (rows == 0) return false;
+  const std::less<const char*> before;
+  return before(a.at(0), b.at(rows - 1, b_columns)) && before(b.at(0), a.at(rows - 1, a_columns));
+}
 
 }  // namespace ktk

@@ -88,6 +88,7 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
 void call_layer(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights,
                 nb::handle mask, nb::handle out) {
   const Call call(layer, hidden, ids, weights, mask, out);
+  call.refuse_overlap();
   const Unlocked unlocked;
   layer.forward(call.request);
 }
@@ -171,13 +172,13 @@ void bind_moe(nb::module_& m) {
           },
           "expert"_a)
       .def_prop_ro("counts", &Layer::counts, "How often each expert was chosen.")
-      .def("reset_counts", &Layer::reset_counts, nb::call_guard<nb::gil_scoped_release>())
+      .def("reset_counts", &Layer::reset_counts, nb::call_guard<Unlocked>())
       .def("forward", &call_layer, "hidden"_a.none(), "topk_ids"_a.none(), "topk_weights"_a.none(),
            "mask"_a.none(), "out"_a.none())
       .def("unpack_expert", &unpack_expert, "expert"_a)
       .def_prop_ro("variant", [](const Layer& l) { return l.variant().name; })
       .def_prop_ro("pool", [](const Layer& l) { return l.engine(); })
-      .def_prop_ro("shards", &Layer::shards, nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("shards", &Layer::shards, nb::call_guard<Unlocked>())
       .def_prop_ro("slices", of_weights(std::vector<std::vector<size_t>>(), slice_widths),
                    "Widths of the slices of each shard; none until an expert is loaded.")
       .def_prop_ro(

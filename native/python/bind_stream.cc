@@ -67,6 +67,7 @@ CallHandle* make_call(std::shared_ptr<Layer> layer, nb::handle hidden, nb::handl
                       bool stable, size_t deferred, bool batch_union, nb::object give_to,
                       nb::object take_from) {
   const Call call(*layer, hidden, ids, weights, mask, out);
+  if (live || stable) call.refuse_overlap();
   if (!call.converted.empty() && (live || stable)) {
     throw nb::type_error("topk_weights must be float32 where the call reads them later");
   }
@@ -152,7 +153,7 @@ void bind_stream(nb::module_& m) {
 
   nb::class_<Carry>(m, "Carry",
                     "An array f32 [tokens, hidden] for what one layer leaves to the next.")
-      .def(nb::new_(&make_carry), "sums"_a, nb::keep_alive<0, 2>());
+      .def(nb::new_(&make_carry), "sums"_a.noconvert(), nb::keep_alive<0, 2>());
 
   const auto unlocked = nb::call_guard<Unlocked>();
   nb::class_<CallHandle>(

@@ -60,4 +60,11 @@ Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle w
   }
 }
 
+void Call::refuse_overlap() const {
+  const Rows &in = request.hidden, &to = request.out;
+  if (in.data == to.data && in.type == to.type && in.stride == to.stride) return;
+  if (!overlap(in, hidden.shape(1), to, out.shape(1), hidden.shape(0))) return;
+  throw nb::value_error("out overlaps hidden: give hidden itself, or memory of its own");
+}
+
 }  // namespace ktk

@@ -19,6 +19,11 @@ struct Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
+  // Throws ValueError where `out` shares memory with `hidden`, unless it is `hidden` itself:
+  // workers write rows while others still read theirs. For calls that read their arguments where
+  // they are.
+  void refuse_overlap() const;
+
   AnyArray hidden, ids, weights;
   OptArray mask;
   AnyOutput out;

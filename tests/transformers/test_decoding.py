@@ -82,6 +82,16 @@ def test_an_input_that_changed_is_another_one(model: Any) -> None:
     assert torch.equal(out, group[2].linear(x.float()))
 
 
+def test_results_of_a_weight_that_is_gone_are_not_given() -> None:
+    one, other = (ktk.Linear("BF16", 64, 32).load(np.ones((32, 64), np.float32)) for _ in range(2))
+    group = _core.LinearGroup([one._core, other._core])
+    x, out = np.ones((1, 64), np.float32), np.empty((1, 32), np.float32)
+    group.forward(0, x, out)
+    other.load(np.full((32, 64), 2, np.float32))
+    group.forward(1, x, out)
+    assert (out == 128).all()
+
+
 def test_layers_that_are_not_called_together_are_not_computed_in_vain(model: Any) -> None:
     """Results that nobody asks for cost time: after some, no more are kept."""
     group = copy.copy([layer.linear for layer in members(model)[0]])

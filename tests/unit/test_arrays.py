@@ -74,6 +74,18 @@ def test_rows_may_be_strided_and_out_may_be_hidden(moe: ktk.MoE, call: dict[str,
     assert torch.equal(moe.submit(**call).wait(), expected)
 
 
+def test_out_may_not_overlap_hidden_otherwise(moe: ktk.MoE, call: dict[str, Any]) -> None:
+    ids, weights = call["topk_ids"], call["topk_weights"]
+    tokens, width = call["hidden"].shape
+    memory = np.zeros((tokens + 1, width), np.float32)
+    with pytest.raises(ValueError, match="out overlaps hidden: give hidden itself, or memory"):
+        moe(memory[:-1], ids, weights, out=memory[1:])
+    with pytest.raises(ValueError, match="out overlaps hidden"):
+        moe(memory.view(np.float16)[:-1, :width], ids, weights, out=memory[:-1])
+    # Inputs of what runs later are copied.
+    moe.submit(memory[:-1], ids, weights, out=memory[1:]).wait()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

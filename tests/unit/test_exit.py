@@ -45,6 +45,12 @@ def load():
 def unpack():
     moe.unpack_expert(0)
 
+def reset():
+    moe.reset_counts()
+
+def shards():
+    moe.shards
+
 def stream():
     out = np.empty_like(inputs[0])
     made = _core.AsyncCall(moe._core, *inputs, None, out, _core.Latch(), name="layer")
@@ -55,13 +61,18 @@ def repeat():
     while True:
         {action}()
 
+def call_on():  # the others wait for its turn on the pool
+    while True:
+        call()
+
+threading.Thread(target=call_on, daemon=True).start()
 for _ in range(3):
     threading.Thread(target=repeat, daemon=True).start()
 time.sleep(0.3)
 print("the end", flush=True)
 """
 
-OTHERS = ("submit", "drop", "load", "unpack", "stream")
+OTHERS = ("submit", "drop", "load", "unpack", "stream", "reset", "shards")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ktk
+from ktk import _core
 from ktk.expert import Matrix
 from ktk.quantize import quantize
 
@@ -335,7 +336,23 @@ def test_a_child_of_fork_gets_a_sentence() -> None:
     linear = make().load(WEIGHT)
     ticket = linear.submit(X)
     ticket.wait()
+    group = _core.LinearGroup([linear._core] * 2)
+    few, out = torch.zeros(1, linear.in_features), torch.zeros(1, linear.out_features)
+    # A thread of the parent is inside the group, which a child must not wait for.
+    ended = threading.Event()
+
+    def call_on() -> None:
+        own = torch.zeros_like(out)
+        while not ended.is_set():
+            x = torch.randn(few.shape)
+            group.forward(0, x, own)
+            group.forward(1, x, own)
+
+    busy = threading.Thread(target=call_on, daemon=True)
+    busy.start()
     for body in (
+        *[lambda: group.forward(0, few, out)] * 8,
+        lambda: group.gave_up,
         lambda: linear(X),
         lambda: linear.submit(X),
         lambda: linear.load(WEIGHT),
@@ -357,6 +374,8 @@ def test_a_child_of_fork_gets_a_sentence() -> None:
         assert "make a new WorkerPool after fork()" in os.read(reader, 1000).decode()
         os.waitpid(child, 0)
         os.close(reader)
+    ended.set()
+    busy.join()
 
 
 @pytest.mark.slow
