@@ -69,7 +69,7 @@ def empty_like(array: Array, name: str = "hidden", columns: int | None = None) -
     if isinstance(array, torch.Tensor):
         return array.new_empty(_shape(array, columns))
     tensor = torch.utils.dlpack.from_dlpack(array)
-    return torch.empty(_shape(tensor, columns), dtype=tensor.dtype)
+    return torch.empty(_shape(tensor, columns), dtype=tensor.dtype, device="cpu")
 
 
 def _shape(array: Array, columns: int | None) -> tuple[int, ...]:

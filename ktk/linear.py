@@ -321,7 +321,7 @@ class Linear:
             if is_tensor(wanted):
                 import torch
 
-                out = torch.empty(shape, dtype=torch.float32)
+                out = torch.empty(shape, dtype=torch.float32, device="cpu")
             else:
                 out = np.empty(shape, dtype=np.float32)
         _core.Linear.look_up(self._core, readable("ids", wanted), readable("out", out))

@@ -48,7 +48,7 @@ _SMALL_FLOATS = {name: DTYPES[name] for name in ("e4m3", "e5m2")}
 _INTEGERS = {"i8": (-128, 127, 0), "i4": (-8, 7, 0), "u4": (0, 15, 8), "u8": (0, 255, 0)}
 _LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 _LARGEST_EXPONENT = {"e4m3": 8, "e5m2": 15, "e2m1": 2}
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device="cpu")
 _HALF_BYTE = ("u4", "i4", "e2m1")
 _UE8M0_BIAS = 127
 _NVFP4 = Format("e2m1", "e4m3", "none", 1, 16)
@@ -258,7 +258,7 @@ def _of_extremes(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tens
     if fmt.zero == "none":
         levels = min(highest - offset, offset - lowest)
         scale = _stored_scale(_largest(fmt, x) / levels, fmt)
-        return scale, torch.full(scale.shape, float(offset))
+        return scale, torch.full_like(scale, offset, dtype=torch.float32)
     top, bottom = _largest(fmt, x.clamp(min=0)), _largest(fmt, x.clamp(max=0))
     scale = _stored_scale((top + bottom) / (highest - lowest), fmt)
     wide = scale.float()
@@ -316,7 +316,7 @@ def _with_factor(x: torch.Tensor, fmt: Format, given: float | None) -> Quantized
     largest = _LARGEST[fmt.element]
     factor = (x.abs().max() / (largest * _LARGEST[fmt.scale])).reshape(1)
     if given is not None:
-        factor = torch.tensor([given])
+        factor = torch.tensor([given], dtype=torch.float32, device=x.device)
         if not torch.finfo(factor.dtype).tiny <= given <= torch.finfo(factor.dtype).max:
             raise ValueError(f"factor must be a normal positive f32, got {given}")
     # A matrix of zeros, or of so little that no f32 is left for its factor, has codes of zero.

@@ -39,7 +39,8 @@ class Key:
     default
         What holds where nobody has set it, for people.
     parse
-        Makes the value of the words of a command line, or of the parts of a variable.
+        Makes the value of the words of a command line. A list is all of them, and in a variable
+        what stands between colons; any other value is one word.
     check
         Returns a value as it is to be kept; ValueError says what is expected instead.
     """
@@ -179,7 +180,8 @@ def setting(name: str, flag: Any = None) -> Setting:
     if flag is not None:
         return Setting(key, _checked(key, flag, f"--{name}"), f"flag --{name}")
     if text := os.environ.get(key.variable):
-        value = _parsed(key, text.split(os.pathsep), key.variable)
+        words = text.split(os.pathsep) if key.parse is list else [text]
+        value = _parsed(key, words, key.variable)
         return Setting(key, value, key.variable)
     stored = _read()
     if name in stored:

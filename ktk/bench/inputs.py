@@ -32,11 +32,17 @@ _DEGREES = 5
 
 def _standard(n: int, k: int, generator: torch.Generator, distribution: str) -> torch.Tensor:
     if distribution == "gaussian":
-        return torch.randn(n, k, generator=generator)
+        return torch.randn(n, k, generator=generator, dtype=torch.float32, device="cpu")
     # Bailey, "Polar generation of random variates with the t-distribution", 1994: two uniforms make
     # one variate.
-    u = torch.rand(n, k, generator=generator).clamp_(min=2.0**-24)
-    turn = torch.rand(n, k, generator=generator).mul_(2 * math.pi).cos_()
+    u = torch.rand(n, k, generator=generator, dtype=torch.float32, device="cpu").clamp_(
+        min=2.0**-24
+    )
+    turn = (
+        torch.rand(n, k, generator=generator, dtype=torch.float32, device="cpu")
+        .mul_(2 * math.pi)
+        .cos_()
+    )
     t = u.pow_(-2 / _DEGREES).sub_(1).mul_(_DEGREES).sqrt_().mul_(turn)
     return t.mul_(math.sqrt((_DEGREES - 2) / _DEGREES))
 
@@ -53,7 +59,11 @@ def random_experts(
             return _standard(n, k, generator, distribution).mul_(k**-0.5).to(torch.bfloat16)
 
         def bias(n: int, generator: torch.Generator = generator) -> torch.Tensor | None:
-            return torch.randn(n, generator=generator) * 0.1 if shape.biases else None
+            return (
+                torch.randn(n, generator=generator, dtype=torch.float32, device="cpu") * 0.1
+                if shape.biases
+                else None
+            )
 
         hidden, intermediate = shape.hidden_size, shape.intermediate_size
         experts.append(
@@ -89,21 +99,29 @@ def routed_calls(shape: Shape, tokens: int, seed: int = 0) -> list[Call]:
     """
     experts, top_k = shape.num_experts, shape.num_experts_per_tok
     generator = torch.Generator().manual_seed(1000 * tokens + seed)
-    by_age = torch.randperm(experts, generator=generator).tolist()  # least recently used first
+    by_age = torch.randperm(
+        experts, generator=generator, device="cpu"
+    ).tolist()  # least recently used first
     calls: list[Call] = []
     used = 0
     while not calls or (used < experts and len(calls) < 64):
-        scores = torch.rand(tokens, experts, generator=generator)
+        scores = torch.rand(tokens, experts, generator=generator, dtype=torch.float32, device="cpu")
         drawn = scores.topk(top_k, dim=1).indices
         hit = torch.unique(drawn)
-        rename = torch.empty(experts, dtype=torch.int64)
-        rename[hit] = torch.tensor(by_age[: len(hit)], dtype=torch.int64)
+        rename = torch.empty(experts, dtype=torch.int64, device="cpu")
+        rename[hit] = torch.tensor(by_age[: len(hit)], dtype=torch.int64, device="cpu")
         by_age = by_age[len(hit) :] + by_age[: len(hit)]
         used += len(hit)
-        logits = torch.randn(tokens, top_k, generator=generator)
+        logits = torch.randn(tokens, top_k, generator=generator, dtype=torch.float32, device="cpu")
         calls.append(
             Call(
-                hidden=torch.randn(tokens, shape.hidden_size, generator=generator).bfloat16(),
+                hidden=torch.randn(
+                    tokens,
+                    shape.hidden_size,
+                    generator=generator,
+                    dtype=torch.float32,
+                    device="cpu",
+                ).bfloat16(),
                 ids=rename[drawn].contiguous(),
                 weights=torch.softmax(logits, dim=1).contiguous(),
                 distinct_experts=len(hit),

@@ -147,7 +147,9 @@ def measure(
         for turn in range(rounds + 1):
             for length in prompts:
                 on_step(f"prompt of {length} tokens, turn {turn} of {rounds}")
-                ids = torch.randint(config.vocab_size, (1, length), generator=generator)
+                ids = torch.randint(
+                    config.vocab_size, (1, length), generator=generator, device="cpu"
+                )
                 ids = ids.to(loaded.device)
                 state: dict[str, Any] = {}
                 if fixed:

@@ -140,7 +140,10 @@ def count_escapes(path: Path, module: str | None = None) -> Report:
 def _of_experts(layer: LayerReader, backend: Backend) -> Iterable[Escapes]:
     for number in range(layer.config.num_experts):
         matrices = layer.expert(number).matrices
-        parts = (of_matrix(torch.as_tensor(matrices[part].data), backend) for part in matrices)
+        parts = (
+            of_matrix(torch.as_tensor(matrices[part].data, device="cpu"), backend)
+            for part in matrices
+        )
         yield sum(parts, Escapes())
 
 

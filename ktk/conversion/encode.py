@@ -95,7 +95,7 @@ class Encoder:
         """Return the order of a matrix, which the file has of all experts or of none."""
         if part not in self.layout.orders or matrix.order is not None:
             return matrix.order
-        return torch.arange(self.route.given[part].k, dtype=torch.int32)
+        return torch.arange(self.route.given[part].k, dtype=torch.int32, device="cpu")
 
     def _sizes(self, number: int) -> Sizes:
         matrices = self.route.read(number).matrices

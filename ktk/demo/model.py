@@ -57,5 +57,8 @@ def _expert(number: int, generator: torch.Generator) -> Iterator[tuple[str, torc
         ("down", (hidden, inner)),
     ):
         # Unit variance in, unit variance out, as trained layers about have it.
-        weight = torch.randn(shape, generator=generator) / shape[1] ** 0.5
+        weight = (
+            torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            / shape[1] ** 0.5
+        )
         yield f"model.layers.0.mlp.experts.{number}.{part}_proj.weight", weight.bfloat16()

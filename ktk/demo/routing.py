@@ -34,12 +34,16 @@ def batches(config: ExpertConfig, tokens: int, count: int, *, seed: int = 1) -> 
     rows = count * tokens
     # Permutations one after the other, cut into rows; a row that spans two may repeat an expert.
     order = [
-        torch.randperm(config.num_experts, generator=generator)
+        torch.randperm(config.num_experts, generator=generator, device="cpu")
         for _ in range(-(-rows // max(config.num_experts // top, 1)))
     ]
     whole = config.num_experts // top * top
     ids = torch.cat([permutation[:whole] for permutation in order])[: rows * top]
     ids = ids.reshape(count, tokens, top)
-    hidden = torch.randn(count, tokens, config.hidden_size, generator=generator).bfloat16()
-    weights = torch.rand(count, tokens, top, generator=generator).softmax(-1)
+    hidden = torch.randn(
+        count, tokens, config.hidden_size, generator=generator, dtype=torch.float32, device="cpu"
+    ).bfloat16()
+    weights = torch.rand(
+        count, tokens, top, generator=generator, dtype=torch.float32, device="cpu"
+    ).softmax(-1)
     return [Batch(*call) for call in zip(hidden, ids, weights, strict=True)]

@@ -184,7 +184,7 @@ class ExpertParallel:
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
             tokens = Tokens(
-                torch.empty(0, config.hidden_size),
+                torch.empty(0, config.hidden_size, dtype=torch.float32, device="cpu"),
                 np.empty((0, 1), np.int32),
                 np.empty((0, 1), np.float32),
             )

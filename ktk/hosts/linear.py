@@ -125,7 +125,7 @@ def _linear_shape(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 
 def _rows(ids: torch.Tensor, layer: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty((*ids.shape, width), dtype=dtype)
+    out = torch.empty((*ids.shape, width), dtype=dtype, device="cpu")
     _layers[layer].linear.rows(ids.contiguous(), out=out)
     return out
 

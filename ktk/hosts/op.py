@@ -8,6 +8,7 @@ thread of Python does, and graphs can capture it. Tensors elsewhere are copied.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -131,7 +132,7 @@ def on_cpu(
     hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, layer: int
 ) -> torch.Tensor:
     """Compute CPU tensors on the layer's pool."""
-    out = torch.empty(hidden.shape, dtype=hidden.dtype)
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu")
     LAYERS[layer].compute(*plain_inputs(hidden, topk_ids, topk_weights), out=out)
     return out
 
@@ -168,6 +169,10 @@ def elsewhere(
 def _state() -> ModelState:
     """Return the buffers between GPUs and workers; layers run in turns, and share them."""
     return ModelState()
+
+
+# A child has none of the threads that its parent's buffers may be waiting for.
+os.register_at_fork(after_in_child=_state.cache_clear)
 
 
 def _shape(

@@ -34,6 +34,10 @@ def worker_pool(rank: int, ranks: int) -> WorkerPool:
         os.sched_setaffinity(0, before)
 
 
+# A child has none of its parent's threads.
+os.register_at_fork(after_in_child=worker_pool.cache_clear)
+
+
 def bound_cpus(environment: Mapping[str, str]) -> list[int]:
     """Return the CPUs that OpenMP's threads are bound to, as its variables say; none if not."""
     lists = {

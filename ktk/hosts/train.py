@@ -7,7 +7,7 @@ backward pass. Factors of the adapter are arguments, so that they are trained as
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -78,7 +78,7 @@ def _train(
     lora = _lora(factors, targets, scale)
     out, kept = LAYERS[layer].moe.forward_train(*inputs, lora=lora, save=keep)
     if kept is None:
-        kept = torch.empty(0, dtype=torch.bfloat16)
+        kept = torch.empty(0, dtype=torch.bfloat16, device="cpu")
     return out.to(hidden.device), kept
 
 
@@ -159,6 +159,14 @@ def _linear_backward_shape(grad: torch.Tensor, layer: int, width: int) -> torch.
     return grad.new_empty((*grad.shape[:-1], width))
 
 
+def _no_second(ctx: Any, *gradients: Any) -> NoReturn:
+    raise RuntimeError(
+        "ktk has first derivatives of its layers, not second ones, which a backward pass through "
+        "gradients (create_graph=True) wants: keep packed layers out of what is differentiated "
+        "twice"
+    )
+
+
 _library: Any = torch.library.Library("ktk", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "moe_train(Tensor hidden, Tensor topk_ids, Tensor topk_weights, Tensor[] factors, int targets, "
@@ -177,3 +185,6 @@ for _name, _function, _fake in (
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ktk::{_name}", _fake, lib=_library)
 torch.library.register_autograd("ktk::moe_train", _pull, setup_context=_save, lib=_library)
+# Without these torch would take second derivatives for zeros.
+torch.library.register_autograd("ktk::moe_backward", _no_second, lib=_library)
+torch.library.register_autograd("ktk::linear_backward", _no_second, lib=_library)

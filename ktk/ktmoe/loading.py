@@ -119,7 +119,8 @@ def load_from_tensors(
 def _stack(name: str, given: Any) -> torch.Tensor:
     """Return an argument as a tensor of three dimensions in CPU memory."""
     try:
-        stack = torch.as_tensor(given)
+        # Not as_tensor() for a tensor: it would go to torch's default device.
+        stack = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, device="cpu")
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(f"{name} must be a tensor, got {type(given).__name__}") from None
     if stack.ndim != 3 or stack.device.type != "cpu":

@@ -54,7 +54,7 @@ def generate_gpu_experts_masks(
     All layers are layers of experts: SGLang's masks have rows for dense layers, too, all True.
     """
     try:
-        frequency = torch.as_tensor(activation_freq).detach().to("cpu", torch.float64)
+        frequency = torch.as_tensor(activation_freq, dtype=torch.float64, device="cpu").detach()
     except (RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"activation_freq must have a number for each expert of each layer: {error}"
@@ -67,14 +67,19 @@ def generate_gpu_experts_masks(
     count = min(max(int(num_gpu_experts), 0), layers * experts)
     if strategy == "uniform":
         each, over = divmod(count, max(layers, 1))
-        numbers = torch.full((layers, 1), each) + (torch.arange(layers) < over)[:, None]
-        return torch.arange(experts) < numbers
-    mask = torch.zeros(layers * experts, dtype=torch.bool)
+        numbers = (
+            torch.full((layers, 1), each, dtype=torch.int64, device="cpu")
+            + (torch.arange(layers, device="cpu") < over)[:, None]
+        )
+        return torch.arange(experts, device="cpu") < numbers
+    mask = torch.zeros(layers * experts, dtype=torch.bool, device="cpu")
     if strategy == "frequency":
         flat = frequency.flatten().nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
         mask[torch.argsort(flat, descending=True, stable=True)[:count]] = True
     elif strategy == "random":
-        order = torch.randperm(mask.numel(), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(
+            mask.numel(), generator=torch.Generator("cpu").manual_seed(seed), device="cpu"
+        )
         mask[order[:count]] = True
     else:
         mask[:count] = True
@@ -102,7 +107,7 @@ def initial_mask(
             f"got {num_gpu_experts}"
         )
     if mask is None:
-        return torch.arange(num_experts) < (num_gpu_experts or 0)
+        return torch.arange(num_experts, device="cpu") < (num_gpu_experts or 0)
     copied = check_mask(num_experts, mask)
     # 0 is the default of the callers that pass both.
     if num_gpu_experts and num_gpu_experts != int(copied.sum()):
@@ -116,7 +121,7 @@ def initial_mask(
 def check_mask(num_experts: int, mask: Any) -> torch.Tensor:
     """Return a copy of a mask in CPU memory."""
     try:
-        copied = torch.as_tensor(mask).detach().to("cpu", copy=True)
+        copied = torch.as_tensor(mask, device="cpu").detach().clone()
     except (RuntimeError, TypeError, ValueError):
         raise TypeError(
             f"gpu_experts_mask must be a bool tensor [{num_experts}], got {type(mask).__name__}"

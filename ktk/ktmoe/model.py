@@ -88,7 +88,8 @@ class ModelState:
         """
         key = (*hidden.shape, hidden.device, captured)
         if key not in self._sums:
-            sums = torch.zeros(hidden.shape, pin_memory=hidden.device.type != "cpu")
+            pinned = hidden.device.type != "cpu"
+            sums = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
             if not captured:
                 self._drop_eager_sums()
             array: Any = sums
@@ -133,7 +134,7 @@ class ModelState:
         if step.staging is None:
             return left.sums
         with on_stream(stream, step.device):
-            out = torch.empty(left.sums.shape, device=step.device)
+            out = torch.empty(left.sums.shape, dtype=torch.float32, device=step.device)
             return out.copy_(left.sums, non_blocking=True)
 
     def reset(self) -> None:

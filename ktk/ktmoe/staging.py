@@ -91,7 +91,7 @@ def _allocate(key: Key, tokens: int, free: list[Staging]) -> Staging:
     pinned = device.type != "cpu"
 
     def buffer(columns: int, kind: torch.dtype) -> torch.Tensor:
-        return torch.empty(tokens, columns, dtype=kind, pin_memory=pinned)
+        return torch.empty(tokens, columns, dtype=kind, pin_memory=pinned, device="cpu")
 
     return Staging(
         buffer(width, dtype),

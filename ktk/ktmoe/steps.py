@@ -170,7 +170,7 @@ def submit_on_pool(
     take: Carried | None,
 ) -> Step:
     """Queue a call on the layer's pool."""
-    out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
+    out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype, device="cpu")
     call = what.call(state, inputs, out, give, take)
     call.start()
     return Step(call, out, None, 0, inputs.hidden.device, inputs.dtype)
@@ -198,7 +198,7 @@ def submit_on_stream(
                 "leading dimensions that only a copy makes one, strided columns, or a dtype that "
                 "is converted; pass [tokens, ...] with contiguous rows, and ids in int32 or int64"
             )
-        out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype)
+        out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype, device="cpu")
         call = what.call(state, inputs, out, give, take, live=captured)
     else:
         hidden = inputs.hidden

@@ -61,7 +61,7 @@ def cut_expert(expert: Expert, first: int, behind: int, rank: int) -> Expert:
     expert = with_sorted_rows(expert)
     down = cut_columns(replace(expert.down, order=None), first, behind)
     if down.bias is not None and rank:
-        down = replace(down, bias=torch.zeros_like(torch.as_tensor(down.bias)))
+        down = replace(down, bias=torch.zeros_like(torch.as_tensor(down.bias, device="cpu")))
     return Expert(
         gate=None if expert.gate is None else cut_rows(expert.gate, first, behind),
         up=cut_rows(expert.up, first, behind),

@@ -107,6 +107,6 @@ def load_masks(path: str | Path, *, num_experts: int | None = None) -> Masks:
             raise CheckpointError(
                 f"{path}, layer {number}: expert {wrong[0]} is not one of {count}"
             )
-        masks[number] = torch.zeros(count, dtype=torch.bool)
+        masks[number] = torch.zeros(count, dtype=torch.bool, device="cpu")
         masks[number][experts] = True
     return masks

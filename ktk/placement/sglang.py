@@ -37,7 +37,7 @@ def save_for_sglang(
     total = max(rows) + 1 if num_layers is None else num_layers
     if total <= max(rows):
         raise ValueError(f"layer {max(rows)} has counts, and the model {total} layers")
-    made = torch.zeros(1, total, len(next(iter(rows.values()))), dtype=torch.int64)
+    made = torch.zeros(1, total, len(next(iter(rows.values()))), dtype=torch.int64, device="cpu")
     for number, one in rows.items():
         made[0, number] = torch.from_numpy(one.astype(np.int64))
     torch.save({"logical_count": made}, path)

@@ -68,8 +68,8 @@ def as_lora(
         dtypes = {one.dtype for pair in pairs for one in (pair.a, pair.b)}
         own = dtype or (dtypes.pop() if len(dtypes) == 1 else torch.float32)
         columns, rows = pairs[0].a.shape[1], len(pairs[0].b)
-        a = torch.zeros(len(pairs), rank, columns, dtype=own)
-        b = torch.zeros(len(pairs), rows, rank, dtype=own)
+        a = torch.zeros(len(pairs), rank, columns, dtype=own, device="cpu")
+        b = torch.zeros(len(pairs), rows, rank, dtype=own, device="cpu")
         for expert, pair in enumerate(pairs):
             a[expert, : pair.rank] = pair.a
             ratio = pair.scale / scale

@@ -130,7 +130,9 @@ def create_weights(
     )
     for stem in _STEMS:
         for role in (*roles, _IGNORED):
-            param = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+            param = torch.nn.Parameter(
+                torch.empty(0, dtype=params_dtype, device="cpu"), requires_grad=False
+            )
             param.weight_loader = extra["weight_loader"]  # type: ignore[attr-defined]
             param.role = role  # type: ignore[attr-defined]
             layer.register_parameter(f"{stem}_{role}", param)

@@ -37,7 +37,7 @@ def matrix_of(method: Any, layer: Any) -> Quantized | None:
             return None
         return Quantized(Format("e4m3", "f32", "none", rows, columns), codes, scale)
     scale = layer.weight_scale.data.float().flatten()
-    widths = torch.tensor(layer.logical_widths)
+    widths = torch.tensor(layer.logical_widths, device="cpu")
     each = scale if scale.numel() == n else scale.expand(len(widths)).repeat_interleave(widths)
     return Quantized(_ROWS, codes, each.reshape(n, 1))
 
@@ -55,7 +55,7 @@ def process_weights_after_loading(original: Callable[..., None], method: Any, la
     setattr(layer, _PACKED, OpLinear(linear, name))
     for role in ("weight", "weight_scale", "weight_scale_inv"):
         if isinstance(param := getattr(layer, role, None), torch.nn.Parameter):
-            param.data = torch.empty(0, dtype=param.dtype)
+            param.data = torch.empty(0, dtype=param.dtype, device="cpu")
     say_once(f"ktk computes dense layers with {linear.backend.name}/{linear.variant}")
     return None
 

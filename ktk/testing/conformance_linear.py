@@ -97,7 +97,7 @@ def test_rows_are_looked_up(subject: Subject, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, layer.shape[0] - 1), max_size=40), label="ids")
     wanted = linear.unpack()[ids]
     bounds.check_same_bits(linear.rows(ids), wanted, "rows")
-    halves = torch.empty(wanted.shape, dtype=torch.bfloat16)
+    halves = torch.empty(wanted.shape, dtype=torch.bfloat16, device="cpu")
     linear.rows(ids, out=halves)
     bounds.check_same_bits(
         halves.float().numpy(), torch.from_numpy(wanted).bfloat16().float().numpy(), "bf16 rows"
@@ -117,8 +117,8 @@ def test_dtypes_and_strides_of_the_caller(subject: Subject, data: st.DataObject)
     expected = layer.expected(subject, linear, x.float().numpy(), element)
     got = formats.as_float64(result)
     bounds.check(got, expected.value, expected.error, f"output as {element}")
-    wide = torch.full((rows, columns + 8), torch.nan, dtype=x.dtype)
-    apart = torch.full((rows, x.shape[1] + 3), torch.nan, dtype=x.dtype)
+    wide = torch.full((rows, columns + 8), torch.nan, dtype=x.dtype, device="cpu")
+    apart = torch.full((rows, x.shape[1] + 3), torch.nan, dtype=x.dtype, device="cpu")
     apart[:, :-3] = x
     linear(apart[:, :-3], out=wide[:, 4:-4])
     bounds.check_same_bits(wide[:, 4:-4].float().numpy(), result.float().numpy(), "strided output")

@@ -43,9 +43,14 @@ def adapters(draw: st.DrawFn, config: ktk.MoEConfig) -> ktk.Lora | None:
     found: dict[str, Any] = {}
     for part in sorted(parts):
         rows, columns = (h, i) if part == "down" else (i, h)
-        a = torch.randn(e, rank, columns, generator=generator) * columns**-0.5
+        a = (
+            torch.randn(e, rank, columns, generator=generator, dtype=torch.float32, device="cpu")
+            * columns**-0.5
+        )
         found[f"{part}_a"] = a.to(dtype)
-        found[f"{part}_b"] = torch.randn(e, rows, rank, generator=generator).to(dtype)
+        found[f"{part}_b"] = torch.randn(
+            e, rows, rank, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(dtype)
     return ktk.Lora(**found, scale=draw(st.sampled_from([0.5, 2.0]), label="scale"))
 
 

@@ -111,7 +111,9 @@ def is_layer(module: Any) -> bool:
     weight = norms[0].weight
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):
-        x, attended, made = torch.randn(3, 1, 1, len(weight), generator=generator).to(weight.dtype)
+        x, attended, made = torch.randn(
+            3, 1, 1, len(weight), generator=generator, dtype=torch.float32, device="cpu"
+        ).to(weight.dtype)
         attention, mlp = _Asked((attended, None)), _Asked(made)
         handed: dict[str, Any] = {name: object() for name in (*_HANDED, "ktk_other")}
         module._modules |= {"self_attn": attention, "mlp": mlp}

@@ -54,7 +54,11 @@ class Weight(torch.Tensor):
 
 
 class KtkLinear(nn.Linear):
-    """A dense layer whose weight is packed; its bias, if any, is still there to be saved."""
+    """A dense layer whose weight is packed, and its bias with it.
+
+    The bias, if any, is still there to be saved, and asks for no gradient: another one would change
+    nothing that is computed.
+    """
 
     def __init__(self, layer: OpLinear, dtype: torch.dtype, bias: nn.Parameter | None) -> None:
         nn.Module.__init__(self)
@@ -72,6 +76,12 @@ class KtkLinear(nn.Linear):
             return self.layer(input)
         result: torch.Tensor = torch.ops.ktk.linear(input, self.number, self.out_features)
         return result
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Keep a parameter, frozen: also one that a loader puts in the place of another."""
+        if param is not None:
+            param.requires_grad_(False)
+        super().register_parameter(name, param)
 
     def extra_repr(self) -> str:
         """Return what printing a model says of the layer."""

@@ -109,7 +109,7 @@ def _decoded(tensors: TensorSet, name: str, dtype: torch.dtype) -> torch.Tensor:
     """Read and decode a tensor, some rows at a time."""
     info = tensors.info(name)
     fmt, rows = format_of(info), math.prod(info.shape[:-1])
-    out = torch.empty(rows, info.shape[-1], dtype=dtype)
+    out = torch.empty(rows, info.shape[-1], dtype=dtype, device="cpu")
     step = max(_CHUNK // row_nbytes(info), 1)
     for begin in range(0, rows, step):
         stored = tensors.rows(name, begin, min(step, rows - begin))

@@ -132,7 +132,7 @@ class Layout:
         if self.transposed:
             first, down = first.t(), down.t()
         for name, target in {**self.parts(first), "down": down}.items():
-            target.copy_(torch.as_tensor(values[name]))
+            target.copy_(torch.as_tensor(values[name], device="cpu"))
 
 
 def is_experts(module: Any) -> bool:

@@ -117,7 +117,14 @@ def is_block(module: Any) -> bool:
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):
         for size in _SIZES:
-            x = size * torch.randn(1, 1, packed.moe.config.hidden_size, generator=generator)
+            x = size * torch.randn(
+                1,
+                1,
+                packed.moe.config.hidden_size,
+                generator=generator,
+                dtype=torch.float32,
+                device="cpu",
+            )
             x = x.to(gate.weight.dtype)
             try:
                 wanted = module.forward(x)

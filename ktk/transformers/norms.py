@@ -67,7 +67,9 @@ def norm_of(module: Any) -> tuple[float, float, bool] | None:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):
-        x = (4 * torch.randn(3, len(weight), generator=generator)).to(weight.dtype)
+        x = (
+            4 * torch.randn(3, len(weight), generator=generator, dtype=torch.float32, device="cpu")
+        ).to(weight.dtype)
         try:
             answer = module(x)
         except Exception:

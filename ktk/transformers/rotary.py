@@ -69,7 +69,7 @@ def agrees(stock: Callable[..., _Turned], part: int) -> bool:
     with torch.no_grad(), torch.device("cpu"):
         for dtype in (torch.float32, torch.bfloat16):
             q, k, cos, sin = (
-                torch.randn(shape, generator=generator).to(dtype)
+                torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
                 for shape in ((1, 4, 1, 64), (1, 2, 1, 64), (1, 1, turned), (1, 1, turned))
             )
             try:

@@ -40,9 +40,9 @@ class FastRouter:
                 return super().forward(x)  # type: ignore[misc]
             return _route_many(x, weight, bias, self.top_k, sums_to_one, dtype or x.dtype)
         tokens = x.numel() // x.shape[-1]
-        logits = torch.empty(tokens, len(weight), dtype=x.dtype)
-        scores = torch.empty(tokens, self.top_k, dtype=dtype or x.dtype)
-        ids = torch.empty(tokens, self.top_k, dtype=torch.int64)
+        logits = torch.empty(tokens, len(weight), dtype=x.dtype, device="cpu")
+        scores = torch.empty(tokens, self.top_k, dtype=dtype or x.dtype, device="cpu")
+        ids = torch.empty(tokens, self.top_k, dtype=torch.int64, device="cpu")
         _core.route(
             to_dlpack(x.detach()),
             to_dlpack(weight.detach()),
@@ -112,7 +112,7 @@ def router_of(module: Any) -> tuple[bool, torch.dtype | None] | None:
         return None
     generator = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad(), torch.device("cpu"):
-        x = torch.randn(5, weight.shape[1], generator=generator)
+        x = torch.randn(5, weight.shape[1], generator=generator, dtype=torch.float32, device="cpu")
         # Logits of some size each, so that a softmax of all of them is no 0 or 1.
         x /= (x @ weight.float().T).abs().amax(-1, keepdim=True).clamp(min=1e-9)
         x = x.to(weight.dtype)

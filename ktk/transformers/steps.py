@@ -309,7 +309,7 @@ def _asked(module: Any, turned: int, turns: bool, size: float) -> Step | None:
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
     x = size * random(1, 1, linears[0].in_features)
     turn = random(1, 1, turned), random(1, 1, turned)

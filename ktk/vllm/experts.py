@@ -95,7 +95,9 @@ class _Experts:
         names = tuple(_SHARED)[:2] if self._is_shared else (*roles, *IGNORED)
         for stem in _STEMS:
             for role in (*names, *(("bias",) if self.moe.has_bias else ())):
-                param = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+                param = torch.nn.Parameter(
+                    torch.empty(0, dtype=params_dtype, device="cpu"), requires_grad=False
+                )
                 param.weight_loader = self._take  # type: ignore[attr-defined]
                 param.role = role  # type: ignore[attr-defined]
                 layer.register_parameter(f"{stem}_{role}", param)
@@ -177,12 +179,17 @@ class _Experts:
         self._roles, self.quantization = ("weight",), None
         hidden, inner = self._sizes["hidden_size"], self.moe.intermediate_size
         sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        random = {part: torch.randn(size).bfloat16() / 64 for part, size in sizes.items()}
+        random = {
+            part: torch.randn(size, dtype=torch.float32, device="cpu").bfloat16() / 64
+            for part, size in sizes.items()
+        }
         for expert in range(self._sizes["num_experts"]):
             for part, (rows, _) in sizes.items():
                 self._collecting().take(expert, part, "weight", random[part])
                 if self.moe.has_bias:
-                    self._collecting().take(expert, part, "bias", torch.zeros(rows))
+                    self._collecting().take(
+                        expert, part, "bias", torch.zeros(rows, dtype=torch.float32, device="cpu")
+                    )
 
     def _collecting(self, inner: int | None = None, **options: Any) -> ExpertCollector:
         if self._collector is None:
@@ -245,7 +252,7 @@ class KtkUnquantized(_Experts, UnquantizedFusedMoEMethod):  # type: ignore[misc]
                 for role in ("weight", "bias"):
                     collector.take(expert, part, role, tensors[f"{stem}_{role}"][expert])
         for name in names:
-            getattr(layer, name).data = torch.empty(0)
+            getattr(layer, name).data = torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def register() -> None:

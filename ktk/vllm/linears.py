@@ -102,7 +102,9 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         self._is_dummy = loads_dummies()
         self.number, self.width = number_of(self._name), sum(output_partition_sizes)
         for role in (*self._roles, *IGNORED):
-            param = torch.nn.Parameter(torch.empty(0, dtype=params_dtype), requires_grad=False)
+            param = torch.nn.Parameter(
+                torch.empty(0, dtype=params_dtype, device="cpu"), requires_grad=False
+            )
             take = functools.partial(self._take, layer, role)
             param.weight_loader = take  # type: ignore[attr-defined]
             layer.register_parameter(role, param)
@@ -110,7 +112,12 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
     def process_weights_after_loading(self, layer: Any) -> None:
         """Check that the layer is there; make one up where vLLM is to measure and not to read."""
         if self._packed is None and self._is_dummy:
-            random = torch.randn(self.width, self._columns[1]).bfloat16() / 64
+            random = (
+                torch.randn(
+                    self.width, self._columns[1], dtype=torch.float32, device="cpu"
+                ).bfloat16()
+                / 64
+            )
             self._load([Matrix(Format(_FLOAT), random)])
         if self._packed is None:
             came = {str(part): sorted(tensors) for part, tensors in self._held.items()}

@@ -170,6 +170,29 @@ def test_nothing_is_lost_over_a_model() -> None:
     assert (total + left - undeferred).abs().max().item() <= bound + order
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_what_is_left_is_f32_whatever_torchs_default_is(dtype: torch.dtype) -> None:
+    model = chain(1, "per-token", 2)
+    call = inputs(3)
+    model[0].forward(*call)
+    expected = model[0].flush()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        # Of another number of tokens, for which there is no buffer yet.
+        x, ids, w = (torch.cat([one, one]) for one in call)
+        model[0].forward(x, ids, w)
+        left = model[0].flush()
+    finally:
+        torch.set_default_dtype(before)
+    assert expected is not None
+    assert left is not None
+    assert expected.abs().max() > 0
+    assert torch.equal(left, torch.cat([expected, expected]))
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        _core.Carry(np.zeros((2, H)))  # type: ignore[arg-type]  # a copy would get the sums
+
+
 def test_the_wrapper_selects_by_its_policy() -> None:
     ids, scores = torch.tensor([[0, 1, 2], [2, 3, 4]]), torch.tensor([[3.0, 2, 1], [3, 1, 2]])
     model = chain(1, "per-token", 0)[0]

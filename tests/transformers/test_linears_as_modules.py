@@ -12,9 +12,12 @@ import tiny
 import torch
 from dense_layers import dense
 from tiny import Reference
+from torch import nn
 
 import ktk
 import ktk.transformers
+from ktk.hosts.linear import OpLinear
+from ktk.transformers.linears import packed_from, put_linear
 
 
 @pytest.mark.slow
@@ -94,6 +97,26 @@ def test_a_dense_layer_has_the_gradient_of_its_weight(saved: Reference) -> None:
     bound = len(weight) * 2.0**-24 * weight.abs().sum(0)
     assert x.grad is not None
     assert bool(((x.grad - weight.sum(0)).abs() <= bound).all())
+
+
+def test_a_bias_is_packed_and_asks_for_no_gradient() -> None:
+    stock = nn.Linear(64, 32)
+    model, bias = nn.Sequential(stock), nn.Parameter(stock.bias.detach().clone())
+    layer = put_linear(model, "0", packed_from(ktk.load_backend("BF16"), stock, "0"))
+    assert [name for name, one in model.named_parameters() if one.requires_grad] == []
+    assert model.state_dict().keys() == {"0.bias"}
+    layer.bias = bias  # as loaders do
+    assert not layer.bias.requires_grad
+
+
+def test_second_derivatives_of_dense_layers_are_refused() -> None:
+    linear = ktk.Linear("BF16", 64, 32).load(torch.ones(32, 64))
+    layer = OpLinear(linear, "layer")
+    x = torch.ones(2, 64, requires_grad=True)
+    out = torch.ops.ktk.linear(x, layer.number, 32)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="ktk has first derivatives"):
+        grad.square().sum().backward()
 
 
 def test_adapters_add_to_packed_layers(saved: Reference) -> None:

@@ -79,6 +79,18 @@ def test_gradients_are_those_of_the_layer(layer: OpLayer) -> None:
         assert not layer(one, ids, weights).requires_grad
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_second_derivatives_are_refused(
+    layer: OpLayer, monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    x, ids, weights = call()
+    x = x.float().requires_grad_()
+    out = layer(x, ids, weights) if trained else torch.ops.ktk.moe(x, ids, weights, layer.number)
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"ktk has first derivatives .*\(create_graph=True\)"):
+        grad.square().sum().backward()
+
+
 def test_copies_share_the_packed_weights_and_pickles_are_refused(layer: OpLayer) -> None:
     assert copy.deepcopy(layer) is layer
     with pytest.raises(TypeError, match=r"experts cannot be pickled.*ktk convert"):

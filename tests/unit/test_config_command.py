@@ -70,6 +70,11 @@ def test_folders_are_kept_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert settings.setting("models").value == [str(Path.home() / "x"), "/y"]
 
 
+def test_a_variable_of_one_word_may_have_a_colon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTK_DEVICE", "cuda:1")
+    assert shown()["device"] == ("cuda:1", "KTK_DEVICE")
+
+
 def test_the_table_says_what_counts_and_where_the_file_is(file: Path) -> None:
     run("threads", "3")
     text = run()

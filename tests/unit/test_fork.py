@@ -236,6 +236,18 @@ def test_what_a_child_reads_is_there_or_refused(
         assert result == "fine"
 
 
+def test_a_childs_worker_of_an_engine_has_a_pool_of_its_own() -> None:
+    code = """
+import os, numpy as np, ktk
+from ktk.hosts.pool import worker_pool
+worker_pool(0, 1)
+if child := os.fork():
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+ktk.Linear("BF16", 64, 64, pool=worker_pool(0, 1)).load(np.ones((64, 64), np.float32))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
 def test_a_child_makes_a_pool_of_its_own(parent: Parent) -> None:
     computing(parent)
 

@@ -117,7 +117,9 @@ class PackedLayer(LayerReader):
                 tensors[name] = found.view(spec.torch_dtype).reshape(spec.shape)
         for part in layout.orders:
             order = tensors[f"{part}_order"]
-            if not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype)):
+            if not torch.equal(
+                order.sort().values, torch.arange(len(order), dtype=order.dtype, device="cpu")
+            ):
                 where = self.where(part, number)
                 raise DamagedLayer(f"{where} has an order that lacks columns; {_AGAIN}")
         return layout.expert(tensors)

@@ -217,7 +217,7 @@ def _part(
         made = from_bytes(fmt, data, scale, zero)
     factor = number("factor", entries.get("factor"))
     if factor != 1:
-        made = replace(made, factor=torch.tensor([factor]))
+        made = replace(made, factor=torch.tensor([factor], dtype=torch.float32, device="cpu"))
     order = tensors.get(f"{index}.order")
     if order is None:
         return made

@@ -71,7 +71,7 @@ def uneven(order: torch.Tensor, layout: Layout) -> bool:
 
 def _neighbours(layout: Layout) -> torch.Tensor:
     """Return the group of each column where groups are neighbours, [k]."""
-    return torch.arange(layout.k) // (layout.group or layout.k)
+    return torch.arange(layout.k, device="cpu") // (layout.group or layout.k)
 
 
 def integers(
@@ -205,7 +205,7 @@ def int8(t: Tensors, layout: Layout) -> Matrix:
 
     def values() -> torch.Tensor:
         columns = -(-layout.k // scale.shape[1]) if not fmt.group_k else fmt.group_k
-        group = torch.arange(layout.k) // columns
+        group = torch.arange(layout.k, device="cpu") // columns
         return (t["data"].float() - zero[:, group]) * scale[:, group]
 
     return decoded(layout, t["data"], values)

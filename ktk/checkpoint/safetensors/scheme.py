@@ -170,7 +170,7 @@ def decoded(layout: Layout, data: torch.Tensor, values: Callable[[], torch.Tenso
     Where `data` is a stand-in on the device meta, so are the values, and nothing is computed.
     """
     if data.is_meta:
-        return Matrix(FLOAT, torch.empty(layout.n, layout.k, device="meta"))
+        return Matrix(FLOAT, torch.empty(layout.n, layout.k, device="meta", dtype=torch.float32))
     return Matrix(FLOAT, values())
 
 

@@ -35,7 +35,7 @@ def int4(t: Tensors, layout: Layout) -> Matrix:
         return Matrix(Format("u4", FLOAT_NAMES[scale.dtype], "none", 1, layout.group), data, scale)
 
     def values() -> torch.Tensor:
-        group = torch.arange(layout.k) // (layout.group or layout.k)
+        group = torch.arange(layout.k, device="cpu") // (layout.group or layout.k)
         codes = unpack(data, 4, layout.k).float() - _MIDDLE
         return codes * scale.float()[:, group] + t["zero"].T.float()[:, group]
 

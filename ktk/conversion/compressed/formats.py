@@ -126,7 +126,7 @@ class Target:
     def _tensors(self, made: Quantized, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         assert made.scale is not None, "all targets have scales"
         if self.name == "int4":
-            shape = torch.tensor(weight.shape)
+            shape = torch.tensor(weight.shape, device="cpu")
             packed = made.data.contiguous().view(torch.int32)
             return {"weight_packed": packed, "weight_scale": made.scale, "weight_shape": shape}
         if self.name == "fp8":
