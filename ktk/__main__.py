@@ -23,7 +23,8 @@ def main() -> None:
     warnings.formatwarning = lambda message, *_, **__: f"ktk: {' '.join(str(message).split())}\n"
     try:
         status = _run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # the shell may have closed it
+            sys.stdout.flush()
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except BrokenPipeError:

@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from ktk.checkpoint.detect import is_gguf
 from ktk.checkpoint.open import open_checkpoint
 from ktk.loading.default import default_backend
 from ktk.system import cpu_flags
@@ -92,6 +93,9 @@ class Engine:
 def served_as(request: Request) -> str:
     """Return the name of the model for clients: the server takes requests for no other."""
     path = request.model.absolute()
+    if path.is_dir() and is_gguf(path):
+        with open_checkpoint(path) as checkpoint:
+            path = checkpoint.files()[0]
     # How transformers tells a GGUF file from a folder.
     return f"{path.parent}:{path.name}" if path.suffix == ".gguf" else str(path)
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from ktk.config import PARTS
+from ktk.moe import MoE
 from ktk.sft.sharded import gathered
 from ktk.transformers import adapter
-from ktk.transformers.packed import Packed
+from ktk.transformers.packed import Packed, put
 
 
 def can_merge(packed: Packed) -> bool:
@@ -20,11 +21,13 @@ def can_merge(packed: Packed) -> bool:
 def merge_into(module: Any, packed: Packed) -> None:
     """Add the adapter of a module, which stays, to the weights that it was packed into.
 
+    Of a model that was copied, the module gets experts of its own; the copies keep what they have.
     Where ranks have parts of the factors, each has experts of its own, and all of them call this.
     """
     lora = adapter.lora_of(module)
     assert lora is not None
     assert packed.dtype is not None
+    moe = _another(packed.moe) if packed.shared else packed.moe
     factors = {name: value.detach().float() for name, value in gathered(lora).factors()}
     for expert in range(packed.moe.config.num_experts):
         weights: dict[str, Any] = {}
@@ -39,4 +42,18 @@ def merge_into(module: Any, packed: Packed) -> None:
         biases: dict[str, Any] = {
             name: one.contiguous() for name, one in packed.layout.biases(module, expert).items()
         }
-        packed.moe.load_expert(expert, **weights, **biases)
+        moe.load_expert(expert, **weights, **biases)
+    if moe is not packed.moe:
+        put(module, Packed(moe, packed.layout, packed.name))
+
+
+def _another(moe: MoE) -> MoE:
+    """Return a layer as another one is, without its experts."""
+    return MoE(
+        moe.backend,
+        moe.config,
+        variant=moe.variant,
+        pool=moe.pool,
+        shards=moe.shards,
+        weight_format=(moe.format, moe.up_format, moe.down_format),
+    )

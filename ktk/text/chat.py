@@ -12,7 +12,7 @@ from ktk.text import report
 from ktk.text.generate import Generator, Sampling
 from ktk.text.interrupt import Leave
 from ktk.text.load import Loaded
-from ktk.text.prompt import chat_tokens
+from ktk.text.prompt import as_text, chat_tokens
 from ktk.text.run import write
 from ktk.text.transcript import Transcript
 
@@ -85,6 +85,7 @@ class Chat:
         messages = self._transcript.messages
         said = {"role": "user", "content": text}
         try:
+            said["content"] = as_text(text)
             tokens = chat_tokens(self._tokenizer, [*messages, said])
             self._transcript.add(said)
             reply = self._generator.reply(tokens, write)
@@ -92,7 +93,7 @@ class Chat:
             print()
             return False
         except ValueError as error:
-            # A template that refuses, or a context that is full: the user may /clear it.
+            # No text, a template that refuses, or a context that is full: the user may /clear it.
             print(f"ktk: {error}", file=sys.stderr)
             if messages and messages[-1] is said:
                 messages.pop()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktk.errors import SettingError
 from ktk.pool import default_pool, set_default_threads
-from ktk.settings import Setting, setting
+from ktk.settings import FILE, Setting, config_file, setting
 from ktk.text.place import parts_of
 
 if TYPE_CHECKING:
@@ -74,7 +74,10 @@ def found_device(place: Setting) -> torch.device:
     if index >= count:
         known = torch.version.cuda or torch.version.hip
         why = f"torch finds {count} GPUs" if known else "this is torch's build for CPUs"
-        raise SettingError(f"{place.source}: there is no {device} here, {why}")
+        where, cure = place.source, ""
+        if where == FILE:
+            where, cure = f"{config_file()}: device", "; ktk config device --unset takes it out"
+        raise SettingError(f"{where}: there is no {device} here, {why}{cure}")
     return torch.device(device.type, index)
 
 

@@ -15,7 +15,7 @@ def read_prompt(given: str | None) -> str:
     Raises
     ------
     ValueError
-        There is neither, or it is empty.
+        There is neither, or it is empty or no UTF-8.
     """
     if given is None:
         if sys.stdin is None or sys.stdin.isatty():
@@ -23,7 +23,24 @@ def read_prompt(given: str | None) -> str:
         given = sys.stdin.read()
     if not given.strip():
         raise ValueError("the prompt is empty: give one with -p, or through a pipe")
-    return given
+    return as_text(given)
+
+
+def as_text(given: str) -> str:
+    """Return what came from outside as text, whatever encoding Python took it to have.
+
+    Raises
+    ------
+    ValueError
+        It is no UTF-8.
+    """
+    try:
+        # In the locale C, and where bytes are none of the locale's, Python keeps them escaped.
+        return given.encode("utf-8", "surrogateescape").decode()
+    except UnicodeError:
+        raise ValueError(
+            "the prompt is not text in UTF-8: convert it, with iconv for one"
+        ) from None
 
 
 def has_template(tokenizer: Any) -> bool:

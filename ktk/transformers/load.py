@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
 
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.packed.folder import read_index
+from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.conversion.fingerprint import fingerprint
 from ktk.errors import CheckpointError
 from ktk.transformers.config import METHOD, KtkConfig
@@ -55,7 +59,8 @@ def load(
     Raises
     ------
     CheckpointError
-        Files are missing or damaged, or memory cannot hold the experts.
+        Files are missing or damaged, lack a tensor of the model or have one of another shape, or
+        memory cannot hold the experts.
     BackendError
         The backend cannot be used here.
     OSError, ValueError
@@ -63,15 +68,49 @@ def load(
     """
     found = locate(path)
     config = KtkConfig(backend, experts=experts or found.experts, linears=linears, head=head)
-    with read_once():
-        return transformers.AutoModelForCausalLM.from_pretrained(
+    fits = options.pop("ignore_mismatched_sizes", False)
+    tells = options.pop("output_loading_info", False)
+    auto: Any = transformers.AutoModelForCausalLM
+    with read_once(), _naming_damage(found.name):
+        model, said = auto.from_pretrained(
             found.name,
             dtype=dtype or found.dtype,
             experts_implementation=METHOD,
             quantization_config=config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # transformers' error names no tensor
             **found.options,
             **options,
         )
+    _check_whole(found.name, said["missing_keys"], () if fits else said["mismatched_keys"])
+    return (model, said) if tells else model
+
+
+def _check_whole(path: str, missing: Iterable[str], others: Iterable[tuple[str, Any, Any]]) -> None:
+    """Refuse a model some of whose tensors were not in the files, and are random numbers now."""
+    for name, stored, wanted in others:
+        raise CheckpointError(
+            f"{path}: {name} has shape {list(stored)}, and config.json wants {list(wanted)}: one "
+            "of the files is of another model"
+        )
+    if lacking := sorted(missing):
+        more = f" and {len(lacking) - 1} more tensors" if lacking[1:] else ""
+        raise CheckpointError(
+            f"{path} lacks {lacking[0]}{more}, which config.json wants: is a file missing, or "
+            "config.json of another model?"
+        )
+
+
+@contextlib.contextmanager
+def _naming_damage(path: str) -> Iterator[None]:
+    """Name the file that is damaged, which errors of safetensors do not."""
+    try:
+        yield
+    except safetensors.SafetensorError as error:
+        if os.path.isdir(path):
+            with TensorIndex(Path(path)) as index:
+                list(index.in_order())  # of all headers
+        raise CheckpointError(f"{path} cannot be read: {error}. Download it again") from error
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:

@@ -10,13 +10,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from ktk.checkpoint.gguf.reader import GgufCheckpoint
+from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.errors import CheckpointError
 from ktk.transformers.adapter import has_lora, trained_state
@@ -212,8 +213,10 @@ class GgufExpertsQuantizer(ExpertsQuantizer):
         checkpoint = None if from_files is None else from_files.checkpoint
         # What it supports, it reads tensor by tensor, and those of experts not at all.
         known = getattr(self, "supported", True)
-        if known or not isinstance(checkpoint, GgufCheckpoint):
+        if known or checkpoint is None:
             return super().get_state_dict(checkpoint_file, model)  # type: ignore[misc]
+        if not isinstance(checkpoint, GgufCheckpoint):  # packed files, of experts alone
+            checkpoint = cast("GgufCheckpoint", open_checkpoint(checkpoint_file))
         return read_others(checkpoint, model, self.dtype, self.ktk, in_blocks=self._on_cpu)
 
     def update_dtype(self, dtype: Any) -> Any:

@@ -177,6 +177,13 @@ def test_a_full_context_ends_no_chat(model: Path, tmp_path: Path, command: Comma
     assert [role for role, _ in said(kept(tmp_path))][-2:] == ["user", "assistant"]
 
 
+def test_a_line_that_is_no_text_ends_no_chat(model: Path, tmp_path: Path, command: Command) -> None:
+    done = command("chat", str(model), "-n", "4", text="a\udcff\nhello\n")
+    assert done.returncode == 0, done.stderr
+    assert "the prompt is not text in UTF-8" in done.stderr
+    assert done.stdout.strip()
+
+
 def test_a_model_that_cannot_chat_says_so_at_once(tmp_path: Path, command: Command) -> None:
     plain = text_models.write(tmp_path / "plain", template=None)
     done = command("chat", str(plain), text=FIRST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def test_the_source_of_the_name_is_told(
 ) -> None:
     assert command("config", "device", "cuda:1").returncode == 0
     assert command("config", "device").stdout == "cuda:1\n"
-    assert "file: there is no cuda:1 here" in command("run", str(model), *PROMPT).stderr
+    said = command("run", str(model), *PROMPT).stderr
+    assert re.search(r"/config.json: device: there is no cuda:1 here.* device --unset", said)
     monkeypatch.setenv("KTK_DEVICE", "cuda")
     assert "KTK_DEVICE: there is no cuda here" in command("run", str(model), *PROMPT).stderr
     # What the command line says goes before both.

@@ -213,6 +213,7 @@ def test_dense_layers_and_the_head_are_packed_where_that_is_asked_for(
     [
         (["{model}"], "the prompt is empty"),
         (["{model}", "-p", " "], "the prompt is empty"),
+        (["{model}", "-p", "a\udcff"], "the prompt is not text in UTF-8"),
         (["{model}", "-p", "x", "-b", "AMXINT9"], "no backend 'AMXINT9'"),
         (["acme/moe", "-p", "x"], "hf download acme/moe"),
         (["{model}", "-p", "x" * 9000], "the context of this model ends at 8192"),
@@ -226,6 +227,15 @@ def test_what_cannot_be_run_is_one_line(
     assert (done.returncode, done.stdout) == (1, "")
     assert what in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_prompt_in_the_locale_c_is_read(model: Path, run: Command) -> None:
+    escaped = "Grüße".encode().decode("ascii", "surrogateescape")
+    texts = [
+        json.loads(run(str(model), "-p", one, "--greedy", "-n", "8", "--json").stdout)["text"]
+        for one in (escaped, "Grüße")
+    ]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow

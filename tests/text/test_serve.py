@@ -142,6 +142,31 @@ def test_a_gguf_file_is_named_as_transformers_does() -> None:
     assert engines.served_as(Request(Path("/m/x-Q4_K_M.gguf"))) == "/m:x-Q4_K_M.gguf"
 
 
+@pytest.mark.parametrize("name", ["one.gguf", "one-00001-of-00002.gguf"])
+def test_a_folder_with_a_gguf_file_is_that_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).touch()
+    monkeypatch.setattr(engines, "open_checkpoint", _Opened)
+    assert engines.served_as(Request(tmp_path)) == f"{tmp_path}:{name}"
+
+
+class _Opened:
+    """A checkpoint of the files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def files(self) -> list[Path]:
+        return sorted(self._folder.iterdir())
+
+
 def test_without_a_server_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "find_spec", lambda name: None)
     with pytest.raises(ImportError) as caught:

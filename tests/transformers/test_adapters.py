@@ -105,6 +105,24 @@ def test_merged_experts_are_saved_and_loaded(folder: Path, tmp_path: Path) -> No
     assert torch.equal(logits(packed(tmp_path), ids), logits(model, ids))
 
 
+def test_merging_leaves_copies_of_a_model_as_they_are(folder: Path) -> None:
+    reference, ids = packed(folder), tokens()
+    wanted = logits(reference, ids)
+    model = copy.deepcopy(reference)
+    randomize(ktk.sft.add_lora(model, rank=4, alpha=8))
+    adapted = logits(model, ids)
+    ktk.sft.merge(model)
+    assert 0 < off_by(logits(model, ids), adapted) < ROUNDED
+    assert torch.equal(logits(reference, ids), wanted)
+    # What was merged is the model's own, and is merged again where it is.
+    own = [one.moe for one in packed_modules(model).values()]
+    randomize(ktk.sft.add_lora(model, rank=4, alpha=8))
+    adapted = logits(model, ids)
+    ktk.sft.merge(model)
+    assert 0 < off_by(logits(model, ids), adapted) < ROUNDED
+    assert [one.moe for one in packed_modules(model).values()] == own
+
+
 def test_what_makes_no_sense_is_refused(folder: Path, model: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
         ktk.sft.add_lora(model, rank=0)

@@ -12,6 +12,7 @@ import quantized
 import tiny
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, Reference
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.base import HfQuantizer
@@ -153,6 +154,68 @@ def test_folders_that_were_converted(where: str, tmp_path: Path) -> None:
     ids = tiny.tokens()
     quantised = ktk.transformers.load(source, backend="AMXINT4")
     assert torch.equal(tiny.logits(model, ids), tiny.logits(quantised, ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["AMXINT4", "LLAMAFILE"])
+def test_folders_that_were_converted_from_a_gguf_file(backend: str, tmp_path: Path) -> None:
+    source, _ = gguf_model.write(tmp_path, gguf_model.QWEN3)
+    packed = tmp_path / "far" / "packed"
+    packed.parent.mkdir()
+    convert(source, packed, backend=backend)
+    model = ktk.transformers.load(source, experts=packed)
+    assert {one.moe.backend.name for one in packed_modules(model).values()} == {backend}
+    ids = tiny.tokens()
+    direct = ktk.transformers.load(source, backend=backend)
+    assert torch.equal(tiny.logits(model, ids), tiny.logits(direct, ids))
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    [path] = folder.glob("*.safetensors")
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _lacks(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if ".layers.1.self_attn." in name]:
+            del tensors[name]
+
+    _rewrite(folder, change)
+
+
+def _is_another(folder: Path) -> None:
+    _rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(8)}))
+
+
+def _has_more_layers(folder: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers += 1
+    config.save_pretrained(folder)
+
+
+def _is_cut(folder: Path) -> None:
+    [path] = folder.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_lacks, r"lacks model.layers.1.self_attn.* and \d+ more tensors, which config.json wants"),
+        (_has_more_layers, r"lacks model.layers.\d.* more tensors, which config.json wants"),
+        (_is_another, r"model.norm.weight has shape \[8\], and config.json wants \[\d+\]"),
+        (_is_cut, r"model.safetensors is damaged or truncated"),
+    ],
+)
+def test_files_that_are_not_the_models_are_refused(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    path = FAMILIES["qwen3-moe"].save(tmp_path)
+    damage(path)
+    with pytest.raises(ktk.CheckpointError, match=message):
+        ktk.transformers.load(path)
 
 
 @pytest.mark.parametrize("write", [quantized.kimi_k2, quantized.gpt_oss, quantized.fp8_everywhere])

@@ -179,6 +179,13 @@ def test_a_reader_that_went_away_ends_the_command_quietly(arguments: list[str]) 
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_closed_output_is_no_fault() -> None:
+    command = f"{sys.executable} -m ktk version >&-"
+    env = os.environ | {"PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_everything_about_one_backend() -> None:
     document = json.loads(invoke("backends", "bf16", "--json"))
     [entry] = document["backends"]
