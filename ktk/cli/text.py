@@ -72,7 +72,10 @@ TopP = Annotated[
 ]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")]
 Seed = Annotated[
-    int | None, typer.Option(metavar="N", help="Of random numbers; default: another every time.")
+    int | None,
+    typer.Option(
+        metavar="N", min=0, max=2**63 - 1, help="Of random numbers; default: another every time."
+    ),
 ]
 
 

@@ -42,10 +42,11 @@ def merged(folder: Path, mine: Index, *, resume: bool) -> Index:
         )
     earlier = read_index(folder)
     for what in ("backend", "group_size"):
-        if getattr(earlier, what) != getattr(mine, what):
+        was, now = getattr(earlier, what), getattr(mine, what)
+        if was != now:
             raise CheckpointError(
-                f"{folder} was begun with the {what} {getattr(earlier, what)}, not "
-                f"{getattr(mine, what)}: choose another folder"
+                f"{folder} was begun with the {what} {was}, not {now}: say {option(what, was)} "
+                "again, or choose another folder"
             )
     if earlier.source != mine.source:
         names = ", ".join(changed(earlier.stamps, mine.stamps))
@@ -109,3 +110,9 @@ def joined(digests: list[int]) -> int:
     """Return the checksum of a layer from those of its experts."""
     found: int = xxhash.xxh3_64_intdigest(b"".join(one.to_bytes(8, "little") for one in digests))
     return found
+
+
+def option(what: str, value: object) -> str:
+    """Return what a command line says so that an option has a value, "no --option" for None."""
+    name = f"--{what.replace('_', '-')}"
+    return f"no {name}" if value is None else f"{name} {value}"

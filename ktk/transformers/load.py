@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
+from ktk.checkpoint.files import read_json
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.packed.folder import read_index
 from ktk.checkpoint.safetensors.index import TensorIndex
@@ -114,10 +115,30 @@ def _naming_damage(path: str) -> Iterator[None]:
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:
-    """Load the tokenizer of a model, given what `load` is given."""
+    """Load the tokenizer of a model, given what `load` is given.
+
+    Raises
+    ------
+    CheckpointError
+        The folder has none.
+    """
     found = locate(path)
-    with read_once():
-        return transformers.AutoTokenizer.from_pretrained(found.name, **found.options, **options)
+    auto: Any = transformers.AutoTokenizer
+    try:
+        with read_once():
+            made = auto.from_pretrained(found.name, **found.options, **options)
+        # Of a class whose files are not there, transformers makes one that knows nothing.
+        missing = len(made) <= len(made.all_special_tokens)
+    except (OSError, ValueError):
+        if found.options or not os.path.isdir(found.name) or any(Path(found.name).glob("*token*")):
+            raise
+        missing = True
+    if missing:
+        raise CheckpointError(
+            f"{found.name} has no tokenizer, without which nothing is text: copy tokenizer.json "
+            "and tokenizer_config.json there, which the model was published with"
+        )
+    return made
 
 
 @dataclass(frozen=True)
@@ -150,7 +171,7 @@ def locate(path: str | os.PathLike[str]) -> Located:
     Raises
     ------
     CheckpointError
-        The source of packed files is not there.
+        The source of packed files is not there, or a folder has no config.json.
     """
     name = os.fspath(path)
     experts = name if is_packed(name) else None
@@ -158,6 +179,8 @@ def locate(path: str | os.PathLike[str]) -> Located:
         check_path(name)  # which is no name of the hub, and says what is missing
     source = _source(Path(name)) if experts else Path(name)
     if not is_gguf(source):
+        if source.is_dir():
+            read_json(source / "config.json")
         return Located(os.fspath(source) if experts else name, experts, {})
     with open_checkpoint(source) as checkpoint:
         first = checkpoint.files()[0]

@@ -215,6 +215,7 @@ def test_dense_layers_and_the_head_are_packed_where_that_is_asked_for(
         (["{model}", "-p", " "], "the prompt is empty"),
         (["{model}", "-p", "a\udcff"], "the prompt is not text in UTF-8"),
         (["{model}", "-p", "x", "-b", "AMXINT9"], "no backend 'AMXINT9'"),
+        (["{model}/..", "-p", "x"], "config.json is missing: not a checkpoint folder"),
         (["acme/moe", "-p", "x"], "hf download acme/moe"),
         (["{model}", "-p", "x" * 9000], "the context of this model ends at 8192"),
         (["{model}", "-p", "x", "--source", "{model}"], "--source"),
@@ -227,6 +228,14 @@ def test_what_cannot_be_run_is_one_line(
     assert (done.returncode, done.stdout) == (1, "")
     assert what in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_folder_without_a_tokenizer_says_so(model: Path, tmp_path: Path, run: Command) -> None:
+    for path in model.iterdir():
+        if "token" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    done = run(str(tmp_path), "-p", PROMPT)
+    assert f"{tmp_path} has no tokenizer" in done.stderr
 
 
 def test_a_prompt_in_the_locale_c_is_read(model: Path, run: Command) -> None:

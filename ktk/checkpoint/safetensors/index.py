@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -109,9 +110,9 @@ class TensorIndex(Closing):
             try:
                 opened = self._opened[path] = TensorFile(path)
             except MissingFile as error:
-                raise CheckpointError(
-                    f"{error}, though {INDEX} names it: an incomplete download?"
-                ) from None
+                listed = os.path.lexists(self.folder / INDEX)
+                why = f"though {INDEX} names it" if listed else "though a link leads there"
+                raise CheckpointError(f"{error}, {why}: an incomplete download?") from None
             except EntryError as error:
                 raise CheckpointError(
                     f"{path} is damaged or truncated: {error}. Download it again"

@@ -15,7 +15,7 @@ from pathlib import Path
 from ktk.checkpoint.entries import EntryError, integer, integers, table, text
 from ktk.checkpoint.files import read_json
 from ktk.checkpoint.packed.folder import Stamps
-from ktk.conversion.resume import check_empty
+from ktk.conversion.resume import check_empty, option
 from ktk.conversion.stamps import changed
 from ktk.durable import write_file
 from ktk.errors import CheckpointError
@@ -71,10 +71,11 @@ def take_over(folder: Path, mine: State, *, resume: bool) -> bool:
         )
     earlier = _read(folder / STATE)
     for what in ("to", "group_size"):
-        if getattr(earlier, what) != getattr(mine, what):
+        was, now = getattr(earlier, what), getattr(mine, what)
+        if was != now:
             raise CheckpointError(
-                f"{folder} was begun with the {what} {getattr(earlier, what)}, not "
-                f"{getattr(mine, what)}: choose another folder"
+                f"{folder} was begun with the {what} {was}, not {now}: say {option(what, was)} "
+                "again, or choose another folder"
             )
     names = ", ".join(changed(earlier.stamps, mine.stamps))
     if earlier.source != mine.source:
