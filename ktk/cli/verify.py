@@ -47,10 +47,12 @@ def lines_of(result: Verification) -> list[str]:
     ]
     if result.more:
         lines.append(f"and {result.more} more faults")
-    read = (
-        f"{result.experts} experts in layers {spans(list(result.layers))}, "
-        f"{gigabytes(result.nbytes)}, were read"
-    )
+    read = "no experts were read"
+    if result.layers:
+        read = (
+            f"{result.experts} experts in layers {spans(list(result.layers))}, "
+            f"{gigabytes(result.nbytes)}, were read"
+        )
     count = len(result.faults) + result.more
     said = f"{count} fault{'s' * (count != 1)}" if count else "nothing is wrong"
     return [*lines, f"{result.path}: {said}; {read}"]

@@ -70,7 +70,8 @@ void Layer::load(size_t expert, const ExpertSource& source) {
   const auto turn = engine_->turn();
   const std::lock_guard change(changing_);
   const Parts<ktk_format> formats = stored_formats(source);
-  if (!weights_) {
+  const bool first = !weights_;
+  if (first) {
     const size_t most =
         most_shards(config_.intermediate, cut_rules(variant_.tile, formats, source));
     if (shards_chosen_ && nodes_.size() > most) nodes_ = shard_nodes(engine_->pool, most);
@@ -79,10 +80,19 @@ void Layer::load(size_t expert, const ExpertSource& source) {
       if (left_out_[e]) weights_->discard(e, Weights::State::kLeftOut);
     }
   }
-  const bool fresh = weights_->state(expert) != Weights::State::kLoaded && !left_out_[expert];
-  weights_->load(expert, source, engine_->pool);
+  const auto is_known = [&] {
+    return left_out_[expert] || weights_->state(expert) == Weights::State::kLoaded;
+  };
+  const bool before = is_known();
+  try {
+    weights_->load(expert, source, engine_->pool);
+  } catch (...) {
+    loaded_ -= before && !is_known();
+    if (first) weights_.reset();  // another expert may decide on formats
+    throw;
+  }
   left_out_[expert] = 0;
-  loaded_ += fresh;
+  loaded_ += !before;
 }
 
 void Layer::leave_out(size_t expert) { discard(expert, Weights::State::kLeftOut); }

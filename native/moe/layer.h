@@ -27,7 +27,8 @@ class Layer : public std::enable_shared_from_this<Layer> {
         const Config& config, std::shared_ptr<Engine> engine, int shards,
         const Parts<std::optional<ktk_format>>& wanted);
 
-  // Packs one expert. The first one decides the stored formats; later ones must fit them.
+  // Packs one expert. The first one decides the stored formats; later ones must fit them. Where
+  // this throws, an expert that was there may be unloaded (Weights::load).
   void load(size_t expert, const ExpertSource& source);
   // Both give an expert's memory back. Rows routed to one that is left out contribute nothing; to
   // route a row to one that is unloaded is an error.

@@ -163,6 +163,19 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     jobs.push_back({&slice.matrix.down, view(source.down, 0, slice.begin), slice.node});
   }
   find_sizes(variant_, pool, jobs);
+  try {
+    fill(expert, source, jobs, pool);
+  } catch (...) {
+    // What is there may be of this expert and of one before.
+    discard(expert, states_[expert] == State::kLeftOut ? State::kLeftOut : State::kUnloaded);
+    throw;
+  }
+  if (gaps_) keep_gaps(expert);
+}
+
+// Writes an expert, which is loaded then.
+void Weights::fill(size_t expert, const ExpertSource& source, std::span<PackJob> jobs,
+                   WorkerPool& pool) {
   for (size_t s = 0; s < slices_.size(); ++s) {
     Slice& slice = slices_[s];
     PackJob &gate = jobs[3 * s], &up = jobs[3 * s + 1], &down = jobs[3 * s + 2];
@@ -185,7 +198,6 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
   orders_[expert].down = shared(order.down);
   states_[expert] = State::kLoaded;
   compare_orders();
-  if (gaps_) keep_gaps(expert);
 }
 
 // Huge pages of a loaded expert may reach into experts that have no memory: gives that back, and

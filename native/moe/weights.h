@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,7 @@
 
 namespace ktk {
 
+struct PackJob;
 class WorkerPool;
 
 // A value for each projection of an expert: gate [I, H], up [I, H] and down [H, I]. Without a gate,
@@ -113,7 +115,8 @@ class Weights {
 
   // Packs one expert with all workers of the pool; the sources may go afterwards. The formats have
   // been matched with the backend's by the caller. Throws std::invalid_argument where a group of
-  // the source reaches over a cut that is no cut of the first source's groups.
+  // the source reaches over a cut that is no cut of the first source's groups: nothing has changed
+  // then. Where memory runs out, or packing throws, the expert is unloaded, or left out as before.
   void load(size_t expert, const ExpertSource& source, WorkerPool& pool);
   // Forgets an expert and gives its memory back. `state`: left out or unloaded.
   void discard(size_t expert, State state);
@@ -159,6 +162,7 @@ class Weights {
   void add_slice(size_t begin, size_t end, int node);
   bool chooses_scales(const ExpertSource& source) const;
   Order shared(const Order& order) const;
+  void fill(size_t expert, const ExpertSource& source, std::span<PackJob> jobs, WorkerPool& pool);
   void compare_orders();
   void set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n);
   void keep_gaps(size_t expert);

@@ -27,7 +27,7 @@ NAME = b"ktk.backend"
 
 @pytest.fixture(scope="module")
 def lying(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], _core.Backend]:
-    """Make BF16's table with a function that throws: in packing, or else in multiplying."""
+    """Make BF16's table with a function that throws: in packing what is not 0, or multiplying."""
     source, library = Path(__file__).with_name("thrower.cc"), tmp_path_factory.mktemp("t") / "t.so"
     compiler = os.environ.get("CXX", "g++").split()
     flags = ["-std=c++20", "-shared", "-fPIC", f"-I{ktk.get_include()}", "-o", os.fspath(library)]
@@ -48,15 +48,40 @@ def layer(core: _core.Backend) -> ktk.MoE:
     return backend.moe(**SIZES, pool=ktk.WorkerPool(threads=2))
 
 
-def expert() -> dict[str, Any]:
-    return dict.fromkeys(("gate", "up", "down"), np.zeros((32, 32), np.float32))
+def expert(value: float = 0) -> dict[str, Any]:
+    return dict.fromkeys(("gate", "up", "down"), np.full((32, 32), value, np.float32))
 
 
 def test_in_packing(lying: Callable[[bool], _core.Backend]) -> None:
     with pytest.raises(RuntimeError, match="a backend threw a C"):
-        layer(lying(True)).load_expert(0, **expert())
+        layer(lying(True)).load_expert(0, **expert(1))
     with pytest.raises(RuntimeError, match="a backend threw a C"):
-        _core.PackedMatrix(lying(True), "", expert()["gate"])
+        _core.PackedMatrix(lying(True), "", expert(1)["gate"])
+
+
+def test_an_expert_that_is_packed_in_part_is_not_there(
+    lying: Callable[[bool], _core.Backend],
+) -> None:
+    moe = layer(lying(True))
+    call = np.ones((2, 32), np.float32), np.zeros((2, 1), int), np.ones((2, 1), np.float32)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a backend threw a C"):
+            moe.load_expert(0, **expert(1))
+        assert (moe.loaded, moe.format) == ((), None)
+        with pytest.raises(RuntimeError, match="no expert is loaded"):
+            moe(*call)
+    moe.load_expert(0, **expert())
+    assert (moe(*call) == 0).all()
+    with pytest.raises(RuntimeError, match="a backend threw a C"):
+        moe.load_expert(0, **expert() | {"down": expert(1)["down"]})
+    with pytest.raises(RuntimeError, match="no expert is loaded"):
+        moe(*call)
+    moe.leave_out(0)
+    with pytest.raises(RuntimeError, match="a backend threw a C"):
+        moe.load_expert(0, **expert(1))
+    assert (moe(*call) == 0).all()  # still left out
+    moe.load_expert(0, **expert())
+    assert moe.loaded == (0,)
 
 
 def test_in_a_call_and_in_a_ticket(lying: Callable[[bool], _core.Backend]) -> None:
