@@ -64,7 +64,7 @@ def generate_gpu_experts_masks(
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     layers, experts = frequency.shape
-    count = min(at_least("num_gpu_experts", num_gpu_experts, 0), layers * experts)
+    count = min(max(int(num_gpu_experts), 0), layers * experts)
     if strategy == "uniform":
         each, over = divmod(count, max(layers, 1))
         numbers = (

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from ktk.errors import CheckpointError
+from ktk.ktmoe.arguments import at_least
 from ktk.ktmoe.masks import STRATEGIES, generate_gpu_experts_masks
 from ktk.placement.files import layers_in, read_document, write_document
 
@@ -49,8 +50,10 @@ def place(
     Raises
     ------
     ValueError
-        Layers have different numbers of experts, or there is no such strategy.
+        Layers have different numbers of experts, there is no such strategy, or num_gpu_experts is
+        no number from 0 on.
     """
+    at_least("num_gpu_experts", num_gpu_experts, 0)
     rows = {number: np.asarray(counts[number], np.float64) for number in sorted(counts)}
     sizes = {row.size for row in rows.values()}
     if len(sizes) != 1:

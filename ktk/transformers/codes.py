@@ -66,6 +66,12 @@ class Coded:
         for name, matrix in self.decoded.items():
             patterns |= {rf"^{re.escape(one)}\." for one in (name, matrix.stem)}
         model._keys_to_ignore_on_load_unexpected = {*known, *patterns}
+        # Their weights are filled in later, and are not missed.
+        later = {rf"^{re.escape(name)}\.weight$" for name in self.decoded}
+        model._keys_to_ignore_on_load_missing = {
+            *(model._keys_to_ignore_on_load_missing or ()),
+            *later,
+        }
 
     def finish(self, model: Any) -> None:
         """Read and pack the matrices, when the other weights are there."""

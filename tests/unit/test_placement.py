@@ -175,6 +175,9 @@ def test_other_files_that_cannot_be_used(tmp_path: Path) -> None:
         save_counts(tmp_path / "counts.json", {})
     with pytest.raises(ValueError, match=r"layers have \[1, 2\] experts"):
         place({0: [1], 1: [1, 2]}, 1)
+    for number in (-1, 2.5):
+        with pytest.raises(ValueError, match="num_gpu_experts must be an integer of at least 0"):
+            place({0: [1, 2]}, number)  # type: ignore[arg-type]
 
 
 def test_the_command(tmp_path: Path) -> None:
