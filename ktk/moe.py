@@ -407,7 +407,7 @@ class MoE(TrainableLayer, PredictedLayer):
             True: the expert contributes nothing (someone else computes it). Zero experts have no
             place here: whose they are, ids say.
         out : array [tokens, hidden_size], optional
-            Where to write; may be `hidden` itself.
+            Where to write; may be `hidden` itself, or overlap it, which takes a copy.
         lora : Lora or sequence of Lora, optional
             An adapter for all tokens, or several.
         adapter_ids : array [tokens], int32 or int64, optional

@@ -45,8 +45,8 @@ def merged(folder: Path, mine: Index, *, resume: bool) -> Index:
         was, now = getattr(earlier, what), getattr(mine, what)
         if was != now:
             raise CheckpointError(
-                f"{folder} was begun with the {what} {was}, not {now}: say {option(what, was)} "
-                "again, or choose another folder"
+                f"{folder} was begun with the {what} {was}, not {now}: {option(what, was)}, "
+                "or choose another folder"
             )
     if earlier.source != mine.source:
         names = ", ".join(changed(earlier.stamps, mine.stamps))
@@ -113,6 +113,6 @@ def joined(digests: list[int]) -> int:
 
 
 def option(what: str, value: object) -> str:
-    """Return what a command line says so that an option has a value, "no --option" for None."""
+    """Return what to do for an option to have a value: "say --option 1", or to leave it out."""
     name = f"--{what.replace('_', '-')}"
-    return f"no {name}" if value is None else f"{name} {value}"
+    return f"leave {name} out" if value is None else f"say {name} {value} again"

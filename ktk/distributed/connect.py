@@ -24,7 +24,7 @@ VARIABLE = "KTK_ADDRESS"
 _DATA, _CONTROL = 0, 1
 # A secret of who is called, and rank and purpose of who calls.
 _HELLO = struct.Struct("<32sIB")
-# Seconds for the rest of a hello.
+# Seconds for a hello.
 _SILENCE = 5.0
 _meshes: WeakKeyDictionary[Any, Mesh] = WeakKeyDictionary()
 
@@ -133,12 +133,16 @@ def _answer(
             ranks = sorted({rank for rank, _ in missing})
             raise ConnectionError(f"rank {ranks[0]} did not connect in time: did it start?")
         connection, _ = ready[0].accept()
-        # A rank says hello at once; who is silent, such as a scanner of ports, holds nobody up.
-        connection.settimeout(min(_SILENCE, max(0.1, left)))
+        # A rank says hello at once; who does not, such as a scanner of ports, is not waited for.
+        until = time.monotonic() + min(_SILENCE, max(0.1, left))
         with suppress(OSError):
             hello = b""
             # With a timeout, MSG_WAITALL would return what is there.
-            while rest := connection.recv(_HELLO.size - len(hello)):
+            while len(hello) < _HELLO.size:
+                connection.settimeout(max(0.001, until - time.monotonic()))
+                rest = connection.recv(_HELLO.size - len(hello))
+                if not rest:
+                    break
                 hello += rest
             if len(hello) == _HELLO.size:
                 said, rank, purpose = _HELLO.unpack(hello)

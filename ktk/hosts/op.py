@@ -171,8 +171,17 @@ def _state() -> ModelState:
     return ModelState()
 
 
-# A child has none of the threads that its parent's buffers may be waiting for.
-os.register_at_fork(after_in_child=_state.cache_clear)
+_of_parents: list[ModelState] = []
+
+
+def _after_fork() -> None:
+    """Let a child have buffers of its own, and never free its parent's: streams may use them."""
+    if _state.cache_info().currsize:
+        _of_parents.append(_state())
+        _state.cache_clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _shape(

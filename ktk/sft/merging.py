@@ -44,7 +44,9 @@ def merge_into(module: Any, packed: Packed) -> None:
         }
         moe.load_expert(expert, **weights, **biases)
     if moe is not packed.moe:
-        put(module, Packed(moe, packed.layout, packed.name))
+        own = Packed(moe, packed.layout, packed.name)
+        own.keeps_products = packed.keeps_products
+        put(module, own)
 
 
 def _another(moe: MoE) -> MoE:

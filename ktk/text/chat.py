@@ -12,7 +12,7 @@ from ktk.text import report
 from ktk.text.generate import Generator, Sampling
 from ktk.text.interrupt import Leave
 from ktk.text.load import Loaded
-from ktk.text.prompt import as_text, chat_tokens
+from ktk.text.prompt import as_text, chat_tokens, keep_bytes
 from ktk.text.run import write
 from ktk.text.transcript import Transcript
 
@@ -118,6 +118,7 @@ class Chat:
 
 def asked() -> Iterator[str]:
     """Yield what the user types, or the lines of a pipe, until the end or Ctrl-C."""
+    keep_bytes()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     prompt = _BOLD_PROMPT if Console().color_system else _PROMPT
     if terminal:

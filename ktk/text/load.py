@@ -8,6 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ktk.checkpoint.detect import is_gguf
+from ktk.checkpoint.files import read_json
 from ktk.errors import SettingError
 from ktk.pool import default_pool, set_default_threads
 from ktk.settings import FILE, Setting, config_file, setting
@@ -135,6 +137,8 @@ def load_text_model(
     place = setting("device", device)
     require("transformers", "run")
     rest, experts = parts_of(name, source)
+    if rest.is_dir() and not is_gguf(rest):
+        read_json(rest / "config.json")  # or a sentence
     import torch
     import transformers
 

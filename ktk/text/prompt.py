@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +21,17 @@ def read_prompt(given: str | None) -> str:
     if given is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise ValueError("there is no prompt: give one with -p, or through a pipe")
+        keep_bytes()
         given = sys.stdin.read()
     if not given.strip():
         raise ValueError("the prompt is empty: give one with -p, or through a pipe")
     return as_text(given)
+
+
+def keep_bytes() -> None:
+    """Let what is no text come from standard input as well, for `as_text` to say so."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def as_text(given: str) -> str:

@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
-from ktk.checkpoint.files import read_json
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.packed.folder import read_index
 from ktk.checkpoint.safetensors.index import TensorIndex
@@ -127,18 +126,28 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:
     try:
         with read_once():
             made = auto.from_pretrained(found.name, **found.options, **options)
-        # Of a class whose files are not there, transformers makes one that knows nothing.
-        missing = len(made) <= len(made.all_special_tokens)
-    except (OSError, ValueError):
-        if found.options or not os.path.isdir(found.name) or any(Path(found.name).glob("*token*")):
+    except (OSError, ValueError) as error:
+        if _may_have_tokenizer(found):
             raise
-        missing = True
-    if missing:
-        raise CheckpointError(
-            f"{found.name} has no tokenizer, without which nothing is text: copy tokenizer.json "
-            "and tokenizer_config.json there, which the model was published with"
-        )
+        raise _no_tokenizer(found.name) from error
+    # Of a class whose files are not there, transformers makes one that knows nothing.
+    if len(made) <= len(made.all_special_tokens) and not _may_have_tokenizer(found):
+        raise _no_tokenizer(found.name)
     return made
+
+
+def _may_have_tokenizer(found: Located) -> bool:
+    patterns = ("*token*", "*.model", "vocab.*", "tekken.json", "*.py")
+    if found.options or not os.path.isdir(found.name):
+        return True
+    return any(any(Path(found.name).glob(pattern)) for pattern in patterns)
+
+
+def _no_tokenizer(folder: str) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} has no tokenizer, without which nothing is text: copy tokenizer.json and "
+        "tokenizer_config.json there, which the model was published with"
+    )
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,7 @@ def locate(path: str | os.PathLike[str]) -> Located:
     Raises
     ------
     CheckpointError
-        The source of packed files is not there, or a folder has no config.json.
+        The source of packed files is not there.
     """
     name = os.fspath(path)
     experts = name if is_packed(name) else None
@@ -179,8 +188,6 @@ def locate(path: str | os.PathLike[str]) -> Located:
         check_path(name)  # which is no name of the hub, and says what is missing
     source = _source(Path(name)) if experts else Path(name)
     if not is_gguf(source):
-        if source.is_dir():
-            read_json(source / "config.json")
         return Located(os.fspath(source) if experts else name, experts, {})
     with open_checkpoint(source) as checkpoint:
         first = checkpoint.files()[0]

@@ -23,7 +23,8 @@ class Packed(OpLayer):
     Attributes
     ----------
     shared : bool
-        Whether a copy of the module has them too, so that their weights must not change.
+        Whether a deep copy of the module was made, which has them too: their weights must not
+        change.
     """
 
     shared = False

@@ -87,8 +87,8 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
 
 void call_layer(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights,
                 nb::handle mask, nb::handle out) {
-  const Call call(layer, hidden, ids, weights, mask, out);
-  call.refuse_overlap();
+  Call call(layer, hidden, ids, weights, mask, out);
+  call.separate();
   const Unlocked unlocked;
   layer.forward(call.request);
 }

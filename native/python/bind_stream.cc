@@ -67,7 +67,6 @@ CallHandle* make_call(std::shared_ptr<Layer> layer, nb::handle hidden, nb::handl
                       bool stable, size_t deferred, bool batch_union, nb::object give_to,
                       nb::object take_from) {
   const Call call(*layer, hidden, ids, weights, mask, out);
-  if (live || stable) call.refuse_overlap();
   if (!call.converted.empty() && (live || stable)) {
     throw nb::type_error("topk_weights must be float32 where the call reads them later");
   }

@@ -127,7 +127,7 @@ void forward_with(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle we
                   nb::handle mask, nb::handle out, const std::vector<GivenAdapter>& adapters,
                   nb::handle of_tokens, nb::handle kept_) {
   Call call(layer, hidden, ids, weights, mask, out);
-  call.refuse_overlap();
+  call.separate();
   const GivenLora lora(layer.config(), adapters, of_tokens, call.request.choice.tokens);
   call.request.lora = lora.get();
   AnyOutput kept;

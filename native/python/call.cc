@@ -1,5 +1,7 @@
 #include "python/call.h"
 
+#include <cstring>
+
 #include "core/size.h"
 #include "ops/select.h"
 
@@ -60,11 +62,18 @@ Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle w
   }
 }
 
-void Call::refuse_overlap() const {
-  const Rows &in = request.hidden, &to = request.out;
+void Call::separate() {
+  Rows& in = request.hidden;
+  const Rows& to = request.out;
   if (in.data == to.data && in.type == to.type && in.stride == to.stride) return;
-  if (!overlap(in, hidden.shape(1), to, out.shape(1), hidden.shape(0))) return;
-  throw nb::value_error("out overlaps hidden: give hidden itself, or memory of its own");
+  const size_t rows = hidden.shape(0), columns = hidden.shape(1);
+  if (!overlap(in, columns, to, columns, rows)) return;
+  const size_t bytes = in.bytes_of(columns);
+  copied.resize(product(rows, bytes));
+  for (size_t row = 0; row < rows; ++row) {
+    std::memcpy(copied.data() + row * bytes, in.at(row), bytes);
+  }
+  in = {copied.data(), in.type, columns};
 }
 
 }  // namespace ktk

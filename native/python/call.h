@@ -11,7 +11,7 @@ namespace ktk {
 
 using OptArray = std::optional<AnyArray>;
 
-// A call's arrays, checked; the request points into them and into `converted`.
+// A call's arrays, checked; the request points into them, `converted` and `copied`.
 struct Call {
   // Throws TypeError or ValueError with what was expected and what came.
   Call(const Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle mask,
@@ -19,16 +19,16 @@ struct Call {
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
 
-  // Throws ValueError where `out` shares memory with `hidden`, unless it is `hidden` itself:
-  // workers write rows while others still read theirs. For calls that read their arguments where
-  // they are.
-  void refuse_overlap() const;
+  // Copies `hidden` where `out` may share some of its memory, unless it is `hidden` itself: workers
+  // write rows while others still read theirs.
+  void separate();
 
   AnyArray hidden, ids, weights;
   OptArray mask;
   AnyOutput out;
   Request request;
   std::vector<float> converted;  // weights that did not come as f32
+  std::vector<char> copied;      // rows of `hidden`
 };
 
 }  // namespace ktk

@@ -238,6 +238,19 @@ def test_a_folder_without_a_tokenizer_says_so(model: Path, tmp_path: Path, run: 
     assert f"{tmp_path} has no tokenizer" in done.stderr
 
 
+@pytest.mark.parametrize("what", ["run", "chat"])
+def test_bytes_that_are_no_text_are_one_line(model: Path, what: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ktk", what, str(model), "-n", "2"],
+        input=b"Gr\xfc\xdfe\n",
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+        capture_output=True,
+    )
+    assert done.returncode == (1 if what == "run" else 0), done.stderr
+    [line] = [line for line in done.stderr.decode().splitlines() if "UTF-8" in line]
+    assert line.startswith("ktk: the prompt is not text in UTF-8")
+
+
 def test_a_prompt_in_the_locale_c_is_read(model: Path, run: Command) -> None:
     escaped = "Grüße".encode().decode("ascii", "surrogateescape")
     texts = [

@@ -74,16 +74,20 @@ def test_rows_may_be_strided_and_out_may_be_hidden(moe: ktk.MoE, call: dict[str,
     assert torch.equal(moe.submit(**call).wait(), expected)
 
 
-def test_out_may_not_overlap_hidden_otherwise(moe: ktk.MoE, call: dict[str, Any]) -> None:
-    ids, weights = call["topk_ids"], call["topk_weights"]
-    tokens, width = call["hidden"].shape
-    memory = np.zeros((tokens + 1, width), np.float32)
-    with pytest.raises(ValueError, match="out overlaps hidden: give hidden itself, or memory"):
-        moe(memory[:-1], ids, weights, out=memory[1:])
-    with pytest.raises(ValueError, match="out overlaps hidden"):
-        moe(memory.view(np.float16)[:-1, :width], ids, weights, out=memory[:-1])
-    # Inputs of what runs later are copied.
-    moe.submit(memory[:-1], ids, weights, out=memory[1:]).wait()
+def test_out_may_overlap_hidden(moe: ktk.MoE) -> None:
+    rng, tokens = np.random.default_rng(0), 300
+    memory = rng.standard_normal((tokens + 1, 2 * HIDDEN)).astype(np.float32)
+    ids = np.tile(np.arange(2), (tokens, 1))
+    weights = rng.random((tokens, 2)).astype(np.float32)
+    for hidden, out in (
+        (memory[:-1, :HIDDEN], memory[1:, :HIDDEN]),
+        (memory[1:, :HIDDEN], memory[:-1, :HIDDEN]),
+        (memory[:-1, :HIDDEN], memory[:-1, HIDDEN:]),  # which share no byte
+        (memory.view(np.float16)[:-1, :HIDDEN], memory[:-1, :HIDDEN]),
+    ):
+        hidden[:] = rng.standard_normal(hidden.shape)
+        expected = moe(hidden.copy(), ids, weights, out=np.empty((tokens, HIDDEN), np.float32))
+        assert np.array_equal(moe(hidden, ids, weights, out=out), expected)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def take_over(folder: Path, mine: State, *, resume: bool) -> bool:
         was, now = getattr(earlier, what), getattr(mine, what)
         if was != now:
             raise CheckpointError(
-                f"{folder} was begun with the {what} {was}, not {now}: say {option(what, was)} "
-                "again, or choose another folder"
+                f"{folder} was begun with the {what} {was}, not {now}: {option(what, was)}, "
+                "or choose another folder"
             )
     names = ", ".join(changed(earlier.stamps, mine.stamps))
     if earlier.source != mine.source:
