@@ -68,6 +68,7 @@ class Coded:
         model._keys_to_ignore_on_load_unexpected = {*known, *patterns}
         # Their weights are filled in later, and are not missed.
         later = {rf"^{re.escape(name)}\.weight$" for name in self.decoded}
+        later |= {rf"^{re.escape(target)}$" for target, _ in self._tied(model)}
         model._keys_to_ignore_on_load_missing = {
             *(model._keys_to_ignore_on_load_missing or ()),
             *later,
@@ -87,6 +88,15 @@ class Coded:
             assert isinstance(values, torch.Tensor)
             weight = nn.Parameter(values.to(self.dtype), requires_grad=False)
             model.get_submodule(name).weight = weight
+        for target, source in self._tied(model):
+            module, _, parameter = target.rpartition(".")
+            setattr(model.get_submodule(module), parameter, model.get_parameter(source))
+
+    def _tied(self, model: Any) -> Iterator[tuple[str, str]]:
+        """Yield the names of weights that are tied to decoded ones, and of these."""
+        for target, source in model.all_tied_weights_keys.items():
+            if source.removesuffix(".weight") in self.decoded:
+                yield target, source
 
 
 def all_known(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,25 @@ def test_codes_of_a_checkpoint_are_computed_as_they_are_stored(name: str, tmp_pa
             model.get_parameter(gate), exact.get_parameter(gate), rtol=2**-20, atol=2**-24
         )
     check_linears(model, tiny.tokens())
+
+
+def test_a_head_that_is_tied_to_an_embedding_in_codes_is_decoded_with_it(tmp_path: Path) -> None:
+    folder, _ = in_codes(tmp_path, "int4")
+    fmt, make, quantization = schemes.SCHEMES["int4"]
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    values = tensors.pop("model.embed_tokens.weight").float().numpy()
+    source = formats.make_source(fmt, values, np.random.default_rng(0))
+    for suffix, one in make(quantized.in_four_bits(source, 16)).items():
+        tensors[f"model.embed_tokens{suffix}"] = one
+    quantized.rewrite(folder, tensors, quantization)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    model = ktk.transformers.load(folder, dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    torch.testing.assert_close(
+        model.lm_head.weight, torch.from_numpy(source.values).float(), rtol=2**-20, atol=2**-24
+    )
 
 
 def test_codes_become_others_if_that_is_asked_for(tmp_path: Path) -> None:
