@@ -99,9 +99,8 @@ def routed_calls(shape: Shape, tokens: int, seed: int = 0) -> list[Call]:
     """
     experts, top_k = shape.num_experts, shape.num_experts_per_tok
     generator = torch.Generator().manual_seed(1000 * tokens + seed)
-    by_age = torch.randperm(
-        experts, generator=generator, device="cpu"
-    ).tolist()  # least recently used first
+    # Least recently used first.
+    by_age = torch.randperm(experts, generator=generator, device="cpu").tolist()
     calls: list[Call] = []
     used = 0
     while not calls or (used < experts and len(calls) < 64):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,13 +41,7 @@ def merged(folder: Path, mine: Index, *, resume: bool) -> Index:
             "folder"
         )
     earlier = read_index(folder)
-    for what in ("backend", "group_size"):
-        was, now = getattr(earlier, what), getattr(mine, what)
-        if was != now:
-            raise CheckpointError(
-                f"{folder} was begun with the {what} {was}, not {now}: {option(what, was)}, "
-                "or choose another folder"
-            )
+    check_options(folder, earlier, mine, ("backend", "group_size"))
     if earlier.source != mine.source:
         names = ", ".join(changed(earlier.stamps, mine.stamps))
         raise CheckpointError(
@@ -112,7 +106,14 @@ def joined(digests: list[int]) -> int:
     return found
 
 
-def option(what: str, value: object) -> str:
-    """Return what to do for an option to have a value: "say --option 1", or to leave it out."""
-    name = f"--{what.replace('_', '-')}"
-    return f"leave {name} out" if value is None else f"say {name} {value} again"
+def check_options(folder: Path, earlier: object, mine: object, names: Iterable[str]) -> None:
+    """Refuse to go on with options other than those that a folder was begun with."""
+    for what in names:
+        was, now = getattr(earlier, what), getattr(mine, what)
+        if was != now:
+            option = f"--{what.replace('_', '-')}"
+            cure = f"leave {option} out" if was is None else f"say {option} {was} again"
+            raise CheckpointError(
+                f"{folder} was begun with the {what} {was}, not {now}: {cure}, or choose another "
+                "folder"
+            )

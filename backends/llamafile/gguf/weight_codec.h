@@ -36,7 +36,7 @@ constexpr Plane plane_of(size_t bits, size_t index) {
 }
 
 // The planes of one n, out of its 32 codes and into them. Sizes are constants all the way: with
-// loops that end where a number says, packing Q4_K took three times as long.
+// loops that end where a number says, packing a matrix of Q4_K took 1.6 times as long.
 template <size_t kBits, size_t kIndex = 0>
 inline void pack_planes(const uint8_t* code, uint8_t* to) {
   if constexpr (kIndex < kBits) {

@@ -15,7 +15,7 @@ from pathlib import Path
 from ktk.checkpoint.entries import EntryError, integer, integers, table, text
 from ktk.checkpoint.files import read_json
 from ktk.checkpoint.packed.folder import Stamps
-from ktk.conversion.resume import check_empty, option
+from ktk.conversion.resume import check_empty, check_options
 from ktk.conversion.stamps import changed
 from ktk.durable import write_file
 from ktk.errors import CheckpointError
@@ -70,13 +70,7 @@ def take_over(folder: Path, mine: State, *, resume: bool) -> bool:
             "folder"
         )
     earlier = _read(folder / STATE)
-    for what in ("to", "group_size"):
-        was, now = getattr(earlier, what), getattr(mine, what)
-        if was != now:
-            raise CheckpointError(
-                f"{folder} was begun with the {what} {was}, not {now}: {option(what, was)}, "
-                "or choose another folder"
-            )
+    check_options(folder, earlier, mine, ("to", "group_size"))
     names = ", ".join(changed(earlier.stamps, mine.stamps))
     if earlier.source != mine.source:
         raise CheckpointError(
