@@ -8,9 +8,10 @@
 //   ...
 //   row 5:  act[5][k]  acc[5][0]               acc[5][1]       12 sums, 2 weights, mask, broadcast
 //
-// Up to 3 rows have registers for both tiles of columns of a block: they use weights in the order
-// of memory, step by step. More rows pass over a run of steps in L1 twice, for a tile each, or once
-// if nobody wants the second.
+// Up to 3 rows have registers for both tiles of columns of a block. A single tile of rows uses
+// weights in the order of memory; where several share them, a line of both tiles of columns in
+// turn. More rows pass over a run of steps in L1 twice, for a tile of columns each, or once if
+// nobody wants the second.
 #pragma once
 
 #include <immintrin.h>
@@ -21,6 +22,7 @@ namespace ktk::bf16 {
 namespace {
 
 constexpr size_t kVectorCols = 8;
+constexpr size_t kFetchLines = 4;
 constexpr ptrdiff_t kPairBytes = 2 * sizeof(float);  // of act
 
 inline __m256 even_k(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
@@ -47,8 +49,8 @@ inline void multiply_add(__m256& sum, __m256 a, __m256 w) {
 }
 
 // Sums += products of one line of weights and a pair of each row.
-template <size_t kRows, size_t kTiles>
-inline void add_line(__m256 (&acc)[kRows][2 * kTiles], size_t tile, const char* weight,
+template <size_t kRows, size_t kVectors>
+inline void add_line(__m256 (&acc)[kRows][kVectors], size_t first, const char* weight,
                      const RowPointers<kRows>& act) {
 #pragma GCC unroll 2
   for (int odd = 0; odd < 2; ++odd) {
@@ -65,13 +67,71 @@ inline void add_line(__m256 (&acc)[kRows][2 * kTiles], size_t tile, const char* 
     for (size_t i = 0; i < kRows; ++i) {
       const __m256 a = broadcast(act.row(i) + odd * sizeof(float));
 #pragma GCC unroll 2
-      for (size_t j = 0; j < 2; ++j) multiply_add(acc[i][2 * tile + j], a, w[j]);
+      for (size_t j = 0; j < 2; ++j) multiply_add(acc[i][first + j], a, w[j]);
+    }
+  }
+}
+
+// The same for a line of both tiles: pairs of few rows stay in registers meanwhile, and sums do not
+// wait for each other as those of one tile do.
+template <size_t kRows>
+inline void add_line_of_both(__m256 (&acc)[kRows][4], const char* weight,
+                             const RowPointers<kRows>& act) {
+#pragma GCC unroll 2
+  for (int odd = 0; odd < 2; ++odd) {
+    asm volatile("" : : : "memory");
+    __m256 a[kRows];
+#pragma GCC unroll 3
+    for (size_t i = 0; i < kRows; ++i) a[i] = broadcast(act.row(i) + odd * sizeof(float));
+#pragma GCC unroll 4
+    for (size_t j = 0; j < 4; ++j) {
+      const __m256i pairs = _mm256_load_si256(
+          reinterpret_cast<const __m256i*>(weight + j / 2 * kTileBytes + j % 2 * kLine / 2));
+      const __m256 w = odd ? odd_k(pairs) : even_k(pairs);
+#pragma GCC unroll 3
+      for (size_t i = 0; i < kRows; ++i) multiply_add(acc[i][j], a[i], w);
+    }
+  }
+}
+
+// The products of a step, of weights that come from memory: in its order, line by line.
+template <size_t kRows, size_t kTiles>
+inline void add_step_in_order(__m256 (&acc)[kRows][2 * kTiles], const char* weight,
+                              RowPointers<kRows>& act, Fetch& fetch) {
+#pragma GCC unroll 2
+  for (size_t tile = 0; tile < kTiles; ++tile) {
+#pragma GCC unroll 1
+    for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
+      fetch.next();
+      add_line(acc, 2 * tile, weight, act);
+      act.advance(kPairBytes);
+    }
+    if (tile + 1 < kTiles) act.advance(-static_cast<ptrdiff_t>(kPairs) * kPairBytes);
+  }
+}
+
+// The same of weights that are in a cache, where other tiles fetch as well: for several lines at
+// once, with one branch. From memory that would be too many at a time.
+template <size_t kRows, size_t kTiles>
+inline void add_step(__m256 (&acc)[kRows][2 * kTiles], const char* weight, RowPointers<kRows>& act,
+                     Fetch& fetch) {
+#pragma GCC unroll 1
+  for (const char* tile_end = weight + kTileBytes; weight != tile_end;) {
+    fetch.next_of<kFetchLines>();
+#pragma GCC unroll 1
+    for (const char* end = weight + kFetchLines / kTiles * kLine; weight != end; weight += kLine) {
+      if constexpr (kTiles == 2) {
+        add_line_of_both(acc, weight, act);
+      } else {
+        add_line(acc, 0, weight, act);
+      }
+      act.advance(kPairBytes);
     }
   }
 }
 
 // `kTiles` tiles of columns, from number `first_tile` on.
-template <size_t kRows, size_t kTiles>
+template <size_t kRows, size_t kTiles, bool kInOrder>
 inline void multiply_columns(const Tile& t, size_t first_tile, Fetch& fetch) {
   __m256 acc[kRows][2 * kTiles];
   float* dst = t.dst + first_tile * kTileCols;
@@ -85,19 +145,15 @@ inline void multiply_columns(const Tile& t, size_t first_tile, Fetch& fetch) {
   }
   RowPointers<kRows> act(first_act<sizeof(float)>(t), t.act_stride);
   const char* weight = first_weight(t) + first_tile * kTileBytes;
-  for (size_t slab = t.begin; slab < t.end; ++slab) {
-#pragma GCC unroll 2
-    for (size_t tile = 0; tile < kTiles; ++tile) {
-#pragma GCC unroll 1
-      for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
-        fetch.next();
-        add_line<kRows, kTiles>(acc, tile, weight, act);
-        act.advance(kPairBytes);
-      }
-      if (tile + 1 < kTiles) act.advance(-static_cast<ptrdiff_t>(kPairs) * kPairBytes);
+  Fetch mine = fetch;
+  for (size_t slab = t.begin; slab < t.end; ++slab, weight += kStepBytes) {
+    if constexpr (kInOrder) {
+      add_step_in_order<kRows, kTiles>(acc, weight, act, mine);
+    } else {
+      add_step<kRows, kTiles>(acc, weight, act, mine);
     }
-    if (kTiles == 1) weight += kTileBytes;
   }
+  fetch = mine;
 #pragma GCC unroll 6
   for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
@@ -109,14 +165,14 @@ inline void multiply_columns(const Tile& t, size_t first_tile, Fetch& fetch) {
 
 constexpr size_t kOnePassRows = 3;
 
-template <size_t kRows>
+template <size_t kRows, bool kInOrder>
 void multiply_tile(const Tile& t) {
   Fetch fetch = t.fetch;
   if constexpr (kRows <= kOnePassRows) {
-    multiply_columns<kRows, 2>(t, 0, fetch);
+    multiply_columns<kRows, 2, kInOrder>(t, 0, fetch);
   } else {
-    multiply_columns<kRows, 1>(t, 0, fetch);
-    if (t.columns > kTileCols) multiply_columns<kRows, 1>(t, 1, fetch);
+    multiply_columns<kRows, 1, kInOrder>(t, 0, fetch);
+    if (t.columns > kTileCols) multiply_columns<kRows, 1, kInOrder>(t, 1, fetch);
   }
 }
 
@@ -124,10 +180,16 @@ struct YmmKernel : KernelBase {
   using KernelBase::KernelBase;
   static constexpr size_t kMr = 6;
   static constexpr size_t kLineProducts = 2;
-  static constexpr auto kTiles = row_table<kMr>([]<size_t kRows> { return &multiply_tile<kRows>; });
+  static constexpr size_t kRowSums = 2;
+  static constexpr size_t kShortRows = kOnePassRows;
+  static constexpr auto kFromMemory =
+      row_table<kMr>([]<size_t kRows> { return &multiply_tile<kRows, true>; });
+  static constexpr auto kFromCache =
+      row_table<kMr>([]<size_t kRows> { return &multiply_tile<kRows, false>; });
 
   static size_t passes(size_t rows) { return rows <= kOnePassRows ? 1 : 2; }
-  static void tile(const Tile& t) { kTiles[t.rows](t); }
+  // A tile that fetches a line for every one that it uses is the only one.
+  static void tile(const Tile& t) { (t.fetch.step < kLine ? kFromCache : kFromMemory)[t.rows](t); }
 };
 
 }  // namespace

@@ -46,9 +46,19 @@ class BlockKernel {
 // While a tile uses four lines of plain weights, it fetches three of the next run.
 inline size_t fetch_step(size_t step) { return ceil_div(step * 3, 4); }
 
+// How rows are dealt out, as a kernel of BF16 says (gemm/driver.h).
+template <class Plain>
+struct Dealing {};
+template <class Plain>
+  requires requires { Plain::kShortRows; }
+struct Dealing<Plain> {
+  static constexpr size_t kRowSums = Plain::kRowSums;
+  static constexpr size_t kShortRows = Plain::kShortRows;
+};
+
 // Multiplies what it decodes with the tile of a kernel of BF16.
 template <class Plain, class Decoder>
-class DecodedKernel : public BlockKernel<Decoder> {
+class DecodedKernel : public BlockKernel<Decoder>, public Dealing<Plain> {
   using Base = BlockKernel<Decoder>;
 
  public:

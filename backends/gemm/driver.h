@@ -4,9 +4,11 @@
 //     for each run of up to kc of depth            stays in L1 ...
 //       for each tile of rows                        ... while all rows of act, from L2, pass it
 //
-// Rows are dealt out evenly: 13 are 7 + 6 and not 12 + 1. Tiles that read the same run share
-// fetching what comes next (prefetch.h): each fetches a part of it while it computes. A single
-// tile, which does not come back to weights, has no runs.
+// Rows are dealt out evenly: 13 are 7 + 6 and not 12 + 1. Where tiles would have too few sums for
+// the multiplier (ktk_prefetch.accumulators), and a kernel has a form for few rows that has more, a
+// last tile takes that: 8 are 5 + 3 and not 4 + 4. Tiles that read the same run share fetching what
+// comes next (prefetch.h): each fetches a part of it while it computes. A single tile, which does
+// not come back to weights, has no runs.
 //
 // Between two runs partial sums rest in dst. So that a row has the same bits in any batch, the sums
 // of a tile must be one chain of additions over ascending k, wherever runs are cut.
@@ -24,6 +26,7 @@
 //   slabs()                  the depth in units that runs may be cut at
 //   offset(slab)             where a slab is in a block, perhaps behind a header; offset(slabs())
 //                            bytes are a block
+//   kRowSums, kShortRows     independent sums of a row, and the most rows of a form with more
 //   kRunSlabs, or kRunBytes  a run, if it shall be other than what stays in L1
 //   kSharedRunBytes          the same, where several tiles of rows pass it
 //   kAloneRunSlabs           a run of a kernel that decodes, where there is a single tile of rows
@@ -106,15 +109,39 @@ inline size_t run_end(size_t begin, size_t run, size_t slabs) {
   return slabs - begin <= with_last ? slabs : begin + run;
 }
 
+// The tiles that rows are dealt out to.
+template <class Kernel>
+struct Tiles {
+  static constexpr size_t kStep = row_step<Kernel>();
+  size_t rows, count, short_rows = 0;
+
+  explicit Tiles(const ktk_matmul* mm) : rows(mm->m), count(ceil_div(rows, Kernel::kMr)) {
+    if constexpr (requires { Kernel::kShortRows; }) {
+      static_assert(kStep == 1);
+      const size_t least = ceil_div(mm->prefetch->accumulators, Kernel::kRowSums);
+      if (count > 1 && rows / count < least && least <= Kernel::kMr) {
+        const size_t few = smaller(Kernel::kShortRows, rows - (count - 1) * least);
+        if (rows - few <= (count - 1) * Kernel::kMr) short_rows = few;
+      }
+    }
+  }
+  // Where the rows of a tile end.
+  size_t end(size_t tile) const {
+    const size_t alike = count - (short_rows > 0);
+    if (tile >= alike) return rows;
+    return smaller((ceil_div(rows, kStep) - short_rows) * (tile + 1) / alike * kStep, rows);
+  }
+};
+
 template <class Kernel>
 inline void gemm(const ktk_matmul* mm) {
   constexpr bool kDecodes = requires(Kernel k, Run r, Fetch f) { k.begin_run(r, f); };
-  constexpr size_t kRowStep = row_step<Kernel>();
   Kernel kernel(mm);
   const size_t slabs = kernel.slabs(), block_bytes = kernel.offset(slabs);
   const WeightStream stream =
       weight_stream(mm, Kernel::kNr, block_bytes, mm->n_begin / Kernel::kNr * block_bytes);
-  const size_t row_steps = ceil_div(mm->m, kRowStep), tiles = ceil_div(mm->m, Kernel::kMr);
+  const Tiles<Kernel> dealt(mm);
+  const size_t tiles = dealt.count;
   const bool is_alone = tiles == 1 && kernel.passes(mm->m) == 1;
   const size_t run = run_slabs(kernel, is_alone);
   const ktk_fetch& policy =
@@ -155,7 +182,7 @@ inline void gemm(const ktk_matmul* mm) {
       if constexpr (kDecodes) kernel.begin_run(tile, fetch_from(offset, kLine));
       const size_t step = ceil_div(kLine, tiles);
       for (size_t i = 0, row = 0; i < tiles; ++i) {
-        const size_t row_end = smaller(row_steps * (i + 1) / tiles * kRowStep, mm->m);
+        const size_t row_end = dealt.end(i);
         const size_t share = offset + i * (bytes / tiles);
         tile.act = static_cast<const char*>(mm->act) + row * mm->act_stride;
         tile.rows = row_end - row;

@@ -92,7 +92,9 @@ struct Fetch {
   // For several lines that are used, with one branch.
   template <size_t kCount>
   void next_of() {
-    if (into_l1) {
+    if (kCount * step <= kLine) {
+      prefetch(line, into_l1);
+    } else if (into_l1) {
       for (size_t i = 0; i < kCount; ++i) prefetch_l1(line + i * step);
     } else {
       for (size_t i = 0; i < kCount; ++i) prefetch_l2(line + i * step);

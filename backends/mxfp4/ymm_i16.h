@@ -266,7 +266,7 @@ template <class Layout>
 class I16CodesKernel : public I16Kernel<Layout> {
  public:
   static constexpr size_t kMr = 4;
-  static constexpr size_t kLineProducts = 4;
+  static constexpr size_t kLineProducts = 8;
   // Two rows of 32 columns fill the registers, as four of 16 do.
   static size_t passes(size_t rows) { return rows <= 2 ? 1 : 2; }
 

@@ -33,6 +33,14 @@ TEST(intel_has_a_row_where_amx_may_be_used_and_one_without) {
   CHECK_EQ(prefetch_for(kSapphireRapids, kAvx512, "").few.ahead, 8192u);
 }
 
+TEST(a_cpu_whose_products_take_longer_has_more_sums) {
+  const ktk::CpuId zen2{"AuthenticAMD", 0x17, 0x31}, zen3{"AuthenticAMD", 0x19, 1};
+  CHECK_EQ(std::string(ktk::prefetch_row(zen2, KTK_ISA_AVX2)), "zen2");
+  CHECK_EQ(prefetch_for(zen2, KTK_ISA_AVX2, "").accumulators, 10u);
+  CHECK_EQ(prefetch_for(zen3, KTK_ISA_AVX2, "").accumulators, 8u);
+  CHECK_EQ(std::string(ktk::prefetch_row({"AuthenticAMD", 0x17, 1}, KTK_ISA_AVX2)), "default");
+}
+
 TEST(a_row_has_a_name) {
   CHECK_EQ(std::string(ktk::prefetch_row(kZen5, kAvx512)), "zen5");
   CHECK_EQ(std::string(ktk::prefetch_row({}, KTK_ISA_NONE)), "default");
@@ -47,20 +55,21 @@ TEST(entries_of_a_setting_take_the_place_of_those_of_the_cpu) {
   const ktk_prefetch p =
       prefetch_for(kZen4, kAvx512,
                    "few=4096:l1,many=32768:l2:pages,few_products=7,in_order_products=0,"
-                   "decode_rows=20");
+                   "decode_rows=20,accumulators=12");
   CHECK_EQ(p.few.ahead, 4096u);
   CHECK_EQ(p.few.cache, 1);
   CHECK_EQ(p.many.order, KTK_FETCH_BY_PAGES);
   CHECK_EQ(p.few_products, 7u);
   CHECK_EQ(p.in_order_products, 0u);
   CHECK_EQ(p.decode_rows, 20u);
+  CHECK_EQ(p.accumulators, 12u);
   CHECK_EQ(p.one.ahead, prefetch_for(kZen4, kAvx512, "").one.ahead);
 }
 
 TEST(what_is_described_is_a_setting) {
   const std::string text =
       "few=1:l1,one=2:l2,pair=3:l1:pages,many=4:l2,decode=0:l2,few_products=5,in_order_products=6,"
-      "decode_rows=7";
+      "decode_rows=7,accumulators=8";
   CHECK_EQ(setting(kZen5, kAvx512, text.c_str()), text);
 }
 

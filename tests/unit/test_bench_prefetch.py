@@ -25,6 +25,7 @@ from prefetch.cases import (
 )
 from prefetch.choose import (
     Ratio,
+    choose_accumulators,
     choose_decode,
     choose_few,
     choose_in_order,
@@ -40,7 +41,7 @@ from prefetch.timing import Clock, duel, survey
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Fetch(512, 2), Fetch(8192, 2)
 TEXT = "few=512:l2,one=8192:l2,pair=16384:l2,many=32768:l2:pages,decode=8192:l1,"
-TEXT += "few_products=4,in_order_products=3,decode_rows=13"
+TEXT += "few_products=4,in_order_products=3,decode_rows=13,accumulators=8"
 PRESENT = Policy.parse(TEXT)
 
 
@@ -165,6 +166,13 @@ def test_weights_are_decoded_once_from_where_that_gains() -> None:
     assert choose_decode({}, present=13) == 13
 
 
+def test_accumulators_are_those_with_which_tiles_of_rows_gain() -> None:
+    assert choose_accumulators({8: [1.0, 1.0], 10: [0.86, 1.01]}, present=8) == 10
+    assert choose_accumulators({8: [1.0, 1.0], 10: [0.998, 0.999]}, present=8) == 8
+    assert choose_accumulators({8: [0.95, 0.99], 10: [1.0, 1.0]}, present=10) == 8
+    assert choose_accumulators({8: [], 10: []}, present=9) == 9
+
+
 def test_a_border_moves_only_if_the_class_that_grows_gains() -> None:
     gain = verdict(NEAR, {FAR: {"c": noisy(0.8, spread=0.01)}}, {"c": [1.0] * 15})
     none = verdict(FAR, {NEAR: {"c": noisy(1.0, spread=0.01)}}, {"c": [1.0] * 15})
@@ -185,6 +193,8 @@ def test_a_row_is_the_initializer_of_the_table() -> None:
     everywhere = replace(PRESENT, in_order_products=ALL_IN_ORDER)
     assert "policy(4, kAll, 13, {" in row(everywhere, ("", 0, 0), "KTK_ISA_NEON", [])
     assert "policy(4, 3, kNever, {" in row(replace(PRESENT, decode_rows=0), ("", 0, 0), "kAmx", [])
+    waiting = row(replace(PRESENT, accumulators=10), ("", 0, 0), "kAmx", [])
+    assert waiting.endswith("{8192, 1, kInOrder}, 10)},")
     assert "kAnyModel, KTK_ISA_NEON," in row(PRESENT, ("", 0, 0), "KTK_ISA_NEON", [])
 
 

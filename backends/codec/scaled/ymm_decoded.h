@@ -1,6 +1,6 @@
 // The product of the layouts of layout.h on 256-bit registers, for many rows: a run of 128 k is
 // decoded into scratch, 16 KiB of f32 that stay in L1 while all tiles of rows pass them. A tile has
-// up to 6 rows x 16 columns.
+// up to 6 rows x 16 columns, or 3 x 32.
 //
 // Sums are the same chains of additions as in ymm.h, so a row gets the same bits.
 #pragma once
@@ -18,8 +18,35 @@ struct YmmScratch {
 
 inline size_t ymm_scratch_size(const ktk_matrix*, size_t) { return sizeof(YmmScratch); }
 
-// 16 columns from `col` on.
-template <class Decoder, class Layout, size_t kRows>
+// The products of one k.
+template <size_t kRows>
+inline void add_depth(__m256 (&sum)[kRows][2], const float* weights,
+                      const RowPointers<kRows>& act) {
+  const __m256 low = _mm256_load_ps(weights), high = _mm256_load_ps(weights + 8);
+#pragma GCC unroll 6
+  for (size_t i = 0; i < kRows; ++i) {
+    const __m256 a = broadcast_f32(act.row(i));
+    fma_in_place(sum[i][0], a, low);
+    fma_in_place(sum[i][1], a, high);
+  }
+}
+// Few rows stay in registers while weights of all columns pass.
+template <size_t kRows>
+inline void add_depth(__m256 (&sum)[kRows][4], const float* weights,
+                      const RowPointers<kRows>& act) {
+  __m256 a[kRows];
+#pragma GCC unroll 3
+  for (size_t i = 0; i < kRows; ++i) a[i] = broadcast_f32(act.row(i));
+#pragma GCC unroll 4
+  for (size_t j = 0; j < 4; ++j) {
+    const __m256 w = _mm256_load_ps(weights + 8 * j);
+#pragma GCC unroll 3
+    for (size_t i = 0; i < kRows; ++i) fma_in_place(sum[i][j], a[i], w);
+  }
+}
+
+// kVectors of 8 columns from `col` on.
+template <class Decoder, class Layout, size_t kRows, size_t kVectors>
 inline void multiply_decoded(const ScaledKernel<Layout>& kernel, const YmmScratch& scratch,
                              const Tile& t, size_t col) {
   using Scales = typename Layout::Scales;
@@ -37,17 +64,11 @@ inline void multiply_decoded(const ScaledKernel<Layout>& kernel, const YmmScratc
       const float* end = weights + Scales::kGroupDepth * kBlockCols;
       // The last group may be one step short.
       if (Scales::kGroupDepth > kStepDepth && end > run_end) end = run_end;
-      __m256 sum[kRows][2];
+      __m256 sum[kRows][kVectors];
       clear(sum);
 #pragma GCC unroll 1
       for (; weights != end; weights += kBlockCols) {
-        const __m256 low = _mm256_load_ps(weights), high = _mm256_load_ps(weights + 8);
-#pragma GCC unroll 6
-        for (size_t i = 0; i < kRows; ++i) {
-          const __m256 a = broadcast_f32(act.row(i));
-          fma_in_place(sum[i][0], a, low);
-          fma_in_place(sum[i][1], a, high);
-        }
+        add_depth(sum, weights, act);
         act.advance(sizeof(float));
       }
       add_scaled<Decoder>(sum, scales, col, t.dst + col, t.dst_stride);
@@ -65,6 +86,8 @@ class YmmDecodedKernel : public ScaledKernel<Layout> {
   static constexpr size_t kMr = 6;
   static constexpr size_t kLineProducts = Layout::kLineDepth * 2;
   static constexpr size_t kRunSlabs = kRunDepth / Base::kSlabDepth;
+  static constexpr size_t kRowSums = 2;
+  static constexpr size_t kShortRows = 3;
 
   explicit YmmDecodedKernel(const ktk_matmul* mm)
       : Base(mm), scratch_(static_cast<YmmScratch*>(mm->scratch)) {}
@@ -101,8 +124,9 @@ class YmmDecodedKernel : public ScaledKernel<Layout> {
   }
   template <size_t kRows>
   static void multiply(const YmmDecodedKernel& kernel, const Tile& t) {
-    for (size_t col = 0; col < kBlockCols; col += kHalfCols) {
-      multiply_decoded<Decoder, Layout, kRows>(kernel, *kernel.scratch_, t, col);
+    constexpr size_t kVectors = kRows <= kShortRows ? 4 : 2;
+    for (size_t col = 0; col < kBlockCols; col += 8 * kVectors) {
+      multiply_decoded<Decoder, Layout, kRows, kVectors>(kernel, *kernel.scratch_, t, col);
     }
   }
   static constexpr auto kTiles =

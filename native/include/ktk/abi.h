@@ -150,6 +150,9 @@ typedef struct ktk_prefetch {
   /* From so many rows on, micro-kernels that have a form which decodes weights once, to scratch,
    * for all tiles of rows take that; 0: every tile decodes in registers, beside its products. */
   size_t decode_rows;
+  /* Independent sums that keep the multiplier busy: what it takes for a product, in cycles, times
+   * the products that it begins in a cycle. A tile of so few rows that it has fewer waits. */
+  size_t accumulators;
 } ktk_prefetch;
 
 /* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32. */

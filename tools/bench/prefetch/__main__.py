@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,9 +20,10 @@ import ktk
 from ktk import _core
 from ktk.bench.limits import LimitProbe
 from ktk.bench.machine import check_threads
-from prefetch.cases import Case, cases_of, choose_variants, either_cases
+from prefetch.cases import Case, cases_of, choose_variants, dealing_cases, either_cases
 from prefetch.choose import (
     Verdict,
+    choose_accumulators,
     choose_decode,
     choose_few,
     choose_in_order,
@@ -37,6 +38,8 @@ from prefetch.timing import FULL, QUICK, Clock, Duels, Effort, Layers, duel, sur
 BACKENDS = ("BF16", "AMXINT8", "FP8")
 EITHER = ("MXFP4", "FP8")  # backends whose weights are decoded once or by every tile
 FINALISTS = 3
+#: Four and five cycles for a product, two of which begin in a cycle.
+ACCUMULATORS_TRIED = (8, 10)
 
 
 class Machine:
@@ -106,14 +109,28 @@ class Machine:
                 ratios.setdefault(case.rows, []).append(times)
         return choose_decode(ratios, self.present.decode_rows)
 
+    def accumulators(self) -> int:
+        """Return how many sums keep the multiplier busy, by tiles of rows with more and less."""
+        ratios = {number: list[float]() for number in ACCUMULATORS_TRIED}
+        for name in BACKENDS:
+            for case in dealing_cases(name, ktk.load_backend(name).variants):
+                for number, time in self.times(case, "accumulators", ACCUMULATORS_TRIED).items():
+                    ratios[number].append(time)
+        return choose_accumulators(ratios, self.present.accumulators)
+
     def never_and_always(self, case: Case, number: str, always: int) -> tuple[float, float]:
         """Return the relative times with 0 and with `always` as a number of the policy."""
-        say(f"{number}: comparing in {case}")
-        settings = [f"{number}=0", f"{number}={always}"]
+        times = self.times(case, number, (0, always))
+        return times[0], times[always]
+
+    def times(self, case: Case, name: str, numbers: Sequence[int]) -> dict[int, float]:
+        """Return the times with each of some numbers of the policy, relative to the present."""
+        say(f"{name}: comparing in {case}")
+        settings = [f"{name}={number}" for number in numbers]
         found = duel(self.clock(case), settings, self.effort.duel_rounds)
-        never, ever = map(statistics.median, found.ratios)
-        say(f"    never {never:.3f}, always {ever:.3f} of the present time")
-        return never, ever
+        times = dict(zip(numbers, map(statistics.median, found.ratios), strict=True))
+        say("    " + ", ".join(f"{n} {time:.3f}" for n, time in times.items()) + " of the present")
+        return times
 
     def rate(self, case: Case, found: Duels) -> str:
         """Return the weights read in a second by the present policy, its fastest sample."""
@@ -154,6 +171,8 @@ def measure(machine: Machine, wanted: Iterable[str]) -> tuple[dict[str, Verdict]
     chosen = decide(machine.present, verdicts, few_products)
     if {"few", "one"} <= set(wanted):
         chosen = replace(chosen, in_order_products=machine.order(single))
+    if "pair" in wanted:
+        chosen = replace(chosen, accumulators=machine.accumulators())
     if "decode" in wanted:
         chosen = replace(chosen, decode_rows=machine.decode_rows())
     return verdicts, chosen

@@ -23,6 +23,9 @@ DECODING = {("FP8", "amx_bf16"), ("FP8", "avx2")}
 # Kernels that do so, or let every tile decode, as the CPU wants (`decode_rows`).
 EITHER = {(name, isa) for name in ("MXFP4", "FP8") for isa in ("avx512_bf16", "avx512")}
 
+# Kernels that deal rows out as `accumulators` says, with such numbers of rows.
+DEALING = {("BF16", "avx2"): (8, 9, 14), ("FP8", "avx2"): (8, 9, 14)}
+
 
 class Variant(Protocol):
     """What is needed of `ktk._core.VariantInfo`."""
@@ -87,6 +90,13 @@ def either_cases(backend: str, variants: Sequence[Variant]) -> Iterator[Case]:
         if (backend, variant.name) in EITHER:
             for rows in (6, 13, 24, 48, 96):
                 yield Case(backend, variant.name, rows, "either")
+
+
+def dealing_cases(backend: str, variants: Sequence[Variant]) -> Iterator[Case]:
+    """Yield products of a backend's default variant whose tiles depend on `accumulators`."""
+    for variant in [variant for variant in variants if variant.runnable][:1]:
+        for rows in DEALING.get((backend, variant.name), ()):
+            yield Case(backend, variant.name, rows, "dealing")
 
 
 def choose_variants(backend: str, variants: Sequence[Variant]) -> list[Variant]:

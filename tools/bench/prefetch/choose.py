@@ -127,6 +127,23 @@ def choose_decode(ratios: Mapping[int, Sequence[tuple[float, float]]], present: 
     return best if ratios and cost(best) < cost(present) - LEAST_GAIN else present
 
 
+def choose_accumulators(ratios: Mapping[int, Sequence[float]], present: int) -> int:
+    """Return how many sums keep the multiplier busy.
+
+    Parameters
+    ----------
+    ratios
+        For each number, the times of all cases with it, relative to the present policy.
+    present
+        What is kept where no other number gains `LEAST_GAIN` on average.
+    """
+    cost = {
+        number: statistics.fmean(map(math.log, times)) for number, times in ratios.items() if times
+    }
+    best = min(cost, key=cost.__getitem__, default=present)
+    return best if best in cost and cost[best] < cost.get(present, 0) - LEAST_GAIN else present
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a class should have: `best` is its fastest candidate against the present policy."""

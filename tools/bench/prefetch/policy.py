@@ -6,9 +6,11 @@ from dataclasses import dataclass, fields, replace
 
 #: The classes of products that a policy has an entry for.
 CLASSES = ("few", "one", "pair", "many", "decode")
-NUMBERS = ("few_products", "in_order_products", "decode_rows")
+NUMBERS = ("few_products", "in_order_products", "decode_rows", "accumulators")
 #: `in_order_products` of a CPU that wants the order of memory wherever it can be had.
 ALL_IN_ORDER = 64
+#: `accumulators` of a CPU whose row does not say: four cycles for a product, two begun in a cycle.
+ACCUMULATORS = 8
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,12 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Policy:
-    """An entry for every class, and three numbers.
+    """An entry for every class, and four numbers.
 
     Up to `few_products` multiply instructions for a line of weights are few. Up to
     `in_order_products`, kernels that have a form for it use weights in the order of memory. From
-    `decode_rows` rows on, kernels that have a form for it decode weights once; 0: never.
+    `decode_rows` rows on, kernels that have a form for it decode weights once; 0: never. Tiles of
+    rows that have fewer than `accumulators` independent sums are avoided.
     """
 
     few: Fetch
@@ -46,6 +49,7 @@ class Policy:
     few_products: int
     in_order_products: int
     decode_rows: int
+    accumulators: int
 
     @staticmethod
     def parse(text: str) -> Policy:
