@@ -9,9 +9,9 @@
 //   row 5:  act[5][k]  acc[5][0]               acc[5][1]       12 sums, 2 weights, mask, broadcast
 //
 // Up to 3 rows have registers for both tiles of columns of a block. A single tile of rows uses
-// weights in the order of memory; where several share them, a line of both tiles of columns in
-// turn. More rows pass over a run of steps in L1 twice, for a tile of columns each, or once if
-// nobody wants the second.
+// weights in the order of memory; where several share them, or BF16Z has just decoded them, a line
+// of either tile of columns in turn. More rows pass over a run of steps in L1 twice, for a tile of
+// columns each, or once if nobody wants the second.
 #pragma once
 
 #include <immintrin.h>
@@ -23,6 +23,7 @@ namespace {
 
 constexpr size_t kVectorCols = 8;
 constexpr size_t kFetchLines = 4;
+static_assert(kPairs % kFetchLines == 0);
 constexpr ptrdiff_t kPairBytes = 2 * sizeof(float);  // of act
 
 inline __m256 even_k(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
@@ -72,8 +73,8 @@ inline void add_line(__m256 (&acc)[kRows][kVectors], size_t first, const char* w
   }
 }
 
-// The same for a line of both tiles: pairs of few rows stay in registers meanwhile, and sums do not
-// wait for each other as those of one tile do.
+// The same for a line of either tile: values of act stay in registers meanwhile, and twice as many
+// sums hide the latency of products.
 template <size_t kRows>
 inline void add_line_of_both(__m256 (&acc)[kRows][4], const char* weight,
                              const RowPointers<kRows>& act) {
@@ -94,10 +95,10 @@ inline void add_line_of_both(__m256 (&acc)[kRows][4], const char* weight,
   }
 }
 
-// The products of a step, of weights that come from memory: in its order, line by line.
+// The products of a step of weights that come from memory: in its order, line by line.
 template <size_t kRows, size_t kTiles>
-inline void add_step_in_order(__m256 (&acc)[kRows][2 * kTiles], const char* weight,
-                              RowPointers<kRows>& act, Fetch& fetch) {
+inline void add_step_from_memory(__m256 (&acc)[kRows][2 * kTiles], const char* weight,
+                                 RowPointers<kRows>& act, Fetch& fetch) {
 #pragma GCC unroll 2
   for (size_t tile = 0; tile < kTiles; ++tile) {
 #pragma GCC unroll 1
@@ -110,14 +111,14 @@ inline void add_step_in_order(__m256 (&acc)[kRows][2 * kTiles], const char* weig
   }
 }
 
-// The same of weights that are in a cache, where other tiles fetch as well: for several lines at
-// once, with one branch. From memory that would be too many at a time.
+// The same of weights that are in a cache, and where other tiles fetch as well: for several lines
+// at once, to branch less often. From memory that would be too many at a time.
 template <size_t kRows, size_t kTiles>
 inline void add_step(__m256 (&acc)[kRows][2 * kTiles], const char* weight, RowPointers<kRows>& act,
                      Fetch& fetch) {
 #pragma GCC unroll 1
   for (const char* tile_end = weight + kTileBytes; weight != tile_end;) {
-    fetch.next_of<kFetchLines>();
+    fetch.next_shared<kFetchLines>();
 #pragma GCC unroll 1
     for (const char* end = weight + kFetchLines / kTiles * kLine; weight != end; weight += kLine) {
       if constexpr (kTiles == 2) {
@@ -131,7 +132,7 @@ inline void add_step(__m256 (&acc)[kRows][2 * kTiles], const char* weight, RowPo
 }
 
 // `kTiles` tiles of columns, from number `first_tile` on.
-template <size_t kRows, size_t kTiles, bool kInOrder>
+template <size_t kRows, size_t kTiles, bool kIsFromMemory>
 inline void multiply_columns(const Tile& t, size_t first_tile, Fetch& fetch) {
   __m256 acc[kRows][2 * kTiles];
   float* dst = t.dst + first_tile * kTileCols;
@@ -145,10 +146,10 @@ inline void multiply_columns(const Tile& t, size_t first_tile, Fetch& fetch) {
   }
   RowPointers<kRows> act(first_act<sizeof(float)>(t), t.act_stride);
   const char* weight = first_weight(t) + first_tile * kTileBytes;
-  Fetch mine = fetch;
+  Fetch mine = fetch;  // a copy that gcc 12 keeps in registers
   for (size_t slab = t.begin; slab < t.end; ++slab, weight += kStepBytes) {
-    if constexpr (kInOrder) {
-      add_step_in_order<kRows, kTiles>(acc, weight, act, mine);
+    if constexpr (kIsFromMemory) {
+      add_step_from_memory<kRows, kTiles>(acc, weight, act, mine);
     } else {
       add_step<kRows, kTiles>(acc, weight, act, mine);
     }
@@ -165,14 +166,14 @@ inline void multiply_columns(const Tile& t, size_t first_tile, Fetch& fetch) {
 
 constexpr size_t kOnePassRows = 3;
 
-template <size_t kRows, bool kInOrder>
+template <size_t kRows, bool kIsFromMemory>
 void multiply_tile(const Tile& t) {
   Fetch fetch = t.fetch;
   if constexpr (kRows <= kOnePassRows) {
-    multiply_columns<kRows, 2, kInOrder>(t, 0, fetch);
+    multiply_columns<kRows, 2, kIsFromMemory>(t, 0, fetch);
   } else {
-    multiply_columns<kRows, 1, kInOrder>(t, 0, fetch);
-    if (t.columns > kTileCols) multiply_columns<kRows, 1, kInOrder>(t, 1, fetch);
+    multiply_columns<kRows, 1, kIsFromMemory>(t, 0, fetch);
+    if (t.columns > kTileCols) multiply_columns<kRows, 1, kIsFromMemory>(t, 1, fetch);
   }
 }
 
@@ -188,8 +189,7 @@ struct YmmKernel : KernelBase {
       row_table<kMr>([]<size_t kRows> { return &multiply_tile<kRows, false>; });
 
   static size_t passes(size_t rows) { return rows <= kOnePassRows ? 1 : 2; }
-  // A tile that fetches a line for every one that it uses is the only one.
-  static void tile(const Tile& t) { (t.fetch.step < kLine ? kFromCache : kFromMemory)[t.rows](t); }
+  static void tile(const Tile& t) { (t.from_memory ? kFromMemory : kFromCache)[t.rows](t); }
 };
 
 }  // namespace

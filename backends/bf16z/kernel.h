@@ -83,6 +83,7 @@ class DecodedKernel : public BlockKernel<Decoder>, public Dealing<Plain> {
     Tile plain = t;
     plain.block = Base::scratch_ - t.begin * kPlainStepBytes;
     plain.fetch.step = plain.bulk_fetch.step = fetch_step(t.fetch.step);
+    plain.from_memory = false;
     Plain::tile(plain);
   }
 };

@@ -1,7 +1,6 @@
 // BF16Z with AVX2 and FMA: f32 rows.
-#include "bf16/ymm_tile.h"
-#include "bf16z/decode_ymm.h"
 #include "bf16z/variant.h"
+#include "bf16z/ymm_kernel.h"
 
 namespace ktk::bf16z {
 namespace {
@@ -10,6 +9,7 @@ struct Variant {
   using Weight = WeightCodec<YmmDecoder>;
   using Act = ActF32;
   static constexpr ktk_ukernel kUkernels[] = {
+      register_ukernel<YmmKernel, bf16::YmmKernel>("gemv_1x32_avx2", 1),
       decoding_ukernel<bf16::YmmKernel, YmmDecoder>("gemm_6x16_avx2")};
 };
 

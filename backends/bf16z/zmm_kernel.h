@@ -5,54 +5,22 @@
 
 #include "bf16/zmm_tile.h"
 #include "bf16z/decode_zmm.h"
+#include "bf16z/group_patches.h"
 #include "bf16z/kernel.h"
 
 namespace ktk::bf16z {
 namespace {
 
-// The patches of a run of steps, group by group, in the order in which they are stored.
-class GroupPatches {
- public:
-  // From the next step of `reader` on.
-  explicit GroupPatches(const BlockReader<ZmmDecoder>& reader)
-      : step_(reader.step()), count_(reader.counts()), patch_(reader.patches()), left_(*count_) {}
-
-  // The next group up to `end` that has patches; `end` if there is none.
-  const char* find(const char* end) {
-    while (left_ == 0) {
-      step_ += kStepBytes;
-      if (step_ == end) return end;
-      left_ = *++count_;
-    }
-    const size_t group = group_of(*patch_);
-    for (in_group_ = 1; in_group_ < left_ && group_of(patch_[in_group_]) == group;) ++in_group_;
-    return step_ + group * kGroupBytes;
+// Writes the patches of a group to its lines a and b, or to c and d.
+inline void apply(const GroupPatches& patches, bool second, __m512i (&lines)[2]) {
+  for (const uint32_t patch : patches) {
+    const size_t at = patch >> 16, tile = at / (bf16::kTileBytes / 2);
+    const uint32_t lane = (at / (kLine / 2) % 2 == second) ? 1u << at % (kLine / 2) : 0;
+    const short weight = static_cast<short>(patch);
+    lines[0] = _mm512_mask_set1_epi16(lines[0], tile == 0 ? lane : 0, weight);
+    lines[1] = _mm512_mask_set1_epi16(lines[1], tile == 0 ? 0 : lane, weight);
   }
-
-  // Writes those of lines a and b of that group, or of c and d.
-  void apply(bool second, __m512i (&lines)[2]) const {
-    for (size_t i = 0; i < in_group_; ++i) {
-      const size_t at = patch_[i] >> 16, tile = at / (bf16::kTileBytes / 2);
-      const uint32_t lane = (at / (kLine / 2) % 2 == second) ? 1u << at % (kLine / 2) : 0;
-      const short weight = static_cast<short>(patch_[i]);
-      lines[0] = _mm512_mask_set1_epi16(lines[0], tile == 0 ? lane : 0, weight);
-      lines[1] = _mm512_mask_set1_epi16(lines[1], tile == 0 ? 0 : lane, weight);
-    }
-  }
-
-  // The one after that group: not inline, for it takes registers that loops need.
-  [[gnu::noinline]] const char* next(const char* end) {
-    patch_ += in_group_;
-    left_ -= in_group_;
-    return find(end);
-  }
-
- private:
-  const char* step_;
-  const uint16_t* count_;
-  const uint32_t* patch_;
-  size_t left_, in_group_ = 0;  // in the step, and in the group that was found
-};
+}
 
 template <class Dot, size_t kRows>
 void multiply_tile(const Tile& t, const BlockReader<ZmmDecoder>& reader) {
@@ -75,12 +43,12 @@ void multiply_tile(const Tile& t, const BlockReader<ZmmDecoder>& reader) {
     fetch.next_of<kGroupBytes / kLine>();
     __m512i pairs[2];
     decoder.first_lines(group, pairs);
-    if (__builtin_expect(group == patched, 0)) patches.apply(false, pairs);
+    if (__builtin_expect(group == patched, 0)) apply(patches, false, pairs);
     Dot::add(acc, 0, pairs, act);
     act.advance(2 * Dot::kActBytes);
     decoder.second_lines(group, pairs);
     if (__builtin_expect(group == patched, 0)) {
-      patches.apply(true, pairs);
+      apply(patches, true, pairs);
       patched = patches.next(end);
     }
     Dot::add(acc, 0, pairs, act);

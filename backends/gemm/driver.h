@@ -5,10 +5,10 @@
 //       for each tile of rows                        ... while all rows of act, from L2, pass it
 //
 // Rows are dealt out evenly: 13 are 7 + 6 and not 12 + 1. Where tiles would have too few sums for
-// the multiplier (ktk_prefetch.accumulators), and a kernel has a form for few rows that has more, a
-// last tile takes that: 8 are 5 + 3 and not 4 + 4. Tiles that read the same run share fetching what
-// comes next (prefetch.h): each fetches a part of it while it computes. A single tile, which does
-// not come back to weights, has no runs.
+// the multiplier (ktk_prefetch.accumulators), and a kernel has a form for few rows that has more of
+// them for each row, a last tile takes that: 8 are 5 + 3 and not 4 + 4. Tiles that read the same
+// run share fetching what comes next (prefetch.h): each fetches a part of it while it computes. A
+// single tile, which does not come back to weights, has no runs.
 //
 // Between two runs partial sums rest in dst. So that a row has the same bits in any batch, the sums
 // of a tile must be one chain of additions over ascending k, wherever runs are cut.
@@ -26,7 +26,9 @@
 //   slabs()                  the depth in units that runs may be cut at
 //   offset(slab)             where a slab is in a block, perhaps behind a header; offset(slabs())
 //                            bytes are a block
-//   kRowSums, kShortRows     independent sums of a row, and the most rows of a form with more
+//   kRowSums, kShortRows     where there is a form for few rows with more sums for each of them:
+//                            independent sums of a row in the other form, and the most rows of that
+//                            one; kRowStep is 1
 //   kRunSlabs, or kRunBytes  a run, if it shall be other than what stays in L1
 //   kSharedRunBytes          the same, where several tiles of rows pass it
 //   kAloneRunSlabs           a run of a kernel that decodes, where there is a single tile of rows
@@ -64,6 +66,7 @@ struct Tile : Run {
   Fetch fetch;
   BulkFetch bulk_fetch;  // the same, for those that prefer it
   bool in_order;         // if there is a form that uses weights in the order of memory, that one
+  bool from_memory;      // no other tile reads the same weights
 
   bool is_first() const { return begin == 0; }
 };
@@ -120,6 +123,7 @@ struct Tiles {
       static_assert(kStep == 1);
       const size_t least = ceil_div(mm->prefetch->accumulators, Kernel::kRowSums);
       if (count > 1 && rows / count < least && least <= Kernel::kMr) {
+        // At least one row, since other tiles do not hold all. They must hold the rest.
         const size_t few = smaller(Kernel::kShortRows, rows - (count - 1) * least);
         if (rows - few <= (count - 1) * Kernel::kMr) short_rows = few;
       }
@@ -158,6 +162,7 @@ inline void gemm(const ktk_matmul* mm) {
   tile.act_stride = mm->act_stride;
   tile.dst_stride = mm->dst_stride;
   tile.in_order = !kDecodes && uses_in_order(mm, Kernel::kLineProducts);
+  tile.from_memory = tiles == 1;
   size_t block_offset = 0;
   for (size_t n = mm->n_begin; n < mm->n_end; n += Kernel::kNr, block_offset += block_bytes) {
     tile.block = stream.begin + block_offset;

@@ -92,13 +92,19 @@ struct Fetch {
   // For several lines that are used, with one branch.
   template <size_t kCount>
   void next_of() {
-    if (kCount * step <= kLine) {
-      prefetch(line, into_l1);
-    } else if (into_l1) {
+    if (into_l1) {
       for (size_t i = 0; i < kCount; ++i) prefetch_l1(line + i * step);
     } else {
       for (size_t i = 0; i < kCount; ++i) prefetch_l2(line + i * step);
     }
+    line += kCount * step;
+  }
+
+  // The same where tiles share fetching, so that this may come to a line or less.
+  template <size_t kCount>
+  void next_shared() {
+    if (kCount * step > kLine) return next_of<kCount>();
+    prefetch(line, into_l1);
     line += kCount * step;
   }
 

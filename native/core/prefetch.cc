@@ -74,13 +74,12 @@ constexpr Row kRows[] = {
      policy(4, kAll, 13, {2048, 1, kInOrder}, {16384, 1, kInOrder}, {16384, 1, kInOrder},
             {16384, 1, kInOrder}, {8192, 2, kInOrder})},
     // Rome, 2 threads, plain loads at 28 to 31 GB/s. Of the time at 512 B into L2, 1 KiB takes 0.92
-    // to
-    // 0.98 with one and two rows of bf16 and integers, into L1 as much; 2 to 16 KiB 0.97 to 1.1.
-    // From
-    // three rows on all gain at 8 KiB (0.48 in bf16 and int8, 0.65 in 4 bits), and nothing beyond.
-    // A
-    // product takes five cycles where later AMDs take four: 8 rows as tiles of 5 and 3 take 0.86 of
-    // the time of 4 and 4.
+    // to 0.98 with one and two rows of bf16 and int8 and one of 4 bits, into L1 as much; 2 to 16
+    // KiB
+    // 0.97 to 1.1. MXFP4 and FP8, which decode for longer, gain with one row as others do with
+    // three or more: 0.83 to 0.86 at 8 KiB, where bf16 and int8 take 0.48 with four rows, 4 bits
+    // 0.65, and nothing beyond. A product takes five cycles where later AMDs take four: 8 rows as
+    // tiles of 5 and 3 take 0.87 of the time of 4 and 4 in bf16, weights in L2.
     {"zen2", "AuthenticAMD", 0x17, 0x30, kAnyModel, KTK_ISA_NONE,
      policy(4, kAll, 13, {1024, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder},
             {16384, 1, kInOrder}, {8192, 2, kInOrder}, 10)},

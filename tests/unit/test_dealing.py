@@ -37,8 +37,9 @@ def test_results_do_not_depend_on_the_tiles_that_rows_are_dealt_out_to(name: str
             stored=backend.formats[0],
         )
         every_row = np.concatenate([matrix.matmul(x[i : i + 1]) for i in range(max(ROWS))])
-        # 12: no two tiles of 6 rows are left; more than any kernel has: as if none were.
-        for accumulators in (0, 1, 8, 10, 12, 13, 4294967295):
+        # 12: all tiles but the last have 6 rows. 13 and more: no tile has so many, rows are dealt
+        # out evenly.
+        for accumulators in (0, 1, 8, 10, 11, 12, 13, 4294967295):
             _core.set_prefetch(f"accumulators={accumulators}")
             for rows in ROWS:
                 case = f"{variant}, {rows} rows, accumulators={accumulators}"

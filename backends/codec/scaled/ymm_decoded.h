@@ -30,6 +30,7 @@ inline void add_depth(__m256 (&sum)[kRows][2], const float* weights,
     fma_in_place(sum[i][1], a, high);
   }
 }
+
 // Few rows stay in registers while weights of all columns pass.
 template <size_t kRows>
 inline void add_depth(__m256 (&sum)[kRows][4], const float* weights,
@@ -87,7 +88,7 @@ class YmmDecodedKernel : public ScaledKernel<Layout> {
   static constexpr size_t kLineProducts = Layout::kLineDepth * 2;
   static constexpr size_t kRunSlabs = kRunDepth / Base::kSlabDepth;
   static constexpr size_t kRowSums = 2;
-  static constexpr size_t kShortRows = 3;
+  static constexpr size_t kShortRows = 3;  // 12 sums, 3 values of act and a weight: 16 registers
 
   explicit YmmDecodedKernel(const ktk_matmul* mm)
       : Base(mm), scratch_(static_cast<YmmScratch*>(mm->scratch)) {}

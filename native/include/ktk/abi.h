@@ -150,8 +150,10 @@ typedef struct ktk_prefetch {
   /* From so many rows on, micro-kernels that have a form which decodes weights once, to scratch,
    * for all tiles of rows take that; 0: every tile decodes in registers, beside its products. */
   size_t decode_rows;
-  /* Independent sums that keep the multiplier busy: what it takes for a product, in cycles, times
-   * the products that it begins in a cycle. A tile of so few rows that it has fewer waits. */
+  /* Independent sums that keep the multiplier busy: the cycles of a product times the products that
+   * begin in a cycle. A tile of few rows may have fewer and leave the multiplier idle:
+   * micro-kernels with another form for few rows, which has more of them, deal rows out so. 0:
+   * evenly. */
   size_t accumulators;
 } ktk_prefetch;
 
