@@ -170,11 +170,12 @@ def _advance(progress: Progress, step: str, nbytes: int) -> None:
 
 
 def _files(path: Path) -> Sequence[Path]:
-    """Return the files of weights."""
+    """Return the files of weights; not links to what is gone."""
     if not path.is_dir():
         stem, _, rest = path.name.partition("-00001-of-")
-        return sorted(path.parent.glob(f"{stem}-*-of-{rest}")) if rest else [path]
-    found = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
+        found = sorted(path.parent.glob(f"{stem}-*-of-{rest}")) if rest else [path]
+    else:
+        found = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
     return [one for one in found if one.is_file()]
 
 

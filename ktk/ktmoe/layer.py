@@ -255,17 +255,19 @@ class Layer:
         physical_to_logical_map_cpu : int tensor [num_experts], optional
             Slot p is filled with expert ``map[p]`` of the tensors; by default p.
         """
+        order = as_list(physical_to_logical_map_cpu)
         self._use(
             load_from_tensors(
                 self.backend,
                 replace(self.config, **self._activation),
                 (gate_proj, up_proj, down_proj),
                 self._experts(),
-                as_list(physical_to_logical_map_cpu),
+                order,
                 pool=self.cpu_infer.pool,
                 shards=self._shards,
             )
         )
+        self._order = order  # what load_cpu_experts() reads has the order of the tensors
 
     @staticmethod
     def force_release_loader() -> None:

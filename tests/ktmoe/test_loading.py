@@ -302,6 +302,21 @@ def test_experts_are_released_and_loaded_again(tmp_path: Path) -> None:
     assert torch.equal(made.forward(x, ids, w), whole.forward(x, ids, w))
 
 
+def test_experts_come_back_in_the_order_that_tensors_were_given_in(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "model")
+    order = torch.arange(E).flip(0)
+    whole, made = layer(path), layer(path)
+    whole.load_weights(order)
+    made.load_weights()
+    made.load_weights_from_tensors(*weights(), order)
+    made.gpu_experts_mask[:5] = True
+    made.release_gpu_experts()
+    made.gpu_experts_mask[:] = False
+    assert made.load_cpu_experts() == 5
+    call = inputs(9)
+    assert torch.equal(made.forward(*call), whole.forward(*call))
+
+
 def test_experts_that_were_never_loaded_come_when_the_mask_wants_them(tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "model")
     whole = layer(path)

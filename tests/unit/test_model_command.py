@@ -160,6 +160,20 @@ def test_a_file_that_is_gone_is_named(cache: Path, tmp_path: Path) -> None:
     assert "model.safetensors" in run("verify", "acme/small-moe", status=1)
 
 
+def test_a_link_to_a_file_that_is_gone_hides_no_other_model(cache: Path, tmp_path: Path) -> None:
+    store(cache, "some/whole", write(tmp_path / "source"))
+    snapshot = cache / "models--some--gone" / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(COMMIT)
+    (snapshot / "model.gguf").symlink_to(tmp_path / "nowhere")
+    result = runner.invoke(app, ["model", "list"])
+    assert result.exit_code == 0
+    assert "some/whole" in result.output
+    assert "some/gone" in result.output
+
+
 def test_everything_is_read_and_compared_with_its_checksum(cache: Path, tmp_path: Path) -> None:
     snapshot = store(cache, "acme/small-moe", write(tmp_path / "source"))
     text = run("verify", "acme/small-moe")
