@@ -131,8 +131,9 @@ def load_adapter(
 
 
 def _plain_name(name: str) -> str:
-    """Return a module's name in the model that PEFT has wrapped."""
-    return name.removeprefix(PREFIX)
+    """Return a module's name in the model that PEFT and `torch.compile` have wrapped."""
+    words = [word for word in name.split(".") if word != "_orig_mod"]
+    return ".".join(words).removeprefix(PREFIX)
 
 
 def _config(model: torch.nn.Module, lora: Lora, fused: Layout | None, where: str) -> dict[str, Any]:

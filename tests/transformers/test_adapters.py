@@ -93,6 +93,27 @@ def test_peft_trains_attention_beside_adapters_of_experts(
     assert torch.equal(logits(other, tokens()), logits(model, tokens()))
 
 
+def test_a_compiled_model_has_the_names_of_its_original(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = packed(folder)
+    randomize(ktk.sft.add_lora(model, rank=2))
+    ktk.sft.save_adapter(model, tmp_path / "plain")
+    compiled: Any = torch.compile(model)
+    ktk.sft.save_adapter(compiled, tmp_path / "compiled")
+    model.model.layers[1] = torch.compile(model.model.layers[1])
+    ktk.sft.save_adapter(model, tmp_path / "in-part")
+    plain, *others = (
+        load_file(tmp_path / name / "adapter_model.safetensors")
+        for name in ("plain", "compiled", "in-part")
+    )
+    for other in others:
+        assert other.keys() == plain.keys()
+        assert all(torch.equal(other[name], plain[name]) for name in plain)
+    compiled = torch.compile(packed(folder))
+    ktk.sft.load_adapter(compiled, tmp_path / "compiled")
+
+
 def test_merged_experts_are_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     model, ids = packed(folder), tokens()
     randomize(ktk.sft.add_lora(model, rank=4, alpha=8))
