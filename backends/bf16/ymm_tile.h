@@ -56,7 +56,7 @@ inline void add_line(__m256 (&acc)[kRows][kVectors], size_t first, const char* w
 #pragma GCC unroll 2
   for (int odd = 0; odd < 2; ++odd) {
     // For the same reason: no loads of the odd half among the even ones.
-    asm volatile("" : : : "memory");
+    keep_order();
     __m256 w[2];
 #pragma GCC unroll 2
     for (size_t j = 0; j < 2; ++j) {
@@ -80,7 +80,7 @@ inline void add_line_of_both(__m256 (&acc)[kRows][4], const char* weight,
                              const RowPointers<kRows>& act) {
 #pragma GCC unroll 2
   for (int odd = 0; odd < 2; ++odd) {
-    asm volatile("" : : : "memory");
+    keep_order();
     __m256 a[kRows];
 #pragma GCC unroll 3
     for (size_t i = 0; i < kRows; ++i) a[i] = broadcast(act.row(i) + odd * sizeof(float));

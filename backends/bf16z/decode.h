@@ -11,6 +11,12 @@
 namespace ktk::bf16z {
 namespace {
 
+// Writes a patch to where it is in a plain step.
+inline void write_patch(uint32_t patch, char* step) {
+  const uint16_t weight = static_cast<uint16_t>(patch);
+  memcpy(step + 2 * (patch >> 16), &weight, sizeof weight);
+}
+
 // Decodes steps of a block one after the other.
 template <class Decoder>
 class BlockReader {
@@ -41,8 +47,7 @@ class BlockReader {
       decoder_.group(in_, out, group);
     }
     for (const uint32_t* end = patch_ + *count_; patch_ != end; ++patch_) {
-      const uint16_t weight = static_cast<uint16_t>(*patch_);
-      memcpy(out + 2 * (*patch_ >> 16), &weight, sizeof weight);
+      write_patch(*patch_, out);
     }
     ++count_;
   }

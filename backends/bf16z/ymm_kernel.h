@@ -51,10 +51,7 @@ inline void add_group(RowSums& acc, const YmmDecoder& decoder, const char* group
   alignas(kLine) char plain[kPlainStepBytes];
   const size_t number = group_of(*patches.begin());
   decoder.group(group, plain, number);
-  for (const uint32_t patch : patches) {
-    const uint16_t weight = static_cast<uint16_t>(patch);
-    memcpy(plain + 2 * (patch >> 16), &weight, sizeof weight);
-  }
+  for (const uint32_t patch : patches) write_patch(patch, plain);
   keep_order();
   for (size_t pair = 0; pair < 2; ++pair) {
     for (size_t tile = 0; tile < 2; ++tile) {
