@@ -71,6 +71,23 @@ def write_file(path: Path, data: bytes) -> None:
         raise
 
 
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Yield where to write a file of any size, which has its name when the block ends well."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    try:
+        yield temporary
+        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

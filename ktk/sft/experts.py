@@ -18,7 +18,7 @@ from ktk.sft.arguments import (
     checked_switch,
     checked_targets,
 )
-from ktk.sft.merging import can_merge, merge_into
+from ktk.sft.merging import can_merge, check_finite, merge_into
 from ktk.sft.peft_layers import join, take_off
 from ktk.sft.sharded import leave_parts
 from ktk.transformers import adapter
@@ -139,6 +139,9 @@ def remove_lora(model: torch.nn.Module) -> None:
 def merge(model: torch.nn.Module) -> torch.nn.Module:
     """Add the adapters of experts to their weights, and take them off.
 
+    One module of experts after the other is packed anew: memory for one more is needed, and what
+    interrupts a merge leaves modules that are done and modules that are as they were.
+
     Parameters
     ----------
     model : torch.nn.Module
@@ -152,16 +155,18 @@ def merge(model: torch.nn.Module) -> torch.nn.Module:
     Raises
     ------
     ValueError
-        Experts are packed as codes, which a merge would have to quantize again.
+        Experts are packed as codes, which a merge would have to quantize again; or factors are not
+        finite. The model is as it was.
     """
     leave_parts(model)
     adapted = [one for one in packed_experts(model) if adapter.lora_of(one[1]) is not None]
-    for name, _, packed in adapted:
+    for name, module, packed in adapted:
         if not can_merge(packed):
             raise ValueError(
                 f"{name} is packed for {packed.moe.backend.name}, in codes that sums would be "
                 f"rounded to: save the adapter, load the model for {FLOATS}, and merge there"
             )
+        check_finite(module, packed)
     for _, module, packed in adapted:
         merge_into(module, packed)
         take_off(module)

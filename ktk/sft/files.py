@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ktk.durable import replaced
 from ktk.lora import Lora
 from ktk.sft import names
 from ktk.sft.arguments import checked_dtype
@@ -80,8 +81,12 @@ def save_adapter(
         if not here:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(state, folder / (KT if layout == "kt" else PEFT), metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        tensors = folder / (KT if layout == "kt" else PEFT)
+        with replaced(folder / CONFIG) as says, replaced(tensors) as has:
+            save_file(state, has, metadata={"format": "pt"})
+            says.write_text(json.dumps(config, indent=2) + "\n")
+            # An interruption from here on leaves no tensors beside the config of others.
+            (folder / CONFIG).unlink(missing_ok=True)
 
 
 def load_adapter(
@@ -131,9 +136,9 @@ def load_adapter(
 
 
 def _plain_name(name: str) -> str:
-    """Return a module's name in the model that PEFT and `torch.compile` have wrapped."""
+    """Return a module's name in the model that PEFT, `torch.compile` and DDP have wrapped."""
     words = [word for word in name.split(".") if word != "_orig_mod"]
-    return ".".join(words).removeprefix(PREFIX)
+    return ".".join(words).removeprefix("module.").removeprefix(PREFIX)
 
 
 def _config(model: torch.nn.Module, lora: Lora, fused: Layout | None, where: str) -> dict[str, Any]:

@@ -18,18 +18,31 @@ def can_merge(packed: Packed) -> bool:
     return packed.dtype is not None
 
 
-def merge_into(module: Any, packed: Packed) -> None:
-    """Add the adapter of a module, which stays, to the weights that it was packed into.
+def check_finite(module: Any, packed: Packed) -> None:
+    """Raise a ValueError if factors of a module are not finite: their sum would be lost weights."""
+    lora = adapter.lora_of(module)
+    assert lora is not None
+    for name, value in gathered(lora).factors():
+        if not value.isfinite().all():
+            raise ValueError(
+                f"{adapter.parameter_of(name)} of {packed.name} has values that are not finite: "
+                "merge a checkpoint of before its training diverged"
+            )
 
-    Of a model that was copied, the module gets experts of its own; the copies keep what they have.
+
+def merge_into(module: Any, packed: Packed) -> None:
+    """Put the sum of a module's weights and its adapter, which stays, in the place of its weights.
+
+    The module gets experts of its own when all of them are packed: what was copied keeps what it
+    has, and an interrupted merge leaves the module as it was.
     Where ranks have parts of the factors, each has experts of its own, and all of them call this.
     """
     lora = adapter.lora_of(module)
     assert lora is not None
     assert packed.dtype is not None
-    moe = _another(packed.moe) if packed.shared else packed.moe
-    factors = {name: value.detach().float() for name, value in gathered(lora).factors()}
-    for expert in range(packed.moe.config.num_experts):
+    moe = _another(packed.moe)
+    factors = {name: value.detach().float().cpu() for name, value in gathered(lora).factors()}
+    for expert in range(moe.config.num_experts):
         weights: dict[str, Any] = {}
         for part, unpacked in zip(PARTS, packed.moe.unpack_expert(expert), strict=True):
             if unpacked is None:
@@ -43,10 +56,9 @@ def merge_into(module: Any, packed: Packed) -> None:
             name: one.contiguous() for name, one in packed.layout.biases(module, expert).items()
         }
         moe.load_expert(expert, **weights, **biases)
-    if moe is not packed.moe:
-        own = Packed(moe, packed.layout, packed.name)
-        own.keeps_products = packed.keeps_products
-        put(module, own)
+    own = Packed(moe, packed.layout, packed.name)
+    own.keeps_products = packed.keeps_products
+    put(module, own)
 
 
 def _another(moe: MoE) -> MoE:

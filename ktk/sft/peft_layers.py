@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ktk.sft.merging import can_merge, merge_into
+from ktk.sft.merging import can_merge, check_finite, merge_into
 from ktk.transformers import adapter
 from ktk.transformers.packed import packed_of
 from ktk.transformers.swap import add_to_class, take_from_class
@@ -158,6 +158,8 @@ def _kind() -> type | None:
                 self._adapters = set()
                 return self
             if merge:
+                if safe_merge:
+                    check_finite(self, packed)
                 merge_into(self, packed)
             take_off(self)
             return self

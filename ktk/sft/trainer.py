@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ktk.sft.files import load_adapter, save_adapter
@@ -16,12 +18,22 @@ FOLDER, LAYOUT = "experts", "kt"
 
 
 class SaveAdapters(TrainerCallback):
-    """Save adapters of experts with each checkpoint, and read them where a training goes on.
+    """Save adapters of experts with each checkpoint, and read them where Trainer reads one.
 
     ``Trainer(model, ..., callbacks=[ktk.sft.SaveAdapters()])``. A model that PEFT wraps saves
     adapters of PEFT's only; with this, ``checkpoint-500/experts`` has those of experts, which
-    `load_adapter` reads. ``train(resume_from_checkpoint=True)`` reads them, too.
+    `load_adapter` reads. ``train(resume_from_checkpoint=True)`` reads them, too, and so does the
+    end of a training with ``load_best_model_at_end=True``.
+
+    Parameters
+    ----------
+    resume_from : path, optional
+        The checkpoint that ``train(resume_from_checkpoint=...)`` is given, where that is not one in
+        the trainer's `output_dir`: Trainer does not tell callbacks.
     """
+
+    def __init__(self, resume_from: str | os.PathLike[str] | None = None) -> None:
+        self.resume_from = None if resume_from is None else Path(resume_from)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the adapters beside what Trainer has saved."""
@@ -29,13 +41,37 @@ class SaveAdapters(TrainerCallback):
         leave_parts(model)
         # What is divided among ranks is gathered by all of them.
         if state.is_world_process_zero or is_sharded(list(model.modules())):
-            save_adapter(model, _folder(args, state), LAYOUT)
+            save_adapter(model, _checkpoint(args, state) / FOLDER, LAYOUT)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Read the adapters of the checkpoint that Trainer has read."""
-        if state.global_step:
-            load_adapter(kwargs["model"], _folder(args, state))
+        """Read the adapters of the checkpoint that Trainer has read.
+
+        Raises
+        ------
+        ValueError
+            That was another checkpoint than is found here, as what was logged until then shows.
+        """
+        if not state.global_step:
+            return
+        checkpoint = self.resume_from or _checkpoint(args, state)
+        file = checkpoint / TRAINER_STATE_NAME
+        if not file.exists() or not _same(TrainerState.load_from_json(str(file)), state):
+            raise ValueError(
+                f"the training goes on from another checkpoint than {checkpoint}: name the one "
+                "that train() is given to SaveAdapters, too, as resume_from"
+            )
+        load_adapter(kwargs["model"], checkpoint / FOLDER)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Read the adapters of the best checkpoint, if Trainer has read it."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            load_adapter(kwargs["model"], Path(state.best_model_checkpoint) / FOLDER)
 
 
-def _folder(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / FOLDER
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _same(read: TrainerState, state: TrainerState) -> bool:
+    """Tell whether a state is the one that was read: what was logged differs between trainings."""
+    return (read.global_step, read.log_history) == (state.global_step, state.log_history)

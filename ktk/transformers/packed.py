@@ -18,30 +18,13 @@ SLOT = "ktk_packed"
 
 
 class Packed(OpLayer):
-    """The packed experts of a module, in a slot of it.
-
-    Attributes
-    ----------
-    shared : bool
-        Whether a deep copy of the module was made, which has them too: their weights must not
-        change.
-    """
-
-    shared = False
+    """The packed experts of a module, in a slot of it."""
 
     def __init__(
         self, moe: MoE, layout: Layout, name: str, compute: Callable[..., Any] | None = None
     ) -> None:
         super().__init__(moe, name, compute=compute)
         self.layout = layout
-
-    def __copy__(self) -> Packed:
-        self.shared = True
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Packed:
-        self.shared = True
-        return self
 
     @property
     def dtype(self) -> torch.dtype | None:

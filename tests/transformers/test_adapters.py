@@ -135,13 +135,80 @@ def test_merging_leaves_copies_of_a_model_as_they_are(folder: Path) -> None:
     ktk.sft.merge(model)
     assert 0 < off_by(logits(model, ids), adapted) < ROUNDED
     assert torch.equal(logits(reference, ids), wanted)
-    # What was merged is the model's own, and is merged again where it is.
-    own = [one.moe for one in packed_modules(model).values()]
-    randomize(ktk.sft.add_lora(model, rank=4, alpha=8))
-    adapted = logits(model, ids)
+
+
+@pytest.mark.parametrize("at", [3, 11])
+def test_an_interrupted_merge_is_finished_by_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Adapters are added once, whether within the first module or the second it stops."""
+    model, whole = packed(folder), packed(folder)
+    for one in (model, whole):
+        torch.manual_seed(0)
+        randomize(ktk.sft.add_lora(one, rank=4, alpha=8))
+    adapted = logits(model, tokens())
+    calls = iter(range(at))
+    load_expert = ktk.MoE.load_expert
+
+    def interrupted(*arguments: Any, **weights: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return load_expert(*arguments, **weights)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ktk.MoE, "load_expert", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ktk.sft.merge(model)
+    assert off_by(logits(model, tokens()), adapted) < ROUNDED
+    finished, wanted = (logits(ktk.sft.merge(one), tokens()) for one in (model, whole))
+    assert torch.equal(finished, wanted)
+
+
+def test_factors_that_are_not_finite_are_not_merged(model: Any) -> None:
+    factors = ktk.sft.add_lora(model, rank=2)
+    factors[-1].data[3, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"down_lora_b of .*layers\.1.*experts .* not finite"):
+        ktk.sft.merge(model)
+    factors[-1].data[3, 0, 0] = 0.0
     ktk.sft.merge(model)
-    assert 0 < off_by(logits(model, ids), adapted) < ROUNDED
-    assert [one.moe for one in packed_modules(model).values()] == own
+
+
+def test_adapters_are_written_whole_or_not_at_all(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+
+    model = packed(folder)
+    randomize(ktk.sft.add_lora(model, rank=2))
+    ktk.sft.save_adapter(model, tmp_path)
+    wanted = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(state: Any, path: Path, **_: Any) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    randomize(list(model.parameters()))
+    with monkeypatch.context() as patched:
+        patched.setattr(safetensors.torch, "save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            ktk.sft.save_adapter(model, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == wanted
+
+
+def test_names_are_those_of_a_model_that_ranks_share(folder: Path, tmp_path: Path) -> None:
+    """DistributedDataParallel has the model in an attribute `module`."""
+    from safetensors.torch import load_file
+
+    model = packed(folder)
+    randomize(ktk.sft.add_lora(model, rank=2))
+    wrapped = torch.nn.Module()
+    wrapped.module = model
+    ktk.sft.save_adapter(model, tmp_path / "plain")
+    ktk.sft.save_adapter(wrapped, tmp_path / "wrapped")
+    plain, other = (
+        load_file(tmp_path / name / "adapter_model.safetensors") for name in ("plain", "wrapped")
+    )
+    assert other.keys() == plain.keys()
 
 
 def test_what_makes_no_sense_is_refused(folder: Path, model: Any, tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ def test_two_ranks_average_their_gradients(how: str, folder: Path, tmp_path: Pat
             assert torch.equal(torch.load(tmp_path / f"merged-{rank}.pt"), logits(model, tokens()))
 
 
-def _trainer(model: Any, folder: Path, steps: int, *callbacks: Any) -> Any:
+def _trainer(
+    model: Any, folder: Path, steps: int, *callbacks: Any, rate: float = 1e-2, **options: Any
+) -> Any:
     pytest.importorskip("accelerate")
     data = [{"input_ids": row, "labels": row} for row in tokens(16)]
     arguments = transformers.TrainingArguments(
@@ -81,13 +83,19 @@ def _trainer(model: Any, folder: Path, steps: int, *callbacks: Any) -> Any:
         max_steps=4,
         save_steps=2,
         per_device_train_batch_size=4,
-        learning_rate=1e-2,
+        learning_rate=rate,
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        logging_steps=1,
+        **options,
     )
     return transformers.Trainer(
-        model, arguments, train_dataset=data, callbacks=[*callbacks, _Stop(steps)]
+        model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=[*callbacks, _Stop(steps)],
     )
 
 
@@ -99,6 +107,65 @@ class _Stop(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step >= self.after
+
+
+def _wrapped(folder: Path) -> Any:
+    """Return a model with adapters of PEFT and of experts in codes, the same ones each time."""
+    torch.manual_seed(0)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = peft.get_peft_model(packed_by("AMXINT8", folder), config)
+    ktk.sft.add_lora(model, rank=2)
+    return model
+
+
+def _trained(model: Any) -> dict[str, Any]:
+    return {n: one.detach().clone() for n, one in model.named_parameters() if one.requires_grad}
+
+
+@pytest.mark.slow
+def test_the_best_checkpoint_is_read_with_its_experts(folder: Path, tmp_path: Path) -> None:
+    model = _wrapped(folder)
+    # The loss falls from checkpoint to checkpoint, and the best is to be another than the last.
+    trainer = _trainer(
+        model,
+        tmp_path,
+        4,
+        ktk.sft.SaveAdapters(),
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,
+        eval_strategy="steps",
+        eval_steps=2,
+    )
+    trainer.train()
+    assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-2"
+    best = _wrapped(folder)
+    best.load_adapter(str(tmp_path / "checkpoint-2"), "default")
+    ktk.sft.load_adapter(best, tmp_path / "checkpoint-2" / "experts")
+    wanted, got = dict(best.named_parameters()), _trained(model)
+    assert sum("_lora_" in name for name in got) == 2 * 6
+    for name, one in got.items():
+        assert torch.equal(one, wanted[name]), name
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_from_another_folder(folder: Path, tmp_path: Path) -> None:
+    straight = _wrapped(folder)
+    _trainer(straight, tmp_path / "straight", 4, ktk.sft.SaveAdapters()).train()
+    _trainer(_wrapped(folder), tmp_path / "broken", 2, ktk.sft.SaveAdapters()).train()
+    saved = tmp_path / "broken" / "checkpoint-2"
+    other = _wrapped(folder)
+    # Without a checkpoint, and with one of another training that has the same name.
+    _trainer(_wrapped(folder), tmp_path / "used", 2, ktk.sft.SaveAdapters(), rate=0.1).train()
+    for place in ("new", "used"):
+        trainer = _trainer(other, tmp_path / place, 4, ktk.sft.SaveAdapters())
+        with pytest.raises(ValueError, match=f"another checkpoint than .*{place}.*resume_from"):
+            trainer.train(resume_from_checkpoint=str(saved))
+    callback = ktk.sft.SaveAdapters(resume_from=saved)
+    _trainer(other, tmp_path / "new", 4, callback).train(resume_from_checkpoint=str(saved))
+    for name, one in _trained(straight).items():
+        assert torch.equal(dict(other.named_parameters())[name], one), name
 
 
 @pytest.mark.slow
