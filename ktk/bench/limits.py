@@ -16,6 +16,7 @@ them on Intel's servers, where a bf16 kernel can widen its weights and use the f
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,11 @@ def roofline(limits: Limits, *, nbytes: float, flops: float, units: Iterable[str
 
 
 def variant_units(
-    variant: _Variant, act: _Element | None = None, *, library: bool = False
+    variant: _Variant,
+    act: _Element | None = None,
+    *,
+    weights: _Element | None = None,
+    library: bool = False,
 ) -> tuple[str, ...]:
     """Return the units that a variant's instruction sets offer for its activations, best first.
 
@@ -117,17 +122,27 @@ def variant_units(
         One of `Backend.variants`.
     act
         What its activations are, where that depends on the weights; default: `variant.act`.
+    weights
+        What the weights are stored as: codes of up to six bits can be multiplied by instructions
+        whose sums of larger ones would not fit. Default: any that the variant takes.
     library
         The backend multiplies with a library of the machine (`Backend.library`), whose code may
         use all that the CPU has, whatever the variant itself requires.
     """
     integers = (act or variant.act).element in ("i8", "u8", "i4", "u4")
+    bits = _code_bits(weights) if integers else 0
     usable = _core.detected_isa() if library else variant.required_isa
     return tuple(
         unit
-        for unit, integer, needs in reversed(_probe.all_units())
-        if integer == integers and set(needs) <= set(usable)
+        for unit, integer, most_bits, needs in reversed(_probe.all_units())
+        if integer == integers and bits <= most_bits and set(needs) <= set(usable)
     )
+
+
+def _code_bits(weights: _Element | None) -> int:
+    """Return the bits of integers that weights are multiplied as; tables have entries of eight."""
+    named = re.fullmatch(r"(?:[iu]|ggml:q)(\d).*", weights.element) if weights else None
+    return int(named[1]) if named else 8
 
 
 def default_buffer_bytes() -> int:

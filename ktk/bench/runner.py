@@ -305,7 +305,8 @@ def _candidate(subject: Subject, backend: ktk.Backend, layers: list[ktk.MoE]) ->
     assert first.format is not None, "its experts are loaded"
     [variant] = (v for v in backend.variants if v.name == first.variant)
     act = variant.act_of(first.format, first.config.intermediate_size, first.config.hidden_size)
-    units = variant_units(variant, act, library=backend.library is not None)
+    library = backend.library is not None
+    units = variant_units(variant, act, weights=first.format, library=library)
     stored = (first.format, first.up_format, first.down_format)
     name = "+".join(dict.fromkeys(label(fmt) for fmt in stored if fmt is not None))
     return _Candidate(subject, variant.name, name, layers, units)

@@ -1,4 +1,5 @@
-// 256-bit units: f32 FMA, and the 16-bit multiply-add that int8 kernels without VNNI are made of.
+// 256-bit units: f32 FMA, the 16-bit multiply-add that int8 kernels without VNNI are made of, and
+// the 8-bit one of weights with fewer bits.
 #include <immintrin.h>
 
 #include "probe/loop.h"
@@ -24,6 +25,16 @@ void run_madd(size_t iterations) {
   });
 }
 
+// Pairs of products of weights of four bits can be added as words eight times before they must
+// become dwords, and of six bits twice: at best an addition for each multiplication.
+void run_maddubs(size_t iterations) {
+  __m256i a = _mm256_set1_epi8(3);
+  run_chains<kChains, __m256i>(iterations, [a](__m256i acc) mutable {
+    opaque(a);
+    return _mm256_add_epi16(acc, _mm256_maddubs_epi16(a, a));
+  });
+}
+
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "avx2_fma",
      .integer = false,
@@ -32,12 +43,19 @@ constexpr ktk_probe_unit kUnits[] = {
      .run = run_fma},
     {.name = "avx2_madd",
      .integer = true,
+     .weight_bits = 8,
      .required_isa = KTK_ISA_AVX2,
      .ops = kChains * 32,
      .run = run_madd},
+    {.name = "avx2_maddubs",
+     .integer = true,
+     .weight_bits = 6,
+     .required_isa = KTK_ISA_AVX2,
+     .ops = kChains * 64,
+     .run = run_maddubs},
 };
 
 }  // namespace
 
 extern "C" const ktk_probe_target KTK_PROBE_TARGET;
-const ktk_probe_target KTK_PROBE_TARGET = {2, kUnits};
+const ktk_probe_target KTK_PROBE_TARGET = {3, kUnits};

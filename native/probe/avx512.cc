@@ -1,4 +1,4 @@
-// 512-bit units without extensions: f32 FMA and the 16-bit multiply-add.
+// 512-bit units without extensions: f32 FMA, and multiply-adds of 16 and 8 bits, as in avx2.cc.
 #include <immintrin.h>
 
 #include "probe/loop.h"
@@ -23,6 +23,14 @@ void run_madd(size_t iterations) {
   });
 }
 
+void run_maddubs(size_t iterations) {
+  __m512i a = _mm512_set1_epi8(3);
+  run_chains<kChains, __m512i>(iterations, [a](__m512i acc) mutable {
+    opaque(a);
+    return _mm512_add_epi16(acc, _mm512_maddubs_epi16(a, a));
+  });
+}
+
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "avx512_fma",
      .integer = false,
@@ -31,12 +39,19 @@ constexpr ktk_probe_unit kUnits[] = {
      .run = run_fma},
     {.name = "avx512_bw",
      .integer = true,
+     .weight_bits = 8,
      .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX512,
      .ops = kChains * 64,
      .run = run_madd},
+    {.name = "avx512_maddubs",
+     .integer = true,
+     .weight_bits = 6,
+     .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX512,
+     .ops = kChains * 128,
+     .run = run_maddubs},
 };
 
 }  // namespace
 
 extern "C" const ktk_probe_target KTK_PROBE_TARGET;
-const ktk_probe_target KTK_PROBE_TARGET = {2, kUnits};
+const ktk_probe_target KTK_PROBE_TARGET = {3, kUnits};

@@ -18,6 +18,7 @@ void run_vnni(size_t iterations) {
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "avx512_vnni",
      .integer = true,
+     .weight_bits = 8,
      .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX512 | KTK_ISA_AVX512_VNNI,
      .ops = kChains * 128,
      .run = run_vnni},

@@ -30,7 +30,8 @@ std::vector<std::string> unit_names() {
 nb::list unit_table() {
   nb::list table;
   for (const ktk_probe_unit& unit : units()) {
-    table.append(nb::make_tuple(unit.name, unit.integer, isa_names(unit.required_isa)));
+    table.append(
+        nb::make_tuple(unit.name, unit.integer, unit.weight_bits, isa_names(unit.required_isa)));
   }
   return table;
 }
@@ -79,8 +80,8 @@ NB_MODULE(_probe, m) {
   m.doc() = "Measures what the machine can do at best: reading memory and arithmetic.";
   m.def("units", unit_names, "Names of the arithmetic units that can run here.");
   m.def("all_units", unit_table,
-        "(name, whether it multiplies integers, instruction sets that it needs) of the units that\n"
-        "this build has, best last.");
+        "(name, whether it multiplies integers, the most bits that their weights may have,\n"
+        "instruction sets that it needs) of the units that this build has, best last.");
   m.def("peak", peak_of, "unit"_a, "threads"_a, "seconds"_a, "cpus"_a = std::vector<int>{},
         "Operations per second (a multiply and an add are two) of all threads together.");
   m.def("read_bandwidth", read_bandwidth, "buffer_bytes"_a, "threads"_a, "seconds"_a,

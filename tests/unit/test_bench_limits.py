@@ -50,6 +50,20 @@ def test_limit_takes_the_best_unit_the_instruction_sets_offer() -> None:
     assert variant_units(int8, Act("f32")) == ("avx512_fma", "avx2_fma"), "of these weights"
 
 
+@pytest.mark.skipif(not X86, reason="units are measured on x86-64 only")
+@pytest.mark.parametrize("isa", [["avx2"], ["avx2", "avx512"]])
+def test_codes_of_few_bits_have_a_faster_unit(isa: list[str]) -> None:
+    variant = Variant(isa, Act("i8"))
+    faster = f"{isa[-1]}_maddubs"
+    for element in ("u4", "ggml:q4_k", "ggml:q6_k"):
+        assert variant_units(variant, weights=Act(element))[0] == faster
+    for element in ("i8", "ggml:q8_0", "ggml:iq4_xs"):
+        assert not any("maddubs" in one for one in variant_units(variant, weights=Act(element)))
+    assert not any("maddubs" in one for one in variant_units(variant)), "it may take i8"
+    floats = variant_units(variant, Act("f32"), weights=Act("u4"))
+    assert floats == variant_units(variant, Act("f32"))
+
+
 def test_a_library_may_use_all_that_the_cpu_has() -> None:
     codecs = Variant(["avx2"], Act("i8"))
     best = variant_units(Variant(_core.detected_isa(), Act("i8")))

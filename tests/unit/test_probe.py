@@ -33,6 +33,8 @@ def test_wider_units_are_not_slower() -> None:
     units = _probe.units()
     peak = {unit: max(_probe.peak(unit, 1, 0.02) for _ in range(3)) for unit in units}
     for slow, fast in (
+        ("avx2_madd", "avx2_maddubs"),
+        ("avx512_bw", "avx512_maddubs"),
         ("avx2_madd", "avx512_vnni"),
         ("avx2_madd", "avx_vnni"),
         ("avx512_vnni", "amx_int8"),

@@ -54,7 +54,8 @@ class Candidate:
         self.name = f"{backend.name}/{self.layers[0].variant} {label(made.stored)}"
         [variant] = (v for v in backend.variants if v.name == self.layers[0].variant)
         act = variant.act_of(made.stored, n, k)
-        self.units = variant_units(variant, act, library=backend.library is not None)
+        library = backend.library is not None
+        self.units = variant_units(variant, act, weights=made.stored, library=library)
 
     def turn(self, seconds: float, x: torch.Tensor, out: torch.Tensor) -> float:
         """Return the median time of calls, each of the layer that was not used for longest."""
