@@ -11,7 +11,7 @@ namespace {
 // Sums of a slab are exact in both and meet the same roundings, so the bits are the same.
 struct Variant : AmxVariant {
   using Weight = amxint4::WeightCodec;
-  using Act = amxint4::Act<>;
+  using Act = amxint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel("gemm_4x32_avx512_vnni", 4, int4::gemm_vector<int4::Vnni512, Act, 4, 2>),
       ukernel("gemm_32x32_amx_int8", int4::gemm_amx<Act>, int4::amx_scratch_size<Act>),

@@ -10,7 +10,7 @@ namespace {
 // Registers: 20 accumulators, 4 weights, a mask, a broadcast, products.
 struct Variant {
   using Weight = amxint4::WeightCodec;
-  using Act = amxint4::Act<int4::kI16Depth>;
+  using Act = amxint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel("gemm_10x32_avx512", int4::gemm_vector<int4::Maddubs512, Act, 10, 2>),
   };

@@ -11,7 +11,7 @@ namespace {
 // Registers: 24 accumulators, 4 weights, a mask.
 struct Variant {
   using Weight = amxint4::WeightCodec;
-  using Act = amxint4::Act<>;
+  using Act = amxint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel("gemm_12x32_avx512_vnni", int4::kRowsNotDecoded,
               int4::gemm_vector<int4::Vnni512, Act, 12, 2>),

@@ -10,7 +10,7 @@ namespace {
 // Registers: 8 accumulators, 4 weights, a mask, broadcasts.
 struct Variant {
   using Weight = amxint4::WeightCodec;
-  using Act = amxint4::Act<>;
+  using Act = amxint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel("gemv_1x32_avx_vnni", 1, int4::gemm_vector<int4::Vnni256, Act, 1, 4>),
       ukernel("gemm_4x16_avx_vnni", int4::gemm_vector<int4::Vnni256, Act, 4, 2>),

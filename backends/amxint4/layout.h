@@ -9,9 +9,7 @@
 namespace ktk::amxint4 {
 namespace {
 
-// kMaxSlab: the depth that an instruction set can sum in integers.
-template <size_t kMaxSlab = 128>
-using Act = int4::Act<128, int4::ZeroPoints::kPossibly, kMaxSlab>;
+using Act = int4::Act<128, int4::ZeroPoints::kPossibly>;
 
 }  // namespace
 }  // namespace ktk::amxint4

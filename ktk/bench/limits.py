@@ -141,7 +141,7 @@ def variant_units(
 
 def _code_bits(weights: _Element | None) -> int:
     """Return the bits of integers that weights are multiplied as; tables have entries of eight."""
-    named = re.fullmatch(r"(?:[iu]|ggml:q)(\d).*", weights.element) if weights else None
+    named = re.fullmatch(r"[iuq](\d).*", weights.element) if weights else None
     return int(named[1]) if named else 8
 
 

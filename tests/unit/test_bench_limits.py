@@ -55,9 +55,9 @@ def test_limit_takes_the_best_unit_the_instruction_sets_offer() -> None:
 def test_codes_of_few_bits_have_a_faster_unit(isa: list[str]) -> None:
     variant = Variant(isa, Act("i8"))
     faster = f"{isa[-1]}_maddubs"
-    for element in ("u4", "ggml:q4_k", "ggml:q6_k"):
+    for element in ("u4", "q4_k", "q6_k"):
         assert variant_units(variant, weights=Act(element))[0] == faster
-    for element in ("i8", "ggml:q8_0", "ggml:iq4_xs"):
+    for element in ("i8", "q8_0", "iq4_xs"):
         assert not any("maddubs" in one for one in variant_units(variant, weights=Act(element)))
     assert not any("maddubs" in one for one in variant_units(variant)), "it may take i8"
     floats = variant_units(variant, Act("f32"), weights=Act("u4"))

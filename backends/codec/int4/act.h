@@ -5,8 +5,8 @@
 //   eight codes      k0 k2 k4 k6 k1 k3 k5 k7       the order in which nibbles are multiplied
 //
 // A slab is the depth over which products are summed in integers: the smaller one of the groups of
-// weights and activations, and of what the instruction set can sum. Every slab has the scale of its
-// group at hand, and the sum of its codes, which corrects for the zero point of the weights.
+// weights and activations. Every slab has the scale of its group at hand, and the sum of its codes,
+// which corrects for the zero point of the weights.
 //
 // scale = absmax / 127, code = x / scale to nearest even. A group with NaN or Inf has the scale NaN
 // and codes 0. Rows are an odd number of cache lines long: 16 rows at a power of two would fall
@@ -29,15 +29,16 @@ struct ActScale {
 // Whether weights may have zero points.
 enum class ZeroPoints { kNever, kPossibly };
 
-template <size_t kGroup, ZeroPoints kWeightZeros, size_t kMaxSlab = kGroup>
+template <size_t kGroup, ZeroPoints kWeightZeros>
 struct Act {
   static constexpr ZeroPoints kZeroPoints = kWeightZeros;
-  static_assert(kGroup % kMaxSlab == 0 && kMaxSlab % 32 == 0);
+  static constexpr size_t kMaxSlab = kGroup;
+  static_assert(kGroup % 32 == 0);
   static constexpr ktk_format kFormat = {KTK_I8, KTK_F32, KTK_NONE, 1, kGroup};
   static constexpr uint32_t kKStep = kGroup;  // so that each group is quantized as a whole
 
   static size_t slab_depth(const ktk_matrix* matrix) {
-    return smaller(group_depth(matrix), smaller(kGroup, kMaxSlab));
+    return smaller(group_depth(matrix), kMaxSlab);
   }
   static size_t num_slabs(const ktk_matrix* matrix) {
     return padded_k(matrix) / slab_depth(matrix);

@@ -6,8 +6,7 @@
 //
 // Without VNNI vpmaddubsw adds two products to a word, which cannot saturate with codes of four
 // bits (2 * 15 * 127 = 3810). Eight such words can be added before they must become dwords
-// (30480 < 32768), which is a depth of 32: the longest slab of these instruction sets, whatever the
-// groups.
+// (30480 < 32768), which is a depth of 32.
 //
 // asm is what the intrinsic would be, but gcc 12 moves and spills accumulators that it may put
 // elsewhere.

@@ -8,6 +8,9 @@
 //   act row 1   k0 k2 k4 k6  x  low   low
 //     :         (broadcast)                              :
 //
+// Words hold the sums of a depth of 32. Where slabs are deeper, words are added to dwords in memory
+// as often, so that floats are made of a slab once.
+//
 // Every tile of rows splits the nibbles in registers again: six instructions beside up to 48
 // products, and on other ports. Bytes split once would take twice the L1.
 #pragma once
@@ -43,8 +46,25 @@ inline void add_step(typename Dot::Int (&acc)[kRows][kVecs], const char* weight,
   }
 }
 
+// Words to dwords, and words begin anew.
+template <class Dot, size_t kRows, size_t kVecs>
+inline void widen(typename Dot::Int (&acc)[kRows][kVecs], typename Dot::Int* dwords) {
+#pragma GCC unroll 16
+  for (size_t i = 0; i < kRows; ++i) {
+#pragma GCC unroll 4
+    for (size_t v = 0; v < kVecs; ++v, ++dwords) {
+      *dwords = Dot::add(Dot::finish(acc[i][v]), *dwords);
+      acc[i][v] = Dot::set1_int(0);
+      pin(acc[i][v]);
+    }
+  }
+}
+
+// What accumulators hold: all of a slab, or words to be added to its dwords.
+enum class Holds { kSlab, kPart };
+
 // `kVecs` vectors of columns, from the block's number `column` on.
-template <class Dot, Zeros kZeros, size_t kRows, size_t kVecs>
+template <class Dot, Zeros kZeros, Holds kHolds, size_t kRows, size_t kVecs>
 inline void multiply_columns(const Operands& operands, const Tile& tile, size_t column,
                              Fetch& shared_fetch) {
   // Copies that stores to dst cannot change.
@@ -53,8 +73,11 @@ inline void multiply_columns(const Operands& operands, const Tile& tile, size_t 
   Fetch fetch = shared_fetch;
   constexpr size_t kCols = kVecs * Dot::kLanes;
   constexpr size_t kStepLines = kCols * kStepBytes / kBlockCols / kLine;
+  constexpr bool kParts = kHolds == Holds::kPart, kDwords = kParts || Dot::kSums == Sums::kI32;
   constexpr Correction kCorrection =
-      kZeros == Zeros::kFixed && Dot::kSums == Sums::kI32 ? Correction::kAtStart : Correction::kNow;
+      kZeros == Zeros::kFixed && kDwords ? Correction::kAtStart : Correction::kNow;
+  constexpr size_t kPartBytes = kI16Depth / kStepDepth * kStepBytes;
+  alignas(kLine) typename Dot::Int dwords[kParts ? kRows * kVecs : 1];
   float* const first_dst = t.dst + column;
   if (t.is_first()) clear<Dot, kCols>(first_dst, t.dst_stride, kRows);
   RowPointers<kRows> act(t.act + t.begin * o.slab_depth, t.act_stride);
@@ -77,26 +100,33 @@ inline void multiply_columns(const Operands& operands, const Tile& tile, size_t 
       const auto* a = reinterpret_cast<const ActScale*>(row_scales);
 #pragma GCC unroll 4
       for (size_t v = 0; v < kVecs; ++v) {
-        acc[i][v] =
+        const auto start =
             kCorrection == Correction::kAtStart ? Dot::set1_int(a->correction) : Dot::set1_int(0);
+        if constexpr (kParts) Dot::store_bytes(hidden(dwords) + i * kVecs + v, start);
+        acc[i][v] = kParts ? Dot::set1_int(0) : start;
         pin(acc[i][v]);
       }
     }
     const char* codes = weight + 4 * column;
     weight += o.slab_bytes;
-    const char* const end = codes + o.slab_bytes;
-    do {
+    const char* const slab_end = codes + o.slab_bytes;
+    const char* end = kParts ? codes + kPartBytes : slab_end;
+    for (;; end += kPartBytes) {
+      do {
 #pragma GCC unroll 2
-      for (size_t i = 0; i < kStepLines; ++i) fetch.next();
-      add_step<Dot>(acc, codes, act);
-      act.advance(kStepDepth);
-      act.forget_rows();
-      codes += kStepBytes;
-    } while (codes != end);
+        for (size_t i = 0; i < kStepLines; ++i) fetch.next();
+        add_step<Dot>(acc, codes, act);
+        act.advance(kStepDepth);
+        act.forget_rows();
+        codes += kStepBytes;
+      } while (codes != end);
 #pragma GCC unroll 16
-    for (size_t i = 0; i < kRows; ++i) {
+      for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
-      for (size_t v = 0; v < kVecs; ++v) pin(acc[i][v]);
+        for (size_t v = 0; v < kVecs; ++v) pin(acc[i][v]);
+      }
+      if (!kParts || end == slab_end) break;
+      widen<Dot>(acc, hidden(dwords));
     }
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(header) + column;
     WeightScales<Dot, kZeros> kept[kVecs];
@@ -105,6 +135,7 @@ inline void multiply_columns(const Operands& operands, const Tile& tile, size_t 
       for (size_t v = 0; v < kVecs; ++v) kept[v].load(scales + v * Dot::kLanes, o.f16_scales);
     }
     row_scales = hidden(act_scales);
+    const auto* const before = hidden(dwords);
     float* dst = hidden(first_dst);
 #pragma GCC unroll 16
     for (size_t i = 0; i < kRows; ++i, row_scales += t.act_stride, dst += t.dst_stride) {
@@ -113,8 +144,9 @@ inline void multiply_columns(const Operands& operands, const Tile& tile, size_t 
 #pragma GCC unroll 4
       for (size_t v = 0; v < kVecs; ++v) {
         if constexpr (kRows == 1) kept[v].load(scales + v * Dot::kLanes, o.f16_scales);
-        add_slab<Dot, kZeros, kCorrection>(dst + v * Dot::kLanes, Dot::finish(acc[i][v]), a,
-                                           act_scale, kept[v]);
+        auto sum = Dot::finish(acc[i][v]);
+        if constexpr (kParts) sum = Dot::add(sum, before[i * kVecs + v]);
+        add_slab<Dot, kZeros, kCorrection>(dst + v * Dot::kLanes, sum, a, act_scale, kept[v]);
       }
     }
     act_scales += sizeof(ActScale);
@@ -123,36 +155,44 @@ inline void multiply_columns(const Operands& operands, const Tile& tile, size_t 
   shared_fetch = fetch;
 }
 
-template <class Dot, Zeros kZeros, size_t kRows, size_t kVecs>
+template <class Dot, Zeros kZeros, Holds kHolds, size_t kRows, size_t kVecs>
 void multiply_tile(const Operands& operands, const Tile& tile) {
   Fetch fetch = tile.fetch;
 #pragma GCC unroll 1
   for (size_t column = 0; column < kBlockCols; column += kVecs * Dot::kLanes) {
-    multiply_columns<Dot, kZeros, kRows, kVecs>(operands, tile, column, fetch);
+    multiply_columns<Dot, kZeros, kHolds, kRows, kVecs>(operands, tile, column, fetch);
   }
 }
 
 // Tiles of up to kMaxRows x kVecs vectors.
-template <class Dot, class Act, size_t kMaxRows, size_t kVecs, Zeros kZeros>
+template <class Dot, class Act, size_t kMaxRows, size_t kVecs, Zeros kZeros, Holds kHolds>
 struct VectorKernel : KernelBase<Act> {
   using KernelBase<Act>::KernelBase;
   static constexpr size_t kMr = kMaxRows;
   static constexpr size_t kLineProducts = 2 * 16 / Dot::kLanes;
-  static constexpr auto kTiles =
-      row_table<kMr>([]<size_t kRows> { return &multiply_tile<Dot, kZeros, kRows, kVecs>; });
+  static constexpr auto kTiles = row_table<kMr>(
+      []<size_t kRows> { return &multiply_tile<Dot, kZeros, kHolds, kRows, kVecs>; });
 
   static size_t passes(size_t) { return kBlockCols / (kVecs * Dot::kLanes); }
   void tile(const Tile& t) const { kTiles[t.rows](this->operands_, t); }
 };
 
+template <class Dot, class Act, size_t kMaxRows, size_t kVecs, Zeros kZeros>
+void gemm_zeros(const ktk_matmul* mm) {
+  if constexpr (Dot::kSums == Sums::kI16 && Act::kMaxSlab > kI16Depth) {
+    if (Act::slab_depth(mm->matrix) > kI16Depth) {
+      return gemm<VectorKernel<Dot, Act, kMaxRows, kVecs, kZeros, Holds::kPart>>(mm);
+    }
+  }
+  gemm<VectorKernel<Dot, Act, kMaxRows, kVecs, kZeros, Holds::kSlab>>(mm);
+}
+
 template <class Dot, class Act, size_t kMaxRows, size_t kVecs>
 void gemm_vector(const ktk_matmul* mm) {
   if constexpr (Act::kZeroPoints == ZeroPoints::kPossibly) {
-    if (has_zeros(mm->matrix)) {
-      return gemm<VectorKernel<Dot, Act, kMaxRows, kVecs, Zeros::kStored>>(mm);
-    }
+    if (has_zeros(mm->matrix)) return gemm_zeros<Dot, Act, kMaxRows, kVecs, Zeros::kStored>(mm);
   }
-  gemm<VectorKernel<Dot, Act, kMaxRows, kVecs, Zeros::kFixed>>(mm);
+  gemm_zeros<Dot, Act, kMaxRows, kVecs, Zeros::kFixed>(mm);
 }
 
 }  // namespace

@@ -2,8 +2,8 @@
 // decoded into scratch, 16 KiB that stay in L1 while all tiles of rows pass them. An operand is a
 // byte for each code:
 //
-//   step    low nibbles of 32 columns | high nibbles     four cache lines, k0 k2 k4 k6 | k1 k3 k5
-//   k7
+//   step    low nibbles of 32 columns | high nibbles        four cache lines
+//           k0 k2 k4 k6               | k1 k3 k5 k7
 //
 // Decoding a step takes 6 instructions and 4 stores, one a cycle: as long as the products of 2 to 3
 // rows, where each tile of 12 rows would spend 6 instructions beside its 48 products.
