@@ -126,6 +126,29 @@ struct Fetch {
     next();
 #endif
   }
+
+  // The same for several lines, a branch for four of them.
+  template <size_t kCount>
+  void next_unseen_of() {
+#if defined(__x86_64__)
+    if constexpr (kCount >= 4) {
+      asm volatile(
+          "testb %[l1], %[l1]\n\tje 1f\n\t"
+          "prefetcht0 (%[a])\n\tprefetcht0 (%[b])\n\t"
+          "prefetcht0 (%[a],%[step],2)\n\tprefetcht0 (%[b],%[step],2)\n\t"
+          "jmp 2f\n1:\t"
+          "prefetcht1 (%[a])\n\tprefetcht1 (%[b])\n\t"
+          "prefetcht1 (%[a],%[step],2)\n\tprefetcht1 (%[b],%[step],2)\n2:"
+          :
+          : [a] "r"(line), [b] "r"(line + step), [step] "r"(step), [l1] "q"(into_l1)
+          : "cc");
+      line += 4 * step;
+      return next_unseen_of<kCount - 4>();
+    }
+#endif
+#pragma GCC unroll 4
+    for (size_t i = 0; i < kCount; ++i) next_unseen();
+  }
 };
 
 // The same for tiles that use many lines at once, as AMX does, and have time to think of the order:

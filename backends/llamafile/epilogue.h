@@ -13,7 +13,8 @@
 //   t           sum * act scale                   sum 0 * scale 0, then fma(sum i, scale i, t)
 //                                                 k16Min: then fma(sum of codes i, min i, t)
 //   dst         fma(t, scale, dst)                fma(t, act scale, dst)
-//               k32Min, k32MinAct64: then fma(sum of activations, min, dst), for each sub-block
+//               k32Min, k32MinAct64: before that fma(sum of activations, min, dst) for each
+//               sub-block, which waits for no product
 #pragma once
 
 #include "gemm/compiler.h"
@@ -80,12 +81,11 @@ struct Epilogue {
   template <class Scale, class Min, class FirstMin>
   [[gnu::always_inline]] static Float finish(Float t, const ActGroup& act, Float dst, Scale scale,
                                              Min min, FirstMin first_min) {
-    dst = Dot::fma(t, kScalesFirst ? Dot::set1(act.scale) : scale(0), dst);
     if constexpr (kMins && kGroups == 1) {
       if constexpr (kSpan == 2) dst = Dot::fma(Dot::set1((&act)[-1].sum), first_min(), dst);
       dst = Dot::fma(Dot::set1(act.sum), min(0), dst);
     }
-    return dst;
+    return Dot::fma(t, kScalesFirst ? Dot::set1(act.scale) : scale(0), dst);
   }
 
 #if defined(__AVX512F__)

@@ -102,10 +102,9 @@ class WordTile {
       starts.set(act_groups, from.act_stride, from.offset);
       if constexpr (kDecoded) fetch.next_lines(kSpan * lines);
 #pragma GCC unroll 1
-      for (size_t n = 0; n < kNr; n += kTileNr) {
-        if constexpr (!kDecoded) {
-#pragma GCC unroll 16
-          for (int i = 0; i < kSpan * kBits; ++i) fetch.next_unseen();  // a line each
+      for (size_t n = 0; n < kNr; n += kVecs<kRows> * Dot::kLanes) {
+        if constexpr (!kDecoded) {  // a line for two registers of a plane
+          fetch.template next_unseen_of<kSpan * kBits * kVecs<kRows> / kVectors>();
         }
         const uint8_t* of_columns = kKind.has_shifts ? shifts + 4 * n : nullptr;
         add_span<kRows>(operands, codes + 4 * n, of_columns, scales + n, act, starts, act_groups,
@@ -121,6 +120,11 @@ class WordTile {
   }
 
  private:
+  // Registers of n that a tile of rows has. One row has all 32 n where decoding leaves registers
+  // for that: what ends a span, a chain of sums, is then made of more at once.
+  template <int kRows>
+  static constexpr int kVecs = kRows == 1 && kBits == 4 && !kDecoded ? 2 * kVectors : kVectors;
+
   // Where sums of a span start, for each row: -offset * (sum of the act codes) of a group, or
   // minus the sums of both groups as words, which meet offset * sub.
   template <int kRows>
@@ -151,8 +155,8 @@ class WordTile {
   // What a span comes to: `whole` where d is deferred, otherwise t.
   template <int kRows>
   struct Sums {
-    Int whole[kRows][kVectors];
-    Float t[kRows][kVectors];
+    Int whole[kRows][kVecs<kRows>];
+    Float t[kRows][kVecs<kRows>];
   };
 
   // Calls visit(row, register of n).
@@ -160,8 +164,8 @@ class WordTile {
   [[gnu::always_inline]] static void for_each_sum(Visit visit) {
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) visit(r, v);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs<kRows>; ++v) visit(r, v);
     }
   }
   // The same with its ActGroup.
@@ -171,17 +175,17 @@ class WordTile {
     act_groups = hidden(act_groups);
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r, act_groups += act_stride) {
-#pragma GCC unroll 2
-      for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs<kRows>; ++v) {
         visit(r, v, reinterpret_cast<const ActGroup*>(act_groups));
       }
     }
   }
   // A register of each n, loaded once.
-  template <class T>
-  [[gnu::always_inline]] static void load(T (&to)[kVectors], const int32_t* from) {
-#pragma GCC unroll 2
-    for (int v = 0; v < kVectors; ++v) {
+  template <class T, size_t kCount>
+  [[gnu::always_inline]] static void load(T (&to)[kCount], const int32_t* from) {
+#pragma GCC unroll 4
+    for (size_t v = 0; v < kCount; ++v) {
       const int32_t* const at = from + v * Dot::kLanes;
       if constexpr (requires { Dot::convert(to[v]); }) {
         to[v] = Dot::load_bytes(at);
@@ -204,12 +208,12 @@ class WordTile {
     pin(ones);
     unroll<kSpan>([&]<size_t kOfSpan>() __attribute__((always_inline)) {
       const int32_t* const of_sub_block = scales + kOfSpan * kScaleDwords;
-      Int words[kRows][kVectors], sums[kRows][kVectors];
+      Int words[kRows][kVecs<kRows>], sums[kRows][kVecs<kRows>];
       unroll<kSteps>([&]<size_t kStep>() __attribute__((always_inline)) {
         constexpr int kGroup = kStep / kGroupSteps, kOfGroup = kStep % kGroupSteps;
-        Int operand[kVectors], size[kVectors];
-#pragma GCC unroll 2
-        for (int v = 0; v < kVectors; ++v) {
+        Int operand[kVecs<kRows>], size[kVecs<kRows>];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVecs<kRows>; ++v) {
           const uint8_t* of_n = codes + kOfSpan * kPlanes * kPlaneBytes + v * sizeof(Int);
           if constexpr (kDecoded) {
             of_n += kStep * kPlaneBytes;
@@ -228,7 +232,7 @@ class WordTile {
         }
         // Where words are of one step they are widened at once: none are kept.
         constexpr bool kAtOnce = kWordSteps == 1;
-        Int sub[kVectors];
+        Int sub[kVecs<kRows>];
         if constexpr (kDefers && kAtOnce && kDecoded) load(sub, of_sub_block + kGroup * kNr);
         const auto widen = [&](int r, int v) __attribute__((always_inline)) {
           if constexpr (kDefers) {
@@ -256,8 +260,8 @@ class WordTile {
         for (int r = 0; r < kRows; ++r) {
           const Int four = Dot::broadcast_row<kOfSpan * kSubBlock + kKr * kStep>(
               act.pointers[r / 3], act.stride, r % 3);
-#pragma GCC unroll 2
-          for (int v = 0; v < kVectors; ++v) {
+#pragma GCC unroll 4
+          for (int v = 0; v < kVecs<kRows>; ++v) {
             Int products;
             if constexpr (kSigned) {
               products = Dot::multiply_signed(size[v], operand[v], four);
@@ -281,7 +285,7 @@ class WordTile {
           for_each_sum<kRows>(widen);
         }
         if constexpr (!kDefers && kOfGroup + 1 == kGroupSteps) {
-          Float scale[kVectors];
+          Float scale[kVecs<kRows>];
           if constexpr (E::kScalesFirst) load(scale, of_sub_block + kGroup * kNr);
           for_each_sum<kRows>(
               act_groups, act.stride,
@@ -301,7 +305,7 @@ class WordTile {
         }
       });
       if constexpr (kDefers && kStarts) {
-        Int both[kVectors];
+        Int both[kVecs<kRows>];
         load(both, of_sub_block + 2 * kNr);
         for_each_sum<kRows>([&](int r, int v) __attribute__((always_inline)) {
           const Int start = Dot::set1_int(starts.of[kOfSpan][0][r]);
