@@ -20,11 +20,11 @@ def main() -> None:
 
     So is a warning: of a library that will be slow, say.
     """
+    _open_closed_streams()
     warnings.formatwarning = lambda message, *_, **__: f"ktk: {' '.join(str(message).split())}\n"
     try:
         status = _run()
-        if sys.stdout is not None:  # the shell may have closed it
-            sys.stdout.flush()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         status = _INTERRUPTED
     except BrokenPipeError:
@@ -33,6 +33,20 @@ def main() -> None:
         # What is left to write has to go somewhere when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(status)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device where the shell closed a standard stream (`2>&-`).
+
+    Else a file of data would get the stream's number, and with it what libraries print.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        mode = "r" if name == "stdin" else "w"
+        # Its number is the lowest that is free, as the stream's is, and stays open in children.
+        fd = os.open(os.devnull, os.O_RDWR)
+        os.set_inheritable(fd, True)
+        setattr(sys, name, os.fdopen(fd, mode, encoding="utf-8", errors="backslashreplace"))
 
 
 def _run() -> int:

@@ -24,7 +24,7 @@ class Progress(Closing):
     shown : bool, optional
         Whether to show anything. By default only on a terminal.
     stream : text stream, optional
-        By default stderr.
+        By default stderr; where that is closed, nothing is shown.
     clock : function, optional
         Seconds, from any beginning.
     """
@@ -39,10 +39,10 @@ class Progress(Closing):
     ) -> None:
         self.total = total
         self._stream = stream or sys.stderr
-        terminal = self._stream.isatty()
+        terminal = self._stream is not None and self._stream.isatty()
         self._bar: Any = None
         self._task: Any = None
-        self._lines = not terminal and bool(shown)
+        self._lines = self._stream is not None and not terminal and bool(shown)
         self._wants_bar = terminal and shown is not False
         self._clock = clock
         self._begin = self._last = clock()

@@ -27,7 +27,8 @@ from ktk.moe import MoE
 class OpLayer:
     """A layer of experts that "ktk::moe" computes.
 
-    Copies, deep ones too, are the same object: packed weights never change.
+    Copies, deep ones too, are the same object: packed weights are changed by none but a host that
+    hands over others.
 
     Parameters
     ----------
@@ -106,6 +107,23 @@ class OpLayer:
             return train(hidden, topk_ids, topk_weights, lora, self.number, keep)
         result: torch.Tensor = torch.ops.ktk.moe(hidden, topk_ids, topk_weights, self.number)
         return result
+
+    def renew(self, finish: Callable[[], MoE]) -> None:
+        """Let the next call compute what `finish` returns then.
+
+        For hosts that hand weights over again, and need not say when all of them have come: where
+        `finish` raises because some have not, so does the call.
+        """
+
+        def compute(*inputs: Any, **options: Any) -> Any:
+            self.renewed(finish())
+            return self.compute(*inputs, **options)
+
+        self.compute = compute
+
+    def renewed(self, moe: MoE) -> None:
+        """Compute with a layer, of the same sizes, from now on."""
+        self.moe = self.compute = moe
 
     def __copy__(self) -> OpLayer:
         return self

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ktk._core import WorkerPool, topology
+
+# What libgomp takes at most.
+_CPUS = 65536
 
 
 @functools.cache
@@ -27,6 +30,9 @@ def worker_pool(rank: int, ranks: int) -> WorkerPool:
     before, bound = os.sched_getaffinity(0), bound_cpus(os.environ)
     os.sched_setaffinity(0, before | set(bound))
     try:
+        # Linux, as OpenMP, passes over CPUs that are not there.
+        there = os.sched_getaffinity(0)
+        bound = [cpu for cpu in bound if cpu in there]
         cores = [core for node in topology()["nodes"] for core in node["cores"]]
         cpus = bound or share(cores, rank, ranks)
         return WorkerPool(threads=len(cpus), cpus=cpus)
@@ -39,15 +45,19 @@ os.register_at_fork(after_in_child=worker_pool.cache_clear)
 
 
 def bound_cpus(environment: Mapping[str, str]) -> list[int]:
-    """Return the CPUs that OpenMP's threads are bound to, as its variables say; none if not."""
+    """Return the CPUs that OpenMP's threads are bound to, as its variables say; none if not.
+
+    A value that makes no sense binds nothing, as in OpenMP. CPUs may be none of this machine's.
+    """
     lists = {
-        "GOMP_CPU_AFFINITY": r"([\d\s,-]+)",
-        "KMP_AFFINITY": r".*proclist=\[([\d,-]+)\].*",
+        "GOMP_CPU_AFFINITY": r"([\d\s,:-]+)",
+        "KMP_AFFINITY": r".*proclist=\[([\d,:-]+)\].*",
         "OMP_PLACES": r"\{([\d,-]+)\}",
     }
     for name, pattern in lists.items():
-        if match := re.fullmatch(pattern, environment.get(name, "")):
-            return list(dict.fromkeys(_numbers(match[1])))
+        match = re.fullmatch(pattern, environment.get(name, ""), re.ASCII)
+        if match and (cpus := _numbers(match[1])):
+            return cpus
     return []
 
 
@@ -57,7 +67,15 @@ def share(cores: Sequence[int], rank: int, ranks: int) -> list[int]:
     return list(cores[first:behind]) or [cores[rank % len(cores)]]
 
 
-def _numbers(text: str) -> Iterator[int]:
-    for span in re.split(r"[\s,]+", text.strip()):
-        first, _, last = span.partition("-")
-        yield from range(int(first), int(last or first) + 1)
+def _numbers(text: str) -> list[int]:
+    """Return the numbers of spans such as "3", "1-2" and "4-15:2"; none if one is no span."""
+    found: dict[int, None] = {}
+    for span in re.split(r"[\s,]+", text.strip(" \t\n,")):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", span, re.ASCII)
+        if match is None:
+            return []
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if not (first <= last < _CPUS and step):
+            return []
+        found.update(dict.fromkeys(range(first, last + 1, step)))
+    return list(found)

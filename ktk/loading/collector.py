@@ -47,6 +47,9 @@ class ExpertCollector:
             collector.take(expert, part, role, tensor)
         moe = collector.finish()
 
+    When `finish` has returned the layer, tensors may come again, as they do where a host follows a
+    model that learns: an expert replaces the packed one when all of its tensors are there.
+
     Parameters
     ----------
     layer : MoEConfig or MoE
@@ -141,6 +144,7 @@ class ExpertCollector:
         self._name = f"{name}: " if name else ""
         self._held: dict[int, dict[tuple[str, str], torch.Tensor]] = {}
         self._done: set[int] = set()
+        self._finished = False
         self._lock = threading.Lock()
 
     def take(self, expert: int, part: str, role: str, tensor: torch.Tensor) -> bool:
@@ -171,7 +175,8 @@ class ExpertCollector:
         IndexError
             The layer has no such expert.
         TypeError, ValueError
-            There is no such part or role; or the tensor came before.
+            There is no such part or role; or the tensor came before. (Where an expert comes again,
+            it begins anew with a tensor that came before.)
         """
         slot, count = integer("expert", expert), self.config.num_experts
         if not 0 <= slot < count:
@@ -186,11 +191,14 @@ class ExpertCollector:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{where}: {role} must be a tensor of torch, got {tensor!r}")
         with self._lock:
-            if slot in self._done:
+            if slot in self._done and not self._finished:
                 raise ValueError(f"{where}: {role} came after the expert was packed")
             held = self._held.setdefault(slot, {})
             if (part, role) in held:
-                raise ValueError(f"{where}: {role} came twice")
+                if not self._finished:
+                    raise ValueError(f"{where}: {role} came twice")
+                # What a host began and gave up is no part of what comes now.
+                held.clear()
             if other := self._contradiction(part, held):
                 raise ValueError(f"{where} came beside {other}, which holds the same rows")
             held[part, role] = tensor.detach()
@@ -200,7 +208,7 @@ class ExpertCollector:
             return True
 
     def finish(self) -> MoE:
-        """Return the layer, when all experts are packed.
+        """Return the layer, when all experts are packed, and those that began to come again are.
 
         Raises
         ------
@@ -217,6 +225,7 @@ class ExpertCollector:
             if lost or self.moe is None:
                 more = "expert" if len(lost) == 1 else "experts"
                 raise CheckpointError(f"{self._name}nothing came of {more} {spans(lost)}")
+            self._finished = True
             return self.moe
 
     @property

@@ -19,7 +19,7 @@ _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 _STEMS = ("w13", "w2")
 _IGNORED = "input_scale"
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
-# Where a layer has what is written here: its collector, then what it has become.
+# Where a layer has what is written here: its collector, and what it has become.
 _COLLECTOR, _PACKED = "ktk_collector", "ktk_layer"
 
 Stored = tuple[tuple[str, ...], Mapping[str, Any] | None]
@@ -140,8 +140,14 @@ def create_weights(
     def take(
         param: Any, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
     ) -> None:
-        if param.role != _IGNORED:
-            collector.take(expert_id, _PARTS[shard_id], param.role, loaded_weight)
+        if param.role == _IGNORED:
+            return
+        packed = layer.__dict__.get(_PACKED)
+        if packed is not None:
+            # SGLang updates weights, and may say nothing afterwards. Their memory is the caller's.
+            packed.renew(collector.finish)
+            loaded_weight = loaded_weight.clone()
+        collector.take(expert_id, _PARTS[shard_id], param.role, loaded_weight)
 
     # What the layer's own loader calls when it knows the number of the expert here.
     layer._weight_loader_impl = take
@@ -150,11 +156,15 @@ def create_weights(
 
 
 def process_weights_after_loading(original: Callable[..., None], method: Any, layer: Any) -> None:
-    """Put the packed layer in its place, when all tensors came."""
-    collector = layer.__dict__.pop(_COLLECTOR, None)
+    """Put the packed layer in its place, when all tensors came; also after an update."""
+    collector = layer.__dict__.get(_COLLECTOR)
     if collector is None:
-        return None if _PACKED in layer.__dict__ else original(method, layer)
+        return original(method, layer)
     moe = collector.finish()
+    packed = layer.__dict__.get(_PACKED)
+    if packed is not None:
+        packed.renewed(moe)
+        return None
     setattr(layer, _PACKED, OpLayer(moe, layer.layer_name))
     say_once(
         f"ktk computes experts with {moe.backend.name}/{moe.variant}, stored as {moe.format}, on "

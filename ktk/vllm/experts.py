@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,17 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 
 from ktk.config import MoEConfig
+from ktk.errors import CheckpointError
 from ktk.hosts.choice import backend_name
 from ktk.hosts.op import OpLayer
 from ktk.hosts.stored import IGNORED, refused, roles_of
 from ktk.hosts.zero_experts import without_weightless
 from ktk.loading.collector import ExpertCollector
+from ktk.moe import MoE
 from ktk.vllm.activation import activation_of
 from ktk.vllm.choice import say_once
 from ktk.vllm.place import loads_dummies, number_of, pool_here
+from ktk.vllm.reload import announce, is_counting
 
 _PARTS = {"w1": "gate", "w3": "up", "w2": "down"}
 _STEMS = {"w13": ("gate", "up"), "w2": ("down",)}
@@ -93,24 +96,26 @@ class _Experts:
             "apply_router_weight_on_input": layer.apply_router_weight_on_input,
         }
         names = tuple(_SHARED)[:2] if self._is_shared else (*roles, *IGNORED)
-        for stem in _STEMS:
+        for stem, parts in _STEMS.items():
             for role in (*names, *(("bias",) if self.moe.has_bias else ())):
                 param = torch.nn.Parameter(
                     torch.empty(0, dtype=params_dtype, device="cpu"), requires_grad=False
                 )
                 param.weight_loader = self._take  # type: ignore[attr-defined]
                 param.role = role  # type: ignore[attr-defined]
+                tensors = 1 if self._is_shared else num_experts * len(parts)
+                announce(param, 0 if role in IGNORED else tensors)
                 layer.register_parameter(f"{stem}_{role}", param)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Put the packed layer in its place, when all tensors came."""
+        """Put the packed layer in its place, when all tensors came; also when they came again."""
         if self._collector is None and self._packed is not None:
             return
-        if self._is_dummy:
-            self._fill()
-        moe = self._collecting().finish()
-        self._collector = None
-        self._packed = OpLayer(moe, self._name, self.number)
+        dummy = self._is_dummy and self._collector is None
+        moe = self._made_up() if dummy else self._finish()
+        if self._packed is None:
+            self._packed = OpLayer(moe, self._name, self.number)
+        self._packed.renewed(moe)
         say_once(
             f"ktk computes experts with {moe.backend.name}/{moe.variant}, stored as {moe.format}, "
             f"on CPUs {', '.join(map(str, moe.pool.cpus))}"
@@ -127,7 +132,8 @@ class _Experts:
     ) -> torch.Tensor:
         """Compute the experts of this rank; those of others are not among its numbers."""
         if self._has_expert_map:
-            topk_ids = layer.expert_map[topk_ids.long()]
+            # The map's last row is no answer to an id of -1.
+            topk_ids = layer.expert_map[topk_ids.long()].masked_fill_(topk_ids < 0, -1)
         if not layer.apply_router_weight_on_input:  # where biases count, whatever the weight
             topk_ids = without_weightless(topk_ids, topk_weights)
         result: torch.Tensor = torch.ops.ktk.moe(x, topk_ids, topk_weights, self.number)
@@ -145,19 +151,23 @@ class _Experts:
         return_success: bool = False,
     ) -> bool | None:
         """Take a tensor of one expert, or of all; vLLM calls this for each that it reads."""
-        taken = True
-        if expert_id is None or shard_id is None:
-            self._take_shared(param, loaded_weight, weight_name)
-        elif param.role not in IGNORED:
-            expert = expert_id
-            if self._expert_map is not None:
-                expert = int(self._expert_map[expert_id])
-            taken = expert >= 0
-            if taken:
+        expert = expert_id
+        if expert is not None and self._expert_map is not None:
+            expert = int(self._expert_map[expert])
+        taken = expert is None or expert >= 0
+        if taken and param.role not in IGNORED and not is_counting(param):
+            if self._packed is not None:
+                # vLLM's models load weights again, and may say nothing afterwards. The memory of
+                # these is the caller's.
+                self._packed.renew(self._finish)
+                loaded_weight = loaded_weight.clone()
+            if expert is None or shard_id is None:
+                self._take_shared(loaded_weight, weight_name)
+            else:
                 self._collecting().take(expert, _PARTS[shard_id], param.role, loaded_weight)
         return taken if return_success else None
 
-    def _take_shared(self, param: Any, loaded: torch.Tensor, name: str) -> None:
+    def _take_shared(self, loaded: torch.Tensor, name: str) -> None:
         """Hold tensors of all experts, already cut for this rank, until all of them came."""
         self._shared[name.rpartition(".")[2]] = loaded
         names = [f"{stem}_{role}" for stem in _STEMS for role in _SHARED]
@@ -174,9 +184,16 @@ class _Experts:
                     collector.take(expert, part, called, one)
         self._shared = {}
 
-    def _fill(self) -> None:
-        """Take random experts, where vLLM is to measure and not to read."""
-        self._roles, self.quantization = ("weight",), None
+    def _finish(self) -> MoE:
+        """Return the packed layer, if nothing that it needs is still to come."""
+        if self._shared:
+            came = ", ".join(sorted(self._shared))
+            raise CheckpointError(f"{self._name}: of the tensors of all experts only {came} came")
+        return self._collecting().finish()
+
+    def _made_up(self) -> MoE:
+        """Return random experts, where vLLM is to measure, or reads others later."""
+        collector = self._collector_of(("weight",), None)
         hidden, inner = self._sizes["hidden_size"], self.moe.intermediate_size
         sizes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
         random = {
@@ -185,28 +202,39 @@ class _Experts:
         }
         for expert in range(self._sizes["num_experts"]):
             for part, (rows, _) in sizes.items():
-                self._collecting().take(expert, part, "weight", random[part])
+                collector.take(expert, part, "weight", random[part])
                 if self.moe.has_bias:
-                    self._collecting().take(
-                        expert, part, "bias", torch.zeros(rows, dtype=torch.float32, device="cpu")
-                    )
+                    bias = torch.zeros(rows, dtype=torch.float32, device="cpu")
+                    collector.take(expert, part, "bias", bias)
+        return collector.finish()
 
     def _collecting(self, inner: int | None = None, **options: Any) -> ExpertCollector:
+        """Return what packs the tensors that come, the first time and later."""
         if self._collector is None:
-            parallel = self.moe.moe_parallel_config
-            ranks = {"rank": parallel.tp_rank, "ranks": parallel.tp_size} if inner is None else {}
-            self._collector = ExpertCollector(
-                MoEConfig(intermediate_size=inner or self.moe.intermediate_size, **self._sizes),
-                self._roles,
-                quantization=self.quantization,
-                backend=backend_name(),
-                bias=self.moe.has_bias,
-                pool=pool_here(),
-                name=self._name,
-                **ranks,
-                **options,
-            )
+            self._collector = self._collector_of(self._roles, self.quantization, inner, **options)
         return self._collector
+
+    def _collector_of(
+        self,
+        roles: Sequence[str],
+        quantization: Mapping[str, Any] | None,
+        inner: int | None = None,
+        **options: Any,
+    ) -> ExpertCollector:
+        parallel = self.moe.moe_parallel_config
+        ranks = {"rank": parallel.tp_rank, "ranks": parallel.tp_size} if inner is None else {}
+        return ExpertCollector(
+            MoEConfig(intermediate_size=inner or self.moe.intermediate_size, **self._sizes),
+            roles,
+            quantization=quantization,
+            backend=backend_name(),
+            bias=self.moe.has_bias,
+            # vLLM says which process this is only while it makes the model.
+            pool=pool_here() if self._packed is None else self._packed.moe.pool,
+            name=self._name,
+            **ranks,
+            **options,
+        )
 
 
 class KtkExperts(_Experts, FusedMoEMethodBase):  # type: ignore[misc]
@@ -236,7 +264,7 @@ class KtkUnquantized(_Experts, UnquantizedFusedMoEMethod):  # type: ignore[misc]
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pack what was loaded."""
-        if self._is_whole and not self._is_dummy:
+        if self._is_whole and layer.w13_weight.numel():
             self._take_whole(layer)
         super().process_weights_after_loading(layer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ktk.quantize import dequantize
 from ktk.registry import load_backend
 from ktk.vllm.choice import say_once
 from ktk.vllm.place import loads_dummies, number_of, pool_here
+from ktk.vllm.reload import announce, is_counting
 
 _FLOAT = "bf16"
 
@@ -105,8 +106,8 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
             param = torch.nn.Parameter(
                 torch.empty(0, dtype=params_dtype, device="cpu"), requires_grad=False
             )
-            take = functools.partial(self._take, layer, role)
-            param.weight_loader = take  # type: ignore[attr-defined]
+            param.weight_loader = self._loader(layer, role)  # type: ignore[attr-defined]
+            announce(param, 0 if role in IGNORED else len(self._rows))
             layer.register_parameter(role, param)
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -131,17 +132,20 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         result: torch.Tensor = torch.ops.ktk.linear(x, self.number, self.width)
         return result if bias is None else result + bias
 
+    def _loader(self, layer: Any, role: str) -> Callable[..., None]:
+        def take(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: Hashable = None) -> None:
+            """Take a tensor of one part, or of all in one; vLLM calls this for all it reads."""
+            parts = len(self._rows) if loaded_shard_id is None else 1
+            if role not in IGNORED and not is_counting(param, parts):
+                self._take(layer, role, loaded_weight, loaded_shard_id)
+
+        return take
+
     def _take(
-        self,
-        layer: Any,
-        role: str,
-        param: Any,
-        loaded_weight: torch.Tensor,
-        loaded_shard_id: Hashable = None,
+        self, layer: Any, role: str, loaded_weight: torch.Tensor, loaded_shard_id: Hashable
     ) -> None:
-        """Take a tensor of one part, or of all in one; vLLM calls this for each that it reads."""
-        if role in IGNORED:
-            return
+        if self._packed is not None:
+            loaded_weight = loaded_weight.clone()  # its memory is the caller's
         held = self._held.setdefault(loaded_shard_id, {})
         held[role] = loaded_weight.detach()
         parts = self._parts(layer)
@@ -200,7 +204,9 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         if backend is None:
             backend = load_backend(PREFERRED[_FLOAT][0])
             parts = [_decoded(matrix) for matrix in parts]
-        linear = Linear(backend, self._columns[1], self.width, pool=pool_here()).load(parts)
+        # vLLM says which process this is only while it makes the model.
+        pool = pool_here() if self._packed is None else self._packed.linear.pool
+        linear = Linear(backend, self._columns[1], self.width, pool=pool).load(parts)
         self._packed = OpLinear(linear, self._name, self.number)
         formats = ", ".join(dict.fromkeys(map(str, linear.formats)))
         say_once(f"ktk computes dense layers with {backend.name}/{linear.variant}: {formats}")

@@ -65,14 +65,15 @@ def method_of(loaded: Engine, name: str) -> Any:
     return kind() if config is None else kind(of_quantization(**config))
 
 
-def load(layer: Any, kind: str, only: int = E) -> None:
+def load(layer: Any, kind: str, only: int = E, version: int = 1, parts: int = 3 * E) -> None:
     """Give a layer its checkpoint as a model of SGLang does, in an order of its own."""
     params = dict(layer.named_parameters())
     tensors_of = checkpoints.KINDS[kind][1]
     assert tensors_of is not None
     order = np.random.default_rng(0).permutation(3 * only)
-    for number, part in ((int(n) // 3, list(SHAPES)[int(n) % 3]) for n in order):
-        for suffix, tensor in tensors_of(checkpoints.sources(kind, 1)[number][part]).items():
+    for number, part in ((int(n) // 3, list(SHAPES)[int(n) % 3]) for n in order[:parts]):
+        source = checkpoints.sources(kind, version)[number][part]
+        for suffix, tensor in tensors_of(source).items():
             stem = "w2" if part == "down" else "w13"
             name = f"{stem}_{suffix[1:]}"
             params[name].weight_loader(
@@ -123,6 +124,37 @@ def test_layers_of_experts_are_packed_and_computed(name: str, made: Engine) -> N
         want = expected(layer, kind, inputs)
         bounds.check(as_float64(got), want.value, want.error, f"{tokens} tokens")
         assert torch.equal(got, moe(hidden, ids, weights))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_weights_that_come_again_count_in_the_next_call(name: str, made: Engine) -> None:
+    kind, (hidden, ids, weights) = METHODS[name][2], checkpoints.inputs(9)
+    layers = []
+    for _ in range(2):
+        method = method_of(made, name)
+        layers.append((method, sglang_engine.experts(made, method, checkpoints.config())))
+
+    def call(method: Any, layer: Any) -> torch.Tensor:
+        given = gpu.Dispatch(hidden, gpu.TopK(weights, ids))
+        result: torch.Tensor = method.apply(layer, given).hidden_states
+        return result
+
+    for version, (method, layer) in enumerate(layers, 1):
+        load(layer, kind, version=version)
+        method.process_weights_after_loading(layer)
+    (_, second), (method, layer) = layers[1], layers[0]
+    before, wanted = call(method, layer), call(*layers[1])
+    assert not torch.equal(before, wanted)
+    load(layer, kind, version=2)  # as update_weights_from_tensor, which says nothing afterwards
+    assert torch.equal(call(method, layer), wanted)
+    load(layer, kind, version=1, parts=E)
+    for act in (call, lambda method, layer: method.process_weights_after_loading(layer)):
+        with pytest.raises(ktk.CheckpointError, match=r"mlp\.experts: expert \d is not whole"):
+            act(method, layer)
+    load(layer, kind, version=1)  # as update_weights_from_disk after one that failed
+    method.process_weights_after_loading(layer)
+    assert torch.equal(call(method, layer), before)
+    assert torch.equal(call(method, second), wanted)
 
 
 def test_ranks_have_their_rows_and_columns(made: Engine) -> None:

@@ -6,9 +6,11 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,6 +186,28 @@ def test_a_closed_output_is_no_fault() -> None:
     env = os.environ | {"PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, shell=True, capture_output=True, text=True, env=env)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_files_get_no_number_of_a_stream_that_is_closed(closed: str, tmp_path: Path) -> None:
+    program = (
+        "import os, sys\n"
+        "from ktk.cli import report\n"
+        "path = sys.argv.pop()\n"
+        "def providers():\n"
+        "    with open(path, 'w') as file:\n"
+        "        os.write(2, b'a library speaks')\n"
+        "        print(file.fileno() > 2, None in (sys.stdin, sys.stdout, sys.stderr), file=file)\n"
+        "    raise RuntimeError('for nobody')\n"
+        "report.providers = providers\n"
+        "sys.argv = ['ktk', 'backends']\n"
+        "from ktk.__main__ import main; main()"
+    )
+    path = tmp_path / "data"
+    command = f"{shlex.join([sys.executable, '-c', program, str(path)])} {closed}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert path.read_text() == "True False\n"
 
 
 def test_everything_about_one_backend() -> None:

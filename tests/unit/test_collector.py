@@ -312,6 +312,32 @@ def test_calls_that_make_no_sense() -> None:
         one.take(0, "up", "weight", weight)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_may_come_again_when_all_were_there(ranks: int) -> None:
+    one, come = collector(rank=ranks - 1, ranks=ranks), floats()
+    for each in come:
+        one.take(*each)
+    moe = one.finish()
+    other = [(e, part, role, -tensor) for e, part, role, tensor in come]
+    cut = [(e, part, role, tensor[:1]) for e, part, role, tensor in other[:3]]
+    one.take(*cut[0])
+    one.take(*cut[1])
+    with pytest.raises(CheckpointError, match="has a tensor weight of shape"):
+        one.take(*cut[2])
+    assert one.finish() is moe
+    one.take(*come[0])  # given up
+    for each in other:
+        one.take(*each)
+    assert one.finish() is moe
+    fresh = collect(other, rank=ranks - 1, ranks=ranks)
+    for e in range(E):
+        for found, wanted in zip(moe.unpack_expert(e), fresh.unpack_expert(e), strict=True):
+            np.testing.assert_array_equal(found, wanted)
+    one.take(*come[0])
+    with pytest.raises(CheckpointError, match=r"expert 0 is not whole: up weight, down weight did"):
+        one.finish()
+
+
 def test_tensors_that_are_wrong() -> None:
     bad = [(e, part, role, one[:, :64]) for e, part, role, one in floats()]
     with pytest.raises(

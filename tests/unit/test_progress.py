@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -62,6 +63,28 @@ def test_a_library_is_quiet_where_nobody_looks(shown: bool | None) -> None:
         progress.advance(1, "a")
         progress.advance(1, "b")
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("shown", [None, True])
+def test_a_closed_stderr_is_no_fault(
+    shown: bool | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    with Progress(2, shown=shown) as progress:
+        progress.advance(1, "a")
+        progress.advance(1, "b")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "2>&- <&-"])
+def test_commands_with_a_display_end_well_with_a_closed_stderr(closed: str, tmp_path: Path) -> None:
+    source = made.write(tmp_path / "source")
+    command = [sys.executable, "-m", "ktk", "verify", str(source)]
+    done = subprocess.run(
+        f"{shlex.join(command)} {closed}", shell=True, stdout=subprocess.PIPE, text=True
+    )
+    assert done.returncode == 0
+    assert "nothing is wrong" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,22 @@ def test_workers_are_where_openmp_is() -> None:
     assert bound_cpus({}) == []
 
 
+@pytest.mark.parametrize(
+    ("value", "cpus"),
+    [
+        ("0 3 1-2 4-15:2", [0, 3, 1, 2, 4, 6, 8, 10, 12, 14]),
+        ("0-10:20,3", [0, 3]),
+        (" 0 1 ", [0, 1]),
+        ("0,,1,", [0, 1]),
+        ("0 1 , 0-1", [0, 1]),
+        *((malformed, []) for malformed in ("", " ", ",", "-", "1-", "-1", "3-1", "0-3:0", "0:2")),
+        *((malformed, []) for malformed in ("1-2-3", "0x1", "a", "0-99999999999", "\u0663")),
+    ],
+)
+def test_cpus_are_read_as_openmp_does(value: str, cpus: list[int]) -> None:
+    assert bound_cpus({"GOMP_CPU_AFFINITY": value}) == cpus
+
+
 def test_shares_of_cpus_are_even_and_nobodys_else() -> None:
     cores = [0, 2, 4, 6, 8]
     for ranks in range(1, 6):
@@ -203,6 +219,26 @@ assert os.sched_getaffinity(0) == {cpus[0]}
 @pytest.mark.slow
 def test_a_bound_thread_does_not_bind_the_workers() -> None:
     subprocess.run([sys.executable, "-c", _POOL], check=True)
+
+
+_ABSENT = """
+import os
+from ktk.hosts.pool import worker_pool
+cpus = sorted(os.sched_getaffinity(0))
+def pool(value):
+    os.environ["GOMP_CPU_AFFINITY"] = value
+    return worker_pool.__wrapped__(0, 1).cpus
+assert pool(f"{cpus[-1]}-{cpus[-1] + 3000}") == cpus[-1:]
+unbound = pool("")
+for value in ("60000", "50000-60000:7", "0-", "0-99999999999"):
+    assert pool(value) == unbound, value
+assert os.sched_getaffinity(0) == set(cpus)
+"""
+
+
+@pytest.mark.slow
+def test_cpus_that_are_not_there_are_passed_over() -> None:
+    subprocess.run([sys.executable, "-c", _ABSENT], check=True)
 
 
 def test_without_vllm_the_plug_in_only_says_so(caplog: pytest.LogCaptureFixture) -> None:

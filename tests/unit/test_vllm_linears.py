@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,41 +11,17 @@ import numpy as np
 import pytest
 import schemes
 import torch
+from vllm_stand_ins import Copied, imported
 
 from ktk.expert import Matrix
 from ktk.quantize import dequantize, quantize
 from ktk.testing import formats
 
-STAND_INS: dict[str, dict[str, Any]] = {
-    "vllm": {},
-    "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
-    "vllm.distributed": {"get_world_group": None},
-    "vllm.model_executor": {},
-    "vllm.model_executor.layers": {},
-    "vllm.model_executor.layers.fused_moe": {"FusedMoEMethodBase": object},
-    "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
-        "UnquantizedFusedMoEMethod": object
-    },
-    "vllm.model_executor.layers.linear": {
-        "LinearMethodBase": object,
-        "UnquantizedLinearMethod": object,
-    },
-}
-OURS = ("ktk.vllm.experts", "ktk.vllm.linears", "ktk.vllm.place")
-
 
 @pytest.fixture
 def linears(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    for name, contents in STAND_INS.items():
-        module = ModuleType(name)
-        vars(module).update(contents)
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in OURS:
-        # What setitem puts back afterwards is removed first, so that nobody meets the stand-ins.
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module("ktk.vllm.linears")
-    for name in OURS:
-        sys.modules.pop(name, None)
+    with imported("ktk.vllm.linears", monkeypatch) as module:
+        yield module
 
 
 def test_a_decoded_matrix_has_its_factor_once(linears: ModuleType) -> None:
@@ -92,18 +67,21 @@ N, K = (64, 96), 256
 DESC_ACT = {**schemes.GPTQ_CONFIG, "desc_act": True}
 
 
+def give(layer: Layer, part: Any, tensors: schemes.Tensors) -> None:
+    """Hand over the tensors of one part, or of all in one."""
+    for suffix, tensor in tensors.items():
+        param = layer.get_parameter(suffix.removeprefix("."))
+        more = () if part is None else (part,)
+        param.weight_loader(param, tensor, *more)  # type: ignore[attr-defined]
+
+
 def loaded(linears: ModuleType, layer: Layer, matrices: dict[Any, schemes.Tensors], k: int) -> Any:
     """Make a method and give it the tensors of all parts, one after the other."""
     method = linears.KtkDense("model.layers.0.mlp.gate_up_proj", DESC_ACT, ValueError("no kernel"))
     sizes = [n // layer.tp_size if k == K else n for n in layer.output_sizes]
     method.create_weights(layer, k, sizes, K, layer.output_size, torch.bfloat16)
     for part, tensors in matrices.items():
-        for suffix, tensor in tensors.items():
-            param = layer.get_parameter(suffix.removeprefix("."))
-            if part is None:
-                param.weight_loader(param, tensor)  # type: ignore[attr-defined]
-            else:
-                param.weight_loader(param, tensor, part)  # type: ignore[attr-defined]
+        give(layer, part, tensors)
     method.process_weights_after_loading(layer)
     return method
 
@@ -161,3 +139,22 @@ def test_experts_are_left_to_vllm_with_the_same_words(linears: ModuleType) -> No
 def test_what_nobody_knows_is_left_to_vllm(linears: ModuleType) -> None:
     with pytest.raises(NotImplementedError, match="no kernel"):
         linears.KtkDense("any", {"quant_method": "next year's"}, NotImplementedError("no kernel"))
+
+
+def test_vllm_can_count_what_comes_before_it_loads(linears: ModuleType) -> None:
+    layer = Layer(list(N))
+    made = {part: unsorted(n, K, part)[0] for part, n in enumerate(N)}
+    method = loaded(linears, layer, made, K)
+    before = matrix_of(method, layer, K)
+    wanted = 0
+    for name, param in layer.named_parameters():
+        meta = torch.nn.Parameter(param.data.to("meta"), requires_grad=False)
+        meta.__dict__.update(param.__dict__)
+        assert param.weight_loader.__name__, "vLLM asks for a name"  # type: ignore[attr-defined]
+        wanted += param.weight_loader_numel  # type: ignore[attr-defined]
+        layer.register_parameter(name, meta)
+    with Copied() as counted:
+        for part, tensors in made.items():
+            give(layer, part, {name: tensor * 0 for name, tensor in tensors.items()})
+    assert counted.elements == wanted == len(N) * len(made[0])
+    assert torch.equal(matrix_of(method, layer, K), before)

@@ -185,6 +185,20 @@ def test_weights_that_vllm_makes_up(vllm: Vllm, model: Callable[[str], Model]) -
     assert [len(tokens) for tokens in made.tokens] == [2] * len(found.prompts)
 
 
+@pytest.mark.parametrize("again", ["load_weights", "reload_weights"])
+@pytest.mark.parametrize("name", ["bf16", "fp8", "gpt-oss"])
+def test_weights_that_come_after_made_up_ones(
+    vllm: Vllm, model: Callable[[str], Model], name: str, again: str
+) -> None:
+    """As those of models that learn, which a trainer hands over."""
+    found = model(name)
+    made = vllm.generate(
+        found.folder, found.prompts, TOKENS, {"KTK_VLLM": "1"}, again, load_format="dummy"
+    )
+    assert "ktk computes experts with " in made.log
+    assert_right(found, made, 1.5)
+
+
 def test_compiled(vllm: Vllm, model: Callable[[str], Model], fp8: Generated) -> None:
     found = model("fp8")
     for _ in range(2):  # the second time from vLLM's cache of graphs

@@ -63,10 +63,13 @@ class Vllm:
         prompts: Sequence[Sequence[int]],
         tokens: int = 8,
         variables: dict[str, str] | None = None,
+        again: str = "",
         **options: Any,
     ) -> Generated:
-        """Generate in a process of its own."""
-        asked = json.dumps({"prompts": prompts, "tokens": tokens, "options": options})
+        """Generate in a process of its own; `again` as vllm_generate.py says."""
+        asked = json.dumps(
+            {"prompts": prompts, "tokens": tokens, "options": options, "again": again}
+        )
         alone = options.get("tensor_parallel_size", 1) == 1
         started = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not alone))}
         if alone:  # threads of OpenMP that are bound stay so in a process that goes on
