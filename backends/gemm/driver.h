@@ -36,8 +36,7 @@
 //   begin_block(block, dst)  if there is anything to do ahead of the runs of a block,
 //   prepare_run(run)         ahead of the tiles of a run,
 //   kFetchesNextRun          prepare_run reads all of a run, more than L1 holds: tiles then fetch
-//   the
-//                            run after theirs, into L2, however short the distance for others is
+//                            the run after theirs, into L2, however short the distance for others
 //   begin_run(run, fetch)    ahead of the tiles of a run, which then do not fetch: they multiply
 //                            what this decodes,
 //   end_block(n, dst)        and after the runs

@@ -1,8 +1,7 @@
 // Scales and minima of weights, from the header of a super-block as f32. All products here are
 // exact, see gguf/normal.h.
 //
-//   one sub-block   | 32 scales | of groups of 16: 32 of the second half | minima, if there are any
-//   |
+//   one sub-block   | 32 scales | of groups of 16: 32 of the second half | minima, if any |
 #pragma once
 
 #include "llamafile/dot.h"

@@ -74,12 +74,11 @@ constexpr Row kRows[] = {
      policy(4, kAll, 13, {2048, 1, kInOrder}, {16384, 1, kInOrder}, {16384, 1, kInOrder},
             {16384, 1, kInOrder}, {8192, 2, kInOrder})},
     // Rome, 2 threads, plain loads at 28 to 31 GB/s. Of the time at 512 B into L2, 1 KiB takes 0.92
-    // to 0.98 with one and two rows of bf16 and int8 and one of 4 bits, into L1 as much; 2 to 16
-    // KiB
-    // 0.97 to 1.1. MXFP4 and FP8, which decode for longer, gain with one row as others do with
-    // three or more: 0.83 to 0.86 at 8 KiB, where bf16 and int8 take 0.48 with four rows, 4 bits
-    // 0.65, and nothing beyond. A product takes five cycles where later AMDs take four: 8 rows as
-    // tiles of 5 and 3 take 0.87 of the time of 4 and 4 in bf16, weights in L2.
+    // to 0.98 with one and two rows of bf16 and int8 and one of 4 bits, into L1 as much; 2 KiB and
+    // more take 0.97 to 1.1. MXFP4 and FP8, which decode for longer, gain with one row as others do
+    // with three or more: 0.83 to 0.86 at 8 KiB, where bf16 and int8 take 0.48 with four rows, 4
+    // bits 0.65, and nothing beyond. A product takes five cycles where later AMDs take four: 8 rows
+    // as tiles of 5 and 3 take 0.87 of the time of 4 and 4 in bf16, weights in L2.
     {"zen2", "AuthenticAMD", 0x17, 0x30, kAnyModel, KTK_ISA_NONE,
      policy(4, kAll, 13, {1024, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder},
             {16384, 1, kInOrder}, {8192, 2, kInOrder}, 10)},
@@ -95,10 +94,9 @@ constexpr Row kRows[] = {
     // Emerald Rapids whose AMX a hypervisor hides, 2 threads, plain loads at 33 GB/s, bf16: one and
     // two rows reach 31 and 29 GB/s at 8 KiB, 23 and 21 at 512 B (times 0.78 and 0.72, +-0.02);
     // 4, 16 and 32 KiB gain nothing over 8, nor does anything gain for more rows, within 1 to 3 %;
-    // int8 likewise, where fetching one or two tiles' weights into L1 loses 3 to 5 %. Weights in
-    // the
-    // order of memory: 2 % less time for int8 with one row; 7 % more for bf16 with four rows, 2 %
-    // for int8 with eight.
+    // int8 likewise, where fetching one or two tiles' weights into L1 loses 3 to 5 %. In the order
+    // of memory: 2 % less time for int8 with one row; 7 % more for bf16 with four rows, 2 % for
+    // int8 with eight.
     {"intel", "GenuineIntel", 6, 0, kAnyModel, KTK_ISA_AVX512,
      policy(4, 3, 13, {8192, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder},
             {16384, 1, kInOrder}, {8192, 2, kInOrder})},
