@@ -12,7 +12,8 @@
 // sub-blocks is one integer before it is rounded.
 //
 // A tile has 16 n: registers hold the words of three rows, and what two sub-blocks come to. It
-// takes a span for all 32 n before the next span, which is the order of memory.
+// takes a span for all 32 n before the next span, which is the order of memory. A single row of
+// four bits has all 32 n at once.
 #pragma once
 
 #include "llamafile/epilogue.h"

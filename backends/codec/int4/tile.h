@@ -135,7 +135,7 @@ inline void multiply_columns(const Operands& operands, const Tile& tile, size_t 
       for (size_t v = 0; v < kVecs; ++v) kept[v].load(scales + v * Dot::kLanes, o.f16_scales);
     }
     row_scales = hidden(act_scales);
-    const auto* const before = hidden(dwords);
+    const auto* const before = kParts ? hidden(dwords) : dwords;
     float* dst = hidden(first_dst);
 #pragma GCC unroll 16
     for (size_t i = 0; i < kRows; ++i, row_scales += t.act_stride, dst += t.dst_stride) {
