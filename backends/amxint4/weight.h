@@ -78,15 +78,16 @@ struct QuantizedRows {
     if (!range.is_finite()) return {0x7fc0, bf16_from_f32(int4::kFixedZero)};
     if (range.size_bits == 0) return {0, bf16_from_f32(int4::kFixedZero)};
     Search search(matrix->format, range);
-    visit(n, begin, end, [&](const float* x, size_t count) { search.add(x, count); });
+    visit(n, begin, end, [&](float* x, size_t count) { search.add(x, count); });
     return search.best();
   }
 
   void codes(size_t n, size_t k, size_t count, Group group, uint8_t* out) const {
     const float scale = f32_from_bf16(group.scale);
     if (!(scale < 0 || scale > 0)) return;  // zeros or NaN, whatever the codes
-    float x[int4::kChunkDepth] = {};
+    float x[int4::kChunkDepth];
     values.read(n, k, count, x);
+    for (size_t i = count; i < int4::kChunkDepth; ++i) x[i] = 0;
     const F32x16 zero =
         splat(int4::has_zeros(matrix) ? f32_from_bf16(group.zero) : int4::kFixedZero);
     for (size_t i = 0; i < int4::kChunkDepth; i += 16) {
