@@ -84,10 +84,10 @@ struct Range {
     const uint32_t bits = __builtin_bit_cast(uint32_t, size);
     size_bits = bits > size_bits ? bits : size_bits;
     F32x16 least = splat(lowest), most = splat(highest);
-    size_t i = 0;
-    for (; i + 16 <= count; i += 16) {
-      least = min(load_f32(x + i), least);
-      most = max(load_f32(x + i), most);
+    for (size_t i = 0; i < count; i += 16) {
+      const F32x16 values = load_some<ElementF32>(x + i, count - i);
+      least = min(values, least);
+      most = max(values, most);
     }
     float lows[16], highs[16];
     store_f32(lows, least);
@@ -95,10 +95,6 @@ struct Range {
     for (size_t lane = 0; lane < 16; ++lane) {
       lowest = lows[lane] < lowest ? lows[lane] : lowest;
       highest = highs[lane] > highest ? highs[lane] : highest;
-    }
-    for (; i < count; ++i) {
-      lowest = x[i] < lowest ? x[i] : lowest;
-      highest = x[i] > highest ? x[i] : highest;
     }
   }
   bool is_finite() const { return size_bits < 0x7f800000; }
