@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
 
-from gate.__main__ import compare
+from gate.__main__ import compare, executed
+from gate.counter import TASK_CLOCK, Counter
 from gate.decide import bounds, decide
 
 
@@ -85,3 +88,36 @@ def test_what_could_not_run_is_left_out_and_what_can_no_longer_fails() -> None:
     lost = compare(lambda: 1.0, nothing, 0.05)
     assert lost is not None
     assert lost.state == "fails"
+
+
+def test_a_counter_counts_threads_that_start_later() -> None:
+    try:
+        clock = Counter(TASK_CLOCK)  # which every machine has, as it may not have instructions
+    except OSError as error:
+        pytest.skip(f"perf_event_open: {error}")
+
+    def work() -> None:
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+
+    before, used = clock.read(), time.process_time()
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    counted, used = (clock.read() - before) / 1e9, time.process_time() - used
+    clock.close()
+    # Other threads of this process, from before, may have added to what it used.
+    assert 0.15 <= counted <= used + 0.02
+
+
+def test_what_is_not_counted_is_an_error_with_a_reason() -> None:
+    with pytest.raises(OSError, match=r"\w"):
+        Counter((99, 0))
+
+
+def test_instructions_are_said_where_both_builds_count_them() -> None:
+    assert executed([100.0, 104.0, 102.0], [51.0, 51.0]) == "; instructions 0.500"
+    assert executed([], [51.0]) == executed([51.0], []) == ""

@@ -5,6 +5,9 @@ python tools/bench/gate OLD NEW      # Pythons of two environments, each with it
 Both stay loaded and take turns, old new and new old, in each cell: a backend and a number of
 tokens. Exit status 0: nothing is lost; 1: a cell has lost more, or a backend that the old build
 has; 2: nothing was compared; 3: a cell is undecided.
+
+Where the CPU counts instructions, new / old of a call's is printed too. That ratio is exact but
+judges nothing: a call may take more instructions and less time.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -34,6 +38,8 @@ class Build:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._python = python
+        #: Of a call, in samples of the cell that is measured; empty where they are not counted.
+        self.instructions: list[float] = []
 
     def sample(self, backend: str, tokens: int, seconds: float) -> float | None:
         """Return the seconds of a call; None where the backend cannot run."""
@@ -46,8 +52,13 @@ class Build:
             line = ""
         if not line:
             raise RuntimeError(f"{self._python} ended with status {self._process.wait()}")
-        found: float | None = json.loads(line)
-        return found
+        found: tuple[float, float | None] | None = json.loads(line)
+        if found is None:
+            return None
+        seconds_of_a_call, instructions = found
+        if instructions is not None:
+            self.instructions.append(instructions)
+        return seconds_of_a_call
 
     def close(self) -> None:
         """End the process."""
@@ -78,6 +89,13 @@ def compare(old: Sample, new: Sample, loss: float) -> Verdict | None:
     return verdict
 
 
+def executed(old: Sequence[float], new: Sequence[float]) -> str:
+    """Say what the instructions of a call became, if both builds' were counted."""
+    if not old or not new:
+        return ""
+    return f"; instructions {statistics.median(new) / statistics.median(old):.3f}"
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each cell."""
     parser = argparse.ArgumentParser(
@@ -100,9 +118,13 @@ def main(arguments: Sequence[str]) -> int:
         builds = [Build(python, common) for python in (options.old, options.new)]
         try:
             for tokens in map(int, options.tokens.split(",")):
+                for build in builds:
+                    build.instructions.clear()
                 old, new = (partial(b.sample, backend, tokens, options.seconds) for b in builds)
                 verdict = compare(old, new, options.loss)
-                print(f"{backend}, {tokens} tokens: {verdict or 'cannot run here'}", flush=True)
+                said = f"{verdict or 'cannot run here'}"
+                said += executed(*(build.instructions for build in builds))
+                print(f"{backend}, {tokens} tokens: {said}", flush=True)
                 states.add(verdict.state if verdict else "passes")
         finally:
             for build in builds:
