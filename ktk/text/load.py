@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ktk.checkpoint.detect import is_gguf
 from ktk.checkpoint.files import read_json
-from ktk.errors import SettingError
+from ktk.errors import CheckpointError, SettingError
 from ktk.pool import default_pool, set_default_threads
 from ktk.settings import FILE, Setting, config_file, setting
 from ktk.text.place import parts_of
@@ -95,6 +95,29 @@ def backend_beside(device: torch.device, wanted: Setting) -> str | None:
     return None
 
 
+def check_generation(name: str, config: Any) -> None:
+    """Refuse values of generation_config.json that transformers would stumble over later.
+
+    Raises
+    ------
+    CheckpointError
+        One is of another type.
+    """
+    kinds: dict[str, tuple[Any, str]] = {
+        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), ((int, float), "a number")),
+        **dict.fromkeys(("eos_token_id", "pad_token_id"), (int, "a token's number, or some")),
+    }
+    for key, (kind, wanted) in kinds.items():
+        given = getattr(config, key, None)
+        values = given if isinstance(given, list) and kind is int else [given]
+        if given is not None and not (
+            values and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
+        ):
+            raise CheckpointError(
+                f"{name}: generation_config.json says {key} {given!r}, which should be {wanted}"
+            )
+
+
 def load_text_model(
     name: str,
     *,
@@ -163,6 +186,7 @@ def load_text_model(
         model = load(
             rest, backend=backend, experts=experts, linears=linears, head=head, **options
         ).eval()
+    check_generation(name, model.generation_config)
     pack_bf16(model, linears=linears is None, head=head is None)
     seconds = time.perf_counter() - began
     used = dict.fromkeys(packed.moe.backend.name for packed in packed_modules(model).values())

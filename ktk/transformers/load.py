@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 import transformers
 
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.packed.folder import read_index
-from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.conversion.fingerprint import fingerprint
 from ktk.errors import CheckpointError
 from ktk.transformers.config import METHOD, KtkConfig
+from ktk.transformers.damage import naming_damage, reason
 from ktk.transformers.gguf_metadata import read_once
 
 
@@ -71,7 +69,7 @@ def load(
     fits = options.pop("ignore_mismatched_sizes", False)
     tells = options.pop("output_loading_info", False)
     auto: Any = transformers.AutoModelForCausalLM
-    with read_once(), _naming_damage(found.name):
+    with read_once(), naming_damage(found.name, **found.options):
         model, said = auto.from_pretrained(
             found.name,
             dtype=dtype or found.dtype,
@@ -101,35 +99,30 @@ def _check_whole(path: str, missing: Iterable[str], others: Iterable[tuple[str, 
         )
 
 
-@contextlib.contextmanager
-def _naming_damage(path: str) -> Iterator[None]:
-    """Name the file that is damaged, which errors of safetensors do not."""
-    try:
-        yield
-    except safetensors.SafetensorError as error:
-        if os.path.isdir(path):
-            with TensorIndex(Path(path)) as index:
-                list(index.in_order())  # of all headers
-        raise CheckpointError(f"{path} cannot be read: {error}. Download it again") from error
-
-
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:
     """Load the tokenizer of a model, given what `load` is given.
 
     Raises
     ------
     CheckpointError
-        The folder has none.
+        The folder has none, or one that cannot be read.
     """
     found = locate(path)
     auto: Any = transformers.AutoTokenizer
     try:
-        with read_once():
+        with read_once(), naming_damage(found.name, **found.options):
             made = auto.from_pretrained(found.name, **found.options, **options)
     except (OSError, ValueError) as error:
         if _may_have_tokenizer(found):
             raise
         raise _no_tokenizer(found.name) from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # tokenizers raises no other kind
+        raise CheckpointError(
+            f"{found.name}: its tokenizer cannot be read: {reason(error)}. Is a file damaged, or "
+            "of a later version than tokenizers and transformers here?"
+        ) from error
     # Of a class whose files are not there, transformers makes one that knows nothing.
     if len(made) <= len(made.all_special_tokens) and not _may_have_tokenizer(found):
         raise _no_tokenizer(found.name)

@@ -238,6 +238,33 @@ def test_a_folder_without_a_tokenizer_says_so(model: Path, tmp_path: Path, run: 
     assert f"{tmp_path} has no tokenizer" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("file", "key", "value", "what"),
+    [
+        ("config.json", "num_experts_per_tok", "2", "expected int, got str (value: '2')"),
+        ("config.json", "hidden_act", "silo", "makes no model: KeyError: 'silo'"),
+        ("config.json", "num_key_value_heads", 0, "makes no model: ZeroDivisionError"),
+        ("config.json", "model_type", "qwen9", "`qwen9`"),
+        ("generation_config.json", None, None, "generation_config.json makes no model"),
+        ("generation_config.json", "eos_token_id", [], "says eos_token_id [], which should be"),
+        ("generation_config.json", "temperature", "0.5", "temperature '0.5', which should be a"),
+        ("tokenizer.json", "normalizer", {"type": "Of2027"}, "its tokenizer cannot be read: data"),
+    ],
+)
+def test_a_wrong_value_in_a_file_is_one_line_that_names_it(
+    model: Path, tmp_path: Path, run: Command, file: str, key: str | None, value: Any, what: str
+) -> None:
+    folder = tmp_path / "wrong"
+    shutil.copytree(model, folder)
+    known = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**known, key: value} if key else value))
+    done = run(str(folder), "-p", "x", "-n", "2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert what in done.stderr
+    assert done.stderr.startswith(f"ktk: {folder}") or key == "model_type"
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("what", ["run", "chat"])
 def test_bytes_that_are_no_text_are_one_line(model: Path, what: str) -> None:
     done = subprocess.run(
