@@ -30,7 +30,6 @@
 namespace ktk {
 namespace {
 
-constexpr size_t kLeastRows = 32;  // of a task
 constexpr size_t kMaxRows = BackwardPlan::kMaxRows;
 
 // Of the matrices of an expert, and of its factors.
@@ -138,11 +137,14 @@ class BackwardRun {
     });
 
     const size_t share = rows / (4 * static_cast<size_t>(engine_.pool.size())) + 1;
-    const size_t step = inner_.wanted() ? InnerSums::kRows : kLeastRows;
-    const size_t most = std::clamp(round_up(share, step), step, kMaxRows);
     std::vector<RowBlock> tasks;
-    for (const RowBlock& block : row_blocks(route_, most)) {
-      if (block.active >= first && block.active < last) tasks.push_back(block);
+    for (size_t i = first; i < last; ++i) {
+      const Route::Active& one = route_.active[i];
+      const size_t unit = InnerSums::unit(one.count);
+      const size_t step = std::clamp(share / unit, size_t{1}, kMaxRows / unit) * unit;
+      for (size_t done = 0; done < one.count; done += step) {
+        tasks.push_back({i, one.first + done, std::min<size_t>(step, one.count - done)});
+      }
     }
     each(tasks.size(), [&](size_t i, char* own) { rows_of(tasks[i], own); });
 

@@ -10,8 +10,8 @@
 
 namespace ktk {
 
-// Gradients of one adapter's factors, of their shapes, in f32. They grow by what a call finds;
-// those that are NULL are not computed.
+// Gradients of one adapter's factors, of their shapes, in f32. They hold zeros before a call; those
+// that are NULL are not computed.
 struct LoraGradients {
   Parts<float*> a{}, b{};
 };

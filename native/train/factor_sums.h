@@ -22,11 +22,14 @@ class FactorSums {
   static size_t floats(size_t columns, size_t rank) { return product(rank, odd_stride(columns)); }
 
   // Of columns [0, columns) from `a` on, where rows of A are `a_row` floats apart. NULL: no sums.
-  static FactorSums of_a(float* a, size_t columns, size_t rank, size_t a_row, float* own) {
-    return {a, columns, rank, a_row, own};
+  // `zero` says that it holds zeros, which are not read: pages that nobody has written would be
+  // mapped for that, and once more to be written.
+  static FactorSums of_a(float* a, size_t columns, size_t rank, size_t a_row, bool zero,
+                         float* own) {
+    return {a, columns, rank, a_row, zero, own};
   }
-  static FactorSums of_b(float* b, size_t columns, size_t rank, float* own) {
-    return {b, columns, rank, 0, own};
+  static FactorSums of_b(float* b, size_t columns, size_t rank, bool zero, float* own) {
+    return {b, columns, rank, 0, zero, own};
   }
 
   void add(size_t m, const float* p, size_t p_row, const float* rows, size_t row) const {
@@ -41,15 +44,18 @@ class FactorSums {
   }
 
  private:
-  FactorSums(float* to, size_t columns, size_t rank, size_t a_row, float* own)
+  FactorSums(float* to, size_t columns, size_t rank, size_t a_row, bool zero, float* own)
       : to_(to),
         columns_(columns),
         rank_(rank),
         a_row_(a_row),
         stride_(odd_stride(columns)),
         own_(own) {
-    if (to_ && is_b()) products().transpose(columns_, rank_, to_, rank_, own_, stride_);
-    if (!to_ || is_b()) return;
+    if (to_) begin(zero);
+  }
+  void begin(bool zero) const {
+    if (zero) return void(std::fill_n(own_, rank_ * stride_, 0.0f));
+    if (is_b()) return products().transpose(columns_, rank_, to_, rank_, own_, stride_);
     for (size_t r = 0; r < rank_; ++r) std::copy_n(to_ + r * a_row_, columns_, own_ + r * stride_);
   }
   bool is_b() const { return a_row_ == 0; }

@@ -100,7 +100,7 @@ void Gradients::run(const Task& task, const Route& route, size_t begin, const Gr
     case Task::kOfOutput:
       return of_output(task, route, begin, rows, memory);
     case Task::kWithin:
-      return within(task, route, rows, memory);
+      return within(task, route, begin, rows, memory);
   }
 }
 
@@ -112,8 +112,9 @@ void Gradients::of_hidden(const Task& task, const Route& route, size_t begin,
   const LoraGradients& lora = request_.lora;
   const WeightGradients& w = request_.weights;
   const size_t at = active.expert * rank() * h + task.begin;
-  const auto gate = FactorSums::of_a(moved(lora.a.gate, at), columns, rank(), h, own.sums);
-  const auto up = FactorSums::of_a(moved(lora.a.up, at), columns, rank(), h,
+  const bool zero = begin == 0;
+  const auto gate = FactorSums::of_a(moved(lora.a.gate, at), columns, rank(), h, zero, own.sums);
+  const auto up = FactorSums::of_a(moved(lora.a.up, at), columns, rank(), h, zero,
                                    own.sums + FactorSums::floats(kColumns, rank()));
   for (size_t done = 0; done < active.count; done += kRows) {
     const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
@@ -144,7 +145,8 @@ void Gradients::of_output(const Task& task, const Route& route, size_t begin,
   const size_t h = config_.hidden, i = config_.intermediate, columns = task.end - task.begin;
   const WeightGradients& w = request_.weights;
   const size_t at = (active.expert * h + task.begin) * rank();
-  const auto factor = FactorSums::of_b(moved(request_.lora.b.down, at), columns, rank(), own.sums);
+  const auto factor =
+      FactorSums::of_b(moved(request_.lora.b.down, at), columns, rank(), begin == 0, own.sums);
   for (size_t done = 0; done < active.count; done += kRows) {
     const size_t m = std::min<size_t>(active.count - done, kRows), first = active.first + done;
     decode(request_.forward.out, route, begin, task, done, m, own.rows);
@@ -164,11 +166,11 @@ void Gradients::of_output(const Task& task, const Route& route, size_t begin,
 }
 
 // What has the intermediate size: B of gate and up, A of down, biases.
-void Gradients::within(const Task& task, const Route& route, const GradientRows& rows,
+void Gradients::within(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
                        const Memory& own) const {
   const Route::Active active = route.active[task.active];
   const size_t i = config_.intermediate, columns = task.end - task.begin;
-  inner_.finish(task.active, task.begin, task.end, own.sums);
+  inner_.finish(task.active, task.begin, task.end, begin == 0, own.sums);
   if (!of_weights(active.expert)) return;
   const WeightGradients& w = request_.weights;
   const size_t at = (active.expert - w.first) * i + task.begin;

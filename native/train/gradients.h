@@ -44,7 +44,7 @@ class Gradients {
   };
   // The tasks of active experts [first, last); no two write the same memory.
   void cut(const Route& route, size_t first, size_t last, std::vector<Task>& tasks) const;
-  // Tokens of `route` are counted from `begin`.
+  // Tokens of `route` are counted from `begin`: with 0, gradients of factors hold zeros.
   void run(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
            char* own) const;
 
@@ -59,7 +59,7 @@ class Gradients {
                  const Memory& own) const;
   void of_output(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
                  const Memory& own) const;
-  void within(const Task& task, const Route& route, const GradientRows& rows,
+  void within(const Task& task, const Route& route, size_t begin, const GradientRows& rows,
               const Memory& own) const;
 
   const Config& config_;

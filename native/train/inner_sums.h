@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "core/size.h"
 #include "moe/lora_rows.h"
 #include "train/backward.h"
 
@@ -21,17 +22,22 @@ namespace ktk {
 // the bytes.
 class InnerSums {
  public:
-  // Rows of a unit, of one expert. Tasks of rows begin with a unit: so their number, and that of
-  // workers, changes no bit.
-  static constexpr size_t kRows = 64;
+  // Rows of a unit of an expert that has `count`: these in an even number of equal parts, so that
+  // two workers who are left with one expert share it. Tasks of rows begin with a unit: so their
+  // number, and that of workers, changes no bit.
+  static size_t unit(size_t count) {
+    constexpr size_t kLeast = 8, kMost = 64;
+    return count < 2 * kLeast ? count : groups_of(count, 2 * groups_of(count, 2 * kMost));
+  }
 
   InnerSums(const Config& config, const BackwardRequest& request, const Weights& weights);
 
   // Whether there are any.
   bool wanted() const { return count_ > 0; }
-  // Memory for groups of so many rows and experts.
+  // Memory for groups of so many rows and experts: an expert of n rows has n / 64 + 2 units or
+  // less.
   size_t unit_bytes() const { return product(count_, factor_floats_, sizeof(float)); }
-  static size_t units(size_t rows, size_t experts) { return sum(rows / kRows, experts); }
+  static size_t units(size_t rows, size_t experts) { return sum(rows / 64, product(2, experts)); }
 
   // For the group that begins with an active expert, and its memory.
   void begin(const Route& route, size_t first_active, char* memory);
@@ -44,9 +50,10 @@ class InnerSums {
   };
   void add(const RowBlock& block, size_t begin, size_t end, const Panels& panels,
            const LoraRows& forward, const LoraRows& backward) const;
-  // Adds all units of an active expert to columns [begin, end) of its gradients. `own` is scratch
-  // memory for rank x columns.
-  void finish(size_t active, size_t begin, size_t end, float* own) const;
+  // Adds all units of an active expert to columns [begin, end) of its gradients, which hold zeros
+  // if `zero` says so and are not read then (see FactorSums). `own` is scratch memory for rank x
+  // columns.
+  void finish(size_t active, size_t begin, size_t end, bool zero, float* own) const;
 
  private:
   // A gradient that is asked for: of A for down, of B for gate and up.
@@ -58,7 +65,7 @@ class InnerSums {
   float* sums(size_t factor, size_t active, size_t row) const;
   // Adds sums to an expert's gradient, where columns are in the order of the checkpoint.
   void write(const Factor& factor, size_t expert, size_t begin, size_t end, const float* sums,
-             float* own) const;
+             bool zero, float* own) const;
 
   const Config& config_;
   const Weights& weights_;

@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "moe/layer.h"
 #include "train/backward.h"
+#include "train/inner_sums.h"
 #include "train/linear.h"
 
 namespace {
@@ -146,6 +147,21 @@ TEST(tasks_of_many_rows_have_one_result) {
     pass.run(*layer_of(threads, 1, true, false, table), true, table);
     CHECK(same(pass.dx, found[0].dx));
     for (size_t i = 0; i < pass.sums.size(); ++i) CHECK(same(pass.sums[i], found[0].sums[i]));
+  }
+}
+
+TEST(units_of_rows_are_shared_by_two_workers_and_have_room) {
+  for (size_t count = 1; count <= 2000; ++count) {
+    const size_t unit = ktk::InnerSums::unit(count);
+    const size_t number = ktk::groups_of(count, unit);
+    CHECK(1 <= unit && unit <= 64);
+    CHECK(count < 16 ? number == 1 : number % 2 == 0);
+    // The last one has fewer rows, by less than one for each of the others.
+    CHECK(number * unit - count < number);
+    for (const size_t before : {0, 1, 63, 64, 100}) {  // rows of three other experts
+      const size_t first = ktk::InnerSums::units(before, 3);
+      CHECK(first + number <= ktk::InnerSums::units(before + count, 4));
+    }
   }
 }
 
