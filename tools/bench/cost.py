@@ -33,7 +33,9 @@ from ktk.bench.shapes import Shape, find_shape
 from ktk.bench.weights import prepare
 
 DEFAULT = ["BF16", "AMXINT8", "AMXINT4", "FP8"]
-REPEATS = 3  # of the truth, with other experts each time; the median counts
+# Calls whose median is the truth, with other experts each time: so many, and more of short ones,
+# which an interrupt makes twice as long.
+REPEATS, SECONDS = 3, 0.02
 CLOSE = 0.15
 
 
@@ -83,6 +85,13 @@ class Cells:
         self.moe(hidden, renamed, weights)
         return time.perf_counter() - begin
 
+    def typical(self, ids: torch.Tensor) -> float:
+        """Return the median of the seconds of some such calls."""
+        took: list[float] = []
+        while len(took) < REPEATS or sum(took) < SECONDS:
+            took.append(self.call(ids))
+        return statistics.median(took)
+
 
 def compare(
     name: str, threads: int, cells: int, shape: Shape, seed: int
@@ -99,12 +108,12 @@ def compare(
     slowdown = 1.0
     for _ in range(cells):
         decode, ids = drawn.routing(1, 0.0, 0.0), drawn.cell()
-        took = statistics.median(drawn.call(decode) for _ in range(REPEATS))
+        took = drawn.typical(decode)
         slowdown = table.memory_slowdown(drawn.rows(decode), took, 1) or slowdown
         rows, tokens = drawn.rows(ids), len(ids)
         alone = moe.cost(rows, tokens=tokens)
         predicted = moe.cost(rows, tokens=tokens, memory_slowdown=slowdown)
-        truth = statistics.median(drawn.call(ids) for _ in range(REPEATS))
+        truth = drawn.typical(ids)
         yield {
             "backend": name,
             "threads": threads,
