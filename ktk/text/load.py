@@ -95,27 +95,26 @@ def backend_beside(device: torch.device, wanted: Setting) -> str | None:
     return None
 
 
-def check_generation(name: str, config: Any) -> None:
-    """Refuse values of generation_config.json that transformers would stumble over later.
+def check_generation(path: Path) -> None:
+    """Refuse a generation_config.json that transformers would stumble over after loading.
 
     Raises
     ------
     CheckpointError
-        One is of another type.
+        The file cannot be read, or one of its values is of another type.
     """
+    config = read_json(path)
     kinds: dict[str, tuple[Any, str]] = {
         **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), ((int, float), "a number")),
         **dict.fromkeys(("eos_token_id", "pad_token_id"), (int, "a token's number, or some")),
     }
     for key, (kind, wanted) in kinds.items():
-        given = getattr(config, key, None)
+        given = config.get(key)
         values = given if isinstance(given, list) and kind is int else [given]
         if given is not None and not (
             values and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
         ):
-            raise CheckpointError(
-                f"{name}: generation_config.json says {key} {given!r}, which should be {wanted}"
-            )
+            raise CheckpointError(f"{path} says {key} {given!r}, which should be {wanted}")
 
 
 def load_text_model(
@@ -162,6 +161,8 @@ def load_text_model(
     rest, experts = parts_of(name, source)
     if rest.is_dir() and not is_gguf(rest):
         read_json(rest / "config.json")  # or a sentence
+        if (generation := rest / "generation_config.json").exists():
+            check_generation(generation)
     import torch
     import transformers
 
@@ -186,7 +187,6 @@ def load_text_model(
         model = load(
             rest, backend=backend, experts=experts, linears=linears, head=head, **options
         ).eval()
-    check_generation(name, model.generation_config)
     pack_bf16(model, linears=linears is None, head=head is None)
     seconds = time.perf_counter() - began
     used = dict.fromkeys(packed.moe.backend.name for packed in packed_modules(model).values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,32 +46,19 @@ def naming_damage(path: str, **options: Any) -> Iterator[None]:
     except _CLEAR:
         raise
     except Exception as error:
-        for name, read in (("config.json", _make), ("generation_config.json", _read_generation)):
-            if _fails_so(error, read, path, options):
-                source = os.path.join(path, name) if os.path.isdir(path) else path
-                raise CheckpointError(f"{source} makes no model: {reason(error)}") from error
-        raise
+        if not _makes_none(path, options, error):
+            raise
+        source = os.path.join(path, "config.json") if os.path.isdir(path) else path
+        raise CheckpointError(f"{source} makes no model: {reason(error)}") from error
 
 
-def _make(path: str, options: dict[str, Any]) -> None:
-    """Make the model without weights."""
-    config = transformers.AutoConfig.from_pretrained(path, **options)
+def _makes_none(path: str, options: dict[str, Any], error: Exception) -> bool:
+    """Say whether making a model without weights ends in an error of this kind, too."""
     auto: Any = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        auto.from_config(config)
-
-
-def _read_generation(path: str, _options: dict[str, Any]) -> None:
-    if os.path.exists(os.path.join(path, "generation_config.json")):
-        transformers.GenerationConfig.from_pretrained(path)
-
-
-def _fails_so(
-    error: Exception, read: Callable[[str, dict[str, Any]], None], *arguments: Any
-) -> bool:
-    """Say whether a file alone leads to an error of this kind."""
     try:
-        read(*arguments)
+        config = transformers.AutoConfig.from_pretrained(path, **options)
+        with torch.device("meta"):
+            auto.from_config(config)
     except Exception as found:
         return type(found) is type(error)
     return False

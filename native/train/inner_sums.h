@@ -25,8 +25,8 @@ class InnerSums {
   // Rows of a unit of an expert that has `count`: these in an even number of equal parts, so that
   // two workers who are left with one expert share it. Tasks of rows begin with a unit: so their
   // number, and that of workers, changes no bit.
+  static constexpr size_t kLeast = 8, kMost = 64;
   static size_t unit(size_t count) {
-    constexpr size_t kLeast = 8, kMost = 64;
     return count < 2 * kLeast ? count : groups_of(count, 2 * groups_of(count, 2 * kMost));
   }
 
@@ -34,10 +34,12 @@ class InnerSums {
 
   // Whether there are any.
   bool wanted() const { return count_ > 0; }
-  // Memory for groups of so many rows and experts: an expert of n rows has n / 64 + 2 units or
+  // Memory for groups of so many rows and experts: an expert of n rows has n / kMost + 2 units or
   // less.
   size_t unit_bytes() const { return product(count_, factor_floats_, sizeof(float)); }
-  static size_t units(size_t rows, size_t experts) { return sum(rows / 64, product(2, experts)); }
+  static size_t units(size_t rows, size_t experts) {
+    return sum(rows / kMost, product(2, experts));
+  }
 
   // For the group that begins with an active expert, and its memory.
   void begin(const Route& route, size_t first_active, char* memory);

@@ -6,7 +6,7 @@ Both stay loaded and take turns, old new and new old, in each cell: a backend an
 tokens. Exit status 0: nothing is lost; 1: a cell has lost more, or a backend that the old build
 has; 2: nothing was compared; 3: a cell is undecided.
 
-Where the CPU counts instructions, new / old of a call's is printed too. That ratio is exact but
+Where the CPU counts instructions, new / old of a call's is printed too. That ratio
 judges nothing: a call may take more instructions and less time.
 """
 

@@ -1,7 +1,8 @@
 """Counts what a process executes, by the counters of Linux's perf_event_open.
 
-Instructions that a call takes do not depend on other processes or on modes of memory, so they show
-a change where times are too noisy. Virtual machines mostly have no such counters.
+What a kernel executes does not depend on other processes or on modes of memory, so that a change
+shows where times are too noisy; workers that wait add to it. Many virtual machines have no such
+counters.
 """
 
 from __future__ import annotations
