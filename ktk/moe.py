@@ -10,7 +10,7 @@ from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import MoEConfig
 from ktk.cost.layer import PredictedLayer
-from ktk.errors import BackendUnsupported
+from ktk.errors import BackendUnsupported, CheckpointError
 from ktk.expert import Expert
 from ktk.formats import formats_of_parts
 from ktk.given import GivenFormats, check_gate, expert_of, experts_of_slots, read_matrix
@@ -21,6 +21,7 @@ from ktk.pool import default_pool
 from ktk.protocols import BackendLike
 from ktk.ticket import Ticket
 from ktk.training import TrainableLayer
+from ktk.unread import Unread, UnreadExpert
 
 if TYPE_CHECKING:
     import numpy as np
@@ -331,6 +332,8 @@ class MoE(TrainableLayer, PredictedLayer):
         ValueError
             The backend does not take what is given, or an array has another shape than the sizes of
             the layer mean; or columns of a matrix are in an order that is none.
+        CheckpointError
+            What an `UnreadExpert` has in a file cannot be read. The slot is empty then.
         """
         arguments = {
             "gate": (gate, gate_scale, gate_zero, gate_bias, gate_factor),
@@ -343,9 +346,15 @@ class MoE(TrainableLayer, PredictedLayer):
         ready = Expert(**{part: read_matrix(part, one, name, accepts) for part, one in matrices})
         of_gate = ready.gate.format if ready.gate else None
         formats = (of_gate, ready.up.format, ready.down.format)
-        self._core.load_expert(
-            self._slot(expert), **{"gate": None, **ready.arrays()}, given=formats
-        )
+        slot, arrays = self._slot(expert), {"gate": None, **ready.arrays()}
+        unread = weights.unread if isinstance(weights, UnreadExpert) else Unread()
+        try:
+            with unread.reading() as reads:
+                self._core.load_expert(slot, **arrays, given=formats, unread=reads)
+        except CheckpointError:
+            if slot in self._core.loaded:  # of a file that is another now
+                self._core.unload_expert(slot)
+            raise
         if self._hoped_shards is not None:
             tell_shards(self.config.intermediate_size, self._hoped_shards, self.shards)
             self._hoped_shards = None

@@ -14,7 +14,7 @@ from collections import defaultdict
 import numpy as np
 
 #: Bytes from which on allocators give a piece back at once, as glibc does to begin with.
-_LEAST = 128 << 10
+LEAST_KEPT = 128 << 10
 #: Bytes up to which a piece is kept: an output head that is read once would stay for nothing.
 _MOST = 64 << 20
 
@@ -41,7 +41,7 @@ class Buffers:
         MemoryError
             There is not as much.
         """
-        if not _LEAST <= nbytes <= _MOST:
+        if not LEAST_KEPT <= nbytes <= _MOST:
             return np.empty(nbytes, np.uint8)
         try:
             piece = self._free[nbytes].pop()

@@ -2,7 +2,7 @@
 
 A mapped file that somebody truncates ends the process by SIGBUS, and one that is written over gives
 a mixture; files that are read give an error in either case. What that costs is one copy out of the
-page cache, beside packing.
+page cache, beside packing. Workers that read what they pack keep that copy in their caches.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ktk.checkpoint.buffers import Buffers
+from ktk.checkpoint.buffers import LEAST_KEPT, Buffers
 from ktk.checkpoint.entries import MOST_JSON, EntryError, parse_object
 from ktk.errors import CheckpointError
+from ktk.unread import Unread
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -51,7 +52,7 @@ class File:
         self.path = path
         # Opening a FIFO waits for a writer, and opening a device can do anything.
         self._state = _state(regular(path))
-        self._opened: _Descriptor | None = None
+        self._opened: _Opened | None = None
         self._buffers = Buffers()
 
     @property
@@ -59,10 +60,11 @@ class File:
         """Bytes of the file."""
         return self._state[0]
 
-    def read(self, begin: int, nbytes: int) -> np.ndarray:
+    def read(self, begin: int, nbytes: int, later: Unread | None = None) -> np.ndarray:
         """Return bytes of the file, uint8 [nbytes].
 
-        Later reads use the memory again, once nobody uses the array.
+        Later reads use the memory again, once nobody uses the array. With `later`, what is large
+        is not read but noted there, and the array may hold anything until it is.
 
         Raises
         ------
@@ -75,8 +77,11 @@ class File:
             )
         data = self._buffers.take(nbytes)
         view = data.data
+        opened = self._open()
+        if later is not None and nbytes >= LEAST_KEPT:
+            later.add(opened, begin, data)
+            return data
         try:
-            opened = self._open()
             # No posix_fadvise(WILLNEED): Linux then fills its cache by single pages, not by large
             # folios, and all of loading took 1.4 times as long.
             while view:
@@ -84,14 +89,11 @@ class File:
                 if not count:
                     break
                 view, begin = view[count:], begin + count
-            changed = _state(os.fstat(opened.number)) != self._state
         except OSError as error:
-            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from error
-        if changed or view:
-            raise CheckpointError(
-                f"{self.path} has changed since it was opened: is it being downloaded or copied? "
-                "Load it again when that has ended"
-            )
+            raise opened.failed(error) from error
+        opened.check()
+        if view:
+            raise opened.failed(None)
         return data
 
     def close(self) -> None:
@@ -100,24 +102,47 @@ class File:
         self._buffers.close()
         self._buffers = Buffers()
 
-    def _open(self) -> _Descriptor:
+    def _open(self) -> _Opened:
         # Another thread may close it at any time, and does so by letting go of it.
         opened = self._opened
         if opened is None:
-            opened = self._opened = _Descriptor(self.path)
+            opened = self._opened = _Opened(self.path, self._state)
         return opened
 
 
-class _Descriptor:
-    """An open file, until nobody uses it."""
+class _Opened:
+    """An open file, until nobody uses it: see `OpenFile`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, state: tuple[int, int]) -> None:
+        self.path = path
         self.number = -1
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._state = state
+        try:
+            self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise self.failed(error) from error
 
     def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
+
+    def check(self) -> None:
+        """Raise a `CheckpointError` if the file has changed since it was opened first."""
+        try:
+            changed = _state(os.fstat(self.number)) != self._state
+        except OSError as error:
+            raise self.failed(error) from error
+        if changed:
+            raise self.failed(None)
+
+    def failed(self, error: OSError | None) -> CheckpointError:
+        """Return what to raise for an error, or, for None, where the file is not what it was."""
+        if error is not None:
+            return CheckpointError(f"{self.path} cannot be read: {error.strerror}")
+        return CheckpointError(
+            f"{self.path} has changed since it was opened: is it being downloaded or copied? "
+            "Load it again when that has ended"
+        )
 
 
 def regular(path: Path) -> os.stat_result:

@@ -123,6 +123,10 @@ class LayerReader(ABC):
             matrices[part] = decoded(matrices[part], self.where(part, number))
         return Expert(**matrices)
 
+    def unread(self, number: int) -> Expert:
+        """Read one expert as `expert` does; an `UnreadExpert` leaves the rest to who packs it."""
+        return self.expert(number)
+
     def values(self, number: int, dtype: torch.dtype = torch.float64) -> Expert:
         """Read what one expert means, as floats: weights and biases."""
         matrices = self._read(number).matrices

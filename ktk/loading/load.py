@@ -1,4 +1,8 @@
-"""Makes loaded `MoE`s from layers of a checkpoint: one thread reads while the workers pack."""
+"""Makes loaded `MoE`s from layers of a checkpoint.
+
+Workers read what they pack where a backend takes what is stored. Other weights a thread reads and
+decodes, one expert ahead of those that pack.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +47,10 @@ def load_moe(
 ) -> MoE:
     """Load the routed experts of one layer.
 
-    Experts are packed one after the other: in memory are the packed layer and at most two experts,
-    one of them being read. Where the backend does not take what the files hold, these are decoded
-    to f32 and quantised, as `ktk convert` does, and a line of logging says so.
+    Experts are packed one after the other: in memory are the packed layer and at most two experts
+    that had to be decoded, one of them being read. Where the backend does not take what the files
+    hold, these are decoded to f32 and quantised, as `ktk convert` does, and a line of logging says
+    so.
 
     Parameters
     ----------
@@ -122,8 +127,9 @@ def load_layers(
 ) -> dict[int, MoE]:
     """Load layers one after the other, and return them by number.
 
-    While the workers pack an expert, a thread reads the next one, so there are never more than two
-    beside what is packed. When this ends, in whatever way, the thread has ended too.
+    While the workers pack an expert, a thread reads the next one, unless it is left to the workers;
+    so there are never more than two beside what is packed. When this ends, in whatever way, the
+    thread has ended too.
 
     Parameters
     ----------
@@ -171,4 +177,4 @@ def _read_ahead(checkpoint: CheckpointReader, plans: Iterable[LayerPlan]) -> Ite
 
 
 def _read(plan: LayerPlan, expert: int) -> Expert:
-    return plan.route.expert(expert)
+    return plan.route.unread(expert)

@@ -122,6 +122,14 @@ class Route:
                 matrices[part] = self.quantized(part, number, matrix)
         return Expert(**matrices)
 
+    def unread(self, number: int) -> Expert:
+        """Read an expert as `expert` does; an `UnreadExpert` leaves the rest to who packs it."""
+        as_stored = all(
+            self.source[part].format == one.format and self._takes(part)
+            for part, one in self.given.items()
+        )
+        return self.layer.unread(number) if as_stored else self.expert(number)
+
     def quantized(self, part: str, number: int, matrix: Matrix) -> Matrix:
         """Return a matrix as `ktk.quantize` makes what the backend stores."""
         try:

@@ -30,6 +30,9 @@ ktk_source view(const ktk_source& source, size_t row, size_t col) {
 
 namespace {
 
+// Bytes of rows that a worker reads before it packs them: they stay in the L2 cache of a core.
+constexpr size_t kReadAtOnce = 128 << 10;
+
 // Rows of a matrix: a few ranges per worker and matrix, enough to balance, large enough to stream.
 struct Range {
   size_t job, begin, end;
@@ -89,10 +92,26 @@ void find_sizes(const Variant& variant, WorkerPool& pool, std::span<PackJob> job
   }
 }
 
-void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs) {
+void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs,
+          std::span<const Unread> unread) {
   for_ranges(variant, pool, jobs, [&](const Range& range) {
     const PackJob& job = jobs[range.job];
-    variant.pack(*job.matrix, job.source, range.begin, range.end, job.packed, job.bytes);
+    const char* const data = static_cast<const char*>(job.source.data);
+    const size_t stride = job.source.data_stride, n_step = variant.tile.n_step;
+    if (!is_unread(data + range.begin * stride, unread)) {
+      variant.pack(*job.matrix, job.source, range.begin, range.end, job.packed, job.bytes);
+      return;
+    }
+    thread_local std::vector<char> some;  // rows
+    const size_t rows = std::max(kReadAtOnce / stride / n_step, size_t{1}) * n_step;
+    some.resize(std::max(some.size(), rows * stride));
+    for (size_t n = range.begin; n < range.end; n += rows) {
+      const size_t end = std::min(n + rows, range.end);
+      read(data + n * stride, (end - n) * stride, unread, some.data());
+      ktk_source source = job.source;
+      source.data = some.data() - n * stride;  // of row 0, which is not read
+      variant.pack(*job.matrix, source, n, end, job.packed, job.bytes);
+    }
   });
 }
 

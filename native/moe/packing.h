@@ -6,6 +6,7 @@
 
 #include "core/worker_pool.h"
 #include "moe/table.h"
+#include "moe/unread.h"
 
 namespace ktk {
 
@@ -25,7 +26,9 @@ struct PackJob {
 // Fills in `bytes` with what each takes.
 void find_sizes(const Variant& variant, WorkerPool& pool, std::span<PackJob> jobs);
 // What is on a node is packed by that node's workers, of which there must be some: where mbind is
-// refused, as in containers, pages lie where they are first touched.
-void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs);
+// refused, as in containers, pages lie where they are first touched. Of what is unread, a worker
+// reads the rows that it packs next; rows of a source must then follow each other without gaps.
+void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs,
+          std::span<const Unread> unread = {});
 
 }  // namespace ktk

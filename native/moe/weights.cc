@@ -49,6 +49,15 @@ void check_cut(const char* name, const ktk_format& format, size_t group, const S
                               ": load an expert with these groups first, or use fewer shards");
 }
 
+// Whether there is something between rows of a matrix, such as those of another.
+bool has_gaps(const ExpertSource& source, const Config& config) {
+  const auto gaps = [](const ktk_source& one, size_t k) {
+    return one.data_stride != block_of(one.format.element).bytes_of(k);
+  };
+  return gaps(source.gate, config.hidden) || gaps(source.up, config.hidden) ||
+         gaps(source.down, config.intermediate);
+}
+
 }  // namespace
 
 CutRules cut_rules(const ktk_tile& tile, const Parts<ktk_format>& stored,
@@ -162,9 +171,12 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     jobs.push_back({&slice.matrix.up, view(source.up, slice.begin, 0), slice.node});
     jobs.push_back({&slice.matrix.down, view(source.down, 0, slice.begin), slice.node});
   }
+  // Columns that are cut share rows with others, and a size may depend on what is in a matrix.
+  const bool ahead = slices_.size() > 1 || variant_.source_size || has_gaps(source, config_);
+  if (ahead) read_all(source.unread, pool);
   find_sizes(variant_, pool, jobs);
   try {
-    fill(expert, source, jobs, pool);
+    fill(expert, source, jobs, ahead ? std::span<const Unread>() : source.unread, pool);
   } catch (...) {
     // What is there may be of this expert and of one before.
     discard(expert, states_[expert] == State::kLeftOut ? State::kLeftOut : State::kUnloaded);
@@ -175,7 +187,7 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
 
 // Writes an expert, which is loaded then.
 void Weights::fill(size_t expert, const ExpertSource& source, std::span<PackJob> jobs,
-                   WorkerPool& pool) {
+                   std::span<const Unread> unread, WorkerPool& pool) {
   for (size_t s = 0; s < slices_.size(); ++s) {
     Slice& slice = slices_[s];
     PackJob &gate = jobs[3 * s], &up = jobs[3 * s + 1], &down = jobs[3 * s + 2];
@@ -185,7 +197,7 @@ void Weights::fill(size_t expert, const ExpertSource& source, std::span<PackJob>
     up.packed = slice.up_at(expert), up.bytes = bytes.up;
     down.packed = slice.down_at(expert), down.bytes = bytes.down;
   }
-  pack(variant_, pool, jobs);
+  pack(variant_, pool, jobs, unread);
   set_bias(gate_bias_, source.gate_bias, expert, config_.intermediate);
   set_bias(up_bias_, source.up_bias, expert, config_.intermediate);
   set_bias(down_bias_, source.down_bias, expert, config_.hidden);

@@ -12,6 +12,7 @@
 #include "moe/cuts.h"
 #include "moe/order.h"
 #include "moe/table.h"
+#include "moe/unread.h"
 
 namespace ktk {
 
@@ -27,11 +28,12 @@ struct Parts {
 
 // The matrices of one expert as they are given, and what each product is multiplied with before the
 // bias is added. Biases are f32 and may be NULL. Rows of gate and up, and their biases, are given
-// in the order of down's columns.
+// in the order of down's columns. `unread` are bytes of the matrices that are still in files.
 struct ExpertSource : Parts<ktk_source> {
   Parts<float> factor{1, 1, 1};
   Parts<Order> order{};
   const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
+  std::span<const Unread> unread{};
 };
 
 // One part of every expert: rows [begin, end) of gate and up, the same columns of down, as matrices
@@ -162,7 +164,8 @@ class Weights {
   void add_slice(size_t begin, size_t end, int node);
   bool chooses_scales(const ExpertSource& source) const;
   Order shared(const Order& order) const;
-  void fill(size_t expert, const ExpertSource& source, std::span<PackJob> jobs, WorkerPool& pool);
+  void fill(size_t expert, const ExpertSource& source, std::span<PackJob> jobs,
+            std::span<const Unread> unread, WorkerPool& pool);
   void compare_orders();
   void set_bias(std::vector<float>& all, const float* bias, size_t expert, size_t n);
   void keep_gaps(size_t expert);

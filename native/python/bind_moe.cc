@@ -42,7 +42,7 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
                  nb::handle gate_bias, nb::handle up_bias, nb::handle down_bias,
                  nb::handle gate_factor, nb::handle up_factor, nb::handle down_factor,
                  nb::handle gate_order, nb::handle up_order, nb::handle down_order,
-                 const std::optional<PartFormats>& given) {
+                 const std::optional<PartFormats>& given, const FileReads& unread) {
   const auto h = static_cast<int64_t>(layer.config().hidden);
   const auto i = static_cast<int64_t>(layer.config().intermediate);
   const bool gated = layer.config().gated;
@@ -80,9 +80,15 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
   source.order = {order_from("gate_order", gate_order, layer.config().hidden),
                   order_from("up_order", up_order, layer.config().hidden),
                   order_from("down_order", down_order, layer.config().intermediate)};
+  const std::vector<Unread> reads = unread_from(unread, source, h, i);
+  source.unread = reads;
   const size_t at = check_expert(layer, expert);
-  const Unlocked unlocked;
-  layer.load(at, source);
+  try {
+    const Unlocked unlocked;
+    layer.load(at, source);
+  } catch (const ReadFailure& failure) {
+    raise_os_error(failure.error, std::get<0>(unread[failure.which]));
+  }
 }
 
 void call_layer(Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights,
@@ -152,9 +158,12 @@ void bind_moe(nb::module_& m) {
            "gate_bias"_a = nb::none(), "up_bias"_a = nb::none(), "down_bias"_a = nb::none(),
            "gate_factor"_a = nb::none(), "up_factor"_a = nb::none(), "down_factor"_a = nb::none(),
            "gate_order"_a = nb::none(), "up_order"_a = nb::none(), "down_order"_a = nb::none(),
-           "given"_a = nb::none(),
+           "given"_a = nb::none(), "unread"_a = FileReads(),
            "An order is int32 [columns]: column i of what is given is column order[i] of the\n"
-           "matrix. Rows of gate and up, and their biases, are given in the order of down.")
+           "matrix. Rows of gate and up, and their biases, are given in the order of down.\n"
+           "Unread are bytes of gate, up and down that are still in files, for the workers to\n"
+           "read: path, descriptor, first byte, and the memory, uint8 [bytes], which is that of\n"
+           "gate, up or down. Raises OSError, or EOFError where the file has ended.")
       .def(
           "leave_out",
           [](Layer& layer, int64_t expert) {

@@ -1,7 +1,10 @@
 #include "python/source.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <functional>
+#include <stdexcept>
 #include <utility>
 
 #include "core/size.h"
@@ -210,6 +213,39 @@ nb::object order_array(const Order& order) {
   auto bytes = new_bytes(1, order->size() * sizeof(uint32_t));
   std::memcpy(bytes.data(), order->data(), bytes.nbytes());
   return nb::cast(bytes).attr("reshape")(-1).attr("view")("int32");
+}
+
+std::vector<Unread> unread_from(const FileReads& reads, const ExpertSource& source, size_t hidden,
+                                size_t intermediate) {
+  std::vector<Unread> unread;
+  for (const auto& [path, file, begin, memory] : reads) {
+    const AnyOutput array = output_from("unread", memory);
+    const auto bytes = static_cast<int64_t>(array.size());
+    check_array("unread", array, {bytes});
+    if (array.itemsize() != 1) throw nb::type_error("unread must be bytes");
+    char* const to = static_cast<char*>(array.data());
+    const auto holds = [&](const ktk_source& matrix, size_t rows) {
+      const char* const data = static_cast<const char*>(matrix.data);
+      const std::less<const char*> before;
+      return before(to, data + rows * matrix.data_stride) && before(data, to + bytes);
+    };
+    if (!holds(source.gate, intermediate) && !holds(source.up, intermediate) &&
+        !holds(source.down, hidden)) {
+      throw std::logic_error("bytes of " + path + " are of no matrix that is packed");
+    }
+    unread.push_back({file, begin, to, static_cast<size_t>(bytes)});
+  }
+  return unread;
+}
+
+void raise_os_error(int error, const std::string& path) {
+  if (error) {
+    errno = error;
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+  } else {
+    PyErr_SetString(PyExc_EOFError, path.c_str());
+  }
+  throw nb::python_error();
 }
 
 Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string>
 #include <tuple>
 #include <variant>
 #include <vector>
@@ -37,6 +38,17 @@ nb::object order_array(const Order& order);
 // A format for gate, up and down, or one for each; None where dtypes tell.
 using OptFormat = std::optional<ktk_format>;
 using PartFormats = std::variant<ktk_format, std::tuple<OptFormat, OptFormat, OptFormat>>;
+
+// Bytes that are still in files: path, descriptor, first byte, and the memory they belong in,
+// uint8.
+using FileReads = std::vector<std::tuple<std::string, int, uint64_t, nb::object>>;
+
+// They must belong to the matrices of an expert, which are [intermediate, hidden] and [hidden,
+// intermediate]. The memory is that of the matrices.
+std::vector<Unread> unread_from(const FileReads& reads, const ExpertSource& source, size_t hidden,
+                                size_t intermediate);
+// Throws OSError, or EOFError for 0.
+[[noreturn]] void raise_os_error(int error, const std::string& path);
 
 Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats);
 

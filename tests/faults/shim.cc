@@ -133,6 +133,8 @@ int open64(const char* path, int flags, ...) {
     return real(__VA_ARGS__);                                 \
   }
 FILE_CALL(kRead, EIO, ssize_t, read, (int fd, void* to, size_t size), fd, to, size)
+FILE_CALL(kRead, EIO, ssize_t, pread64, (int fd, void* to, size_t size, off64_t at), fd, to, size,
+          at)
 FILE_CALL(kRead, EIO, ssize_t, preadv64, (int fd, const struct iovec* to, int count, off64_t at),
           fd, to, count, at)
 FILE_CALL(kRead, EIO, ssize_t, preadv64v2,

@@ -13,6 +13,7 @@ import gguf_files as files
 import numpy as np
 import pytest
 import torch
+import unread_experts
 from gguf_files import ENCODED, FIELDS, PLAIN, E, H, I, Tensor
 
 from ktk import Format, ik_types
@@ -40,6 +41,7 @@ def assert_reads(path: Path, expected: dict[str, Tensor], layer: int = 0) -> Non
                 assert got[part].is_contiguous(), part
                 values = got[part].double().numpy()
                 np.testing.assert_array_equal(values, stack.values[e], f"{part} of expert {e}")
+            unread_experts.assert_same(found, e)
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *ENCODED, *DECODED, *ik_types.TYPES])
@@ -79,6 +81,21 @@ def test_scales_of_experts_multiply_their_weights(tmp_path: Path, down: str) -> 
             for part, got in found.values(e, torch.float32).arrays().items():
                 expected = (parts[part].values[e] * scales[e]).astype(np.float32)
                 np.testing.assert_array_equal(got.numpy(), expected)
+            unread_experts.assert_same(found, e)
+
+
+@pytest.mark.parametrize(("down", "as_it_is"), [("F16", True), ("Q4_K", True), ("IQ4_KS", False)])
+def test_what_is_stored_as_it_is_given_is_left_to_workers(
+    tmp_path: Path, down: str, as_it_is: bool
+) -> None:
+    """Rows of ik_llama.cpp's types have a scale ahead of their blocks."""
+    parts = files.experts("Q8_0", down=down)
+    with GgufCheckpoint(files.write(tmp_path / "m.gguf", files.stacked(parts))) as checkpoint:
+        layer = checkpoint.layer(0)
+        for e in range(E):
+            sizes = {part: parts[part].data[e].nbytes for part in files.PARTS}
+            left_out = 0 if as_it_is else sizes["down"]
+            assert unread_experts.assert_same(layer, e) == sum(sizes.values()) - left_out
 
 
 def test_floats_and_blocks_are_those_of_the_file(tmp_path: Path) -> None:
@@ -174,6 +191,7 @@ class RecordingBackend:
         return given
 
     def load_expert(self, slot: int, expert: Expert) -> None:
+        unread_experts.fill(expert)
         self.loaded[slot] = expert
 
 

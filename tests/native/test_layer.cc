@@ -1,8 +1,12 @@
 // Whole layers with the kernels of one backend, for the sanitizers: memory outside the arrays,
 // races between workers, undefined arithmetic. The numbers are the conformance kit's business; here
 // an error of layout, which is of the order of the result itself, is all that shows.
+#include <unistd.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <future>
 #include <map>
@@ -214,6 +218,56 @@ TEST(shards_hold_what_was_given) {
       if (wanted.empty()) wanted = all;
       CHECK(all == wanted);
     }
+  }
+}
+
+// Each worker reads the rows that it packs; where columns are cut, all is read first.
+TEST(what_is_in_a_file_is_packed_as_what_is_in_memory) {
+  for (const ktk_format& given : kGiven) {
+    const Sizes sizes(given);
+    const Weight gate(given, sizes.intermediate, sizes.hidden, 0);
+    const Weight up(given, sizes.intermediate, sizes.hidden, 1);
+    const Weight down(given, sizes.hidden, sizes.intermediate, 2);
+    std::FILE* const file = std::tmpfile();
+    ktk::ExpertSource source = {{gate.source, up.source, down.source}};
+    std::vector<std::vector<char>> memory;
+    std::vector<ktk::Unread> unread;
+    uint64_t written = 0;
+    for (ktk_source* const part : {&source.gate, &source.up, &source.down}) {
+      const size_t rows = part == &source.down ? sizes.hidden : sizes.intermediate;
+      memory.emplace_back(rows * part->data_stride, '\x55');
+      CHECK_EQ(std::fwrite(part->data, part->data_stride, rows, file), rows);
+      part->data = memory.back().data();
+      unread.push_back({fileno(file), written, memory.back().data(), memory.back().size()});
+      written += memory.back().size();
+    }
+    std::fflush(file);
+    source.unread = unread;
+    for (const std::string& variant : runnable()) {
+      for (const int shards : {1, 3}) {
+        for (std::vector<char>& bytes : memory) std::ranges::fill(bytes, '\x55');
+        const auto read = empty_layer(given, variant, 3, shards);
+        const auto plain = empty_layer(given, variant, 3, shards);
+        for (unsigned e = 0; e < kExperts; ++e) {
+          read->load(e, source);
+          plain->load(e, {gate.source, up.source, down.source});
+        }
+        const std::vector<float> got = weights_of(*read), wanted = weights_of(*plain);
+        CHECK(std::memcmp(got.data(), wanted.data(), got.size() * sizeof(float)) == 0);
+      }
+    }
+    CHECK_EQ(ftruncate(fileno(file), static_cast<off_t>(written / 2)), 0);
+    for (const int shards : {1, 3}) {
+      const auto layer = empty_layer(given, "", 3, shards);
+      bool failed = false;
+      try {
+        layer->load(0, source);
+      } catch (const ktk::ReadFailure& failure) {
+        failed = failure.error == 0 && failure.which < 3;
+      }
+      CHECK(failed && !layer->weights());
+    }
+    std::fclose(file);
   }
 }
 

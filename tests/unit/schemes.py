@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import unread_experts
 from safetensors.torch import save_file
 
 from ktk import Format
@@ -241,3 +242,4 @@ def assert_reads(
                 np.testing.assert_array_equal(got, expected[part, e].values, f"{part} of {e}")
             for array in layer.expert(e).arrays().values():
                 assert array.is_contiguous()
+            unread_experts.assert_same(layer, e)

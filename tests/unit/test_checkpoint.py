@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import unread_experts
 from safetensors.torch import save_file
 
 from ktk import Format
@@ -98,6 +99,7 @@ def assert_reads(folder: Path, expected: dict[str, torch.Tensor], layer: int = 0
             for part, stacked in expected.items():
                 assert got[part].is_contiguous(), part
                 assert torch.equal(got[part], stacked[e]), f"{part} of expert {e}"
+            unread_experts.assert_same(found, e)
         return found.names.family.name
 
 
@@ -177,6 +179,7 @@ class RecordingBackend:
 
     def load_expert(self, slot: int, expert: Expert) -> None:
         assert {matrix.format for matrix in expert.matrices.values()} == {Format("bf16")}
+        unread_experts.fill(expert)
         self.loaded[slot] = expert
 
 

@@ -32,6 +32,7 @@ import numpy as np
 
 import ktk
 from ktk.checkpoint.files import File
+from ktk.unread import Unread
 
 Range = tuple[Path, int, int]
 _CHUNK = 8 << 20
@@ -43,9 +44,9 @@ def recorded(load: Callable[[], object]) -> list[Range]:
     ranges: list[Range] = []
     read = File.read
 
-    def watched(self: File, begin: int, nbytes: int) -> np.ndarray:
+    def watched(self: File, begin: int, nbytes: int, later: Unread | None = None) -> np.ndarray:
         ranges.append((self.path, begin, nbytes))
-        return read(self, begin, nbytes)
+        return read(self, begin, nbytes, later)
 
     setattr(File, "read", watched)  # noqa: B010
     try:

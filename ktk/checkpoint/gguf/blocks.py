@@ -83,6 +83,11 @@ def as_blocks(info: TensorInfo, rows: np.ndarray) -> np.ndarray:
     return ours.blocks_of(rows) if ours else rows
 
 
+def has_blocks(info: TensorInfo) -> bool:
+    """Whether rows in the file are blocks of the tensor's format already."""
+    return info.type not in ik_types.NUMBERS
+
+
 def _type(info: TensorInfo) -> _Type:
     kind = _known(info.type)
     if kind is None:

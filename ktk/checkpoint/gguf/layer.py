@@ -13,6 +13,7 @@ from ktk._core import Format
 from ktk.checkpoint.gguf.blocks import (
     as_blocks,
     format_of,
+    has_blocks,
     row_nbytes,
     row_scale,
     type_name,
@@ -25,6 +26,7 @@ from ktk.checkpoint.pieces import Piece, flat
 from ktk.checkpoint.reader import LayerReader, Storage, decoded
 from ktk.dtypes import FLOAT_DTYPES
 from ktk.expert import Expert, Matrix
+from ktk.unread import Unread, UnreadExpert
 
 _F32 = Format("f32")
 
@@ -100,15 +102,23 @@ class GgufLayer(LayerReader):
         """Say that a backend does not take a matrix as it is stored, and why."""
         return f"{self.where(part)} has the type {type_name(self._info(part, 0))}: {reason}"
 
-    def _read(self, number: int) -> Expert:
-        return Expert(**{part: self._matrix(part, number) for part in self._places.weights})
+    def unread(self, number: int) -> UnreadExpert:
+        """Read one expert but for blocks and floats that are stored as they are given."""
+        later = Unread()
+        return UnreadExpert.of(self._read(number, later), later)
 
-    def _matrix(self, part: str, number: int) -> Matrix:
+    def _read(self, number: int, later: Unread | None = None) -> Expert:
+        return Expert(**{part: self._matrix(part, number, later) for part in self._places.weights})
+
+    def _matrix(self, part: str, number: int, later: Unread | None = None) -> Matrix:
         place = self._places.weights[part]
         name = place.tensor(number)
         info = self._tensors.info(name)
         fmt = format_of(info)
-        rows = self._tensors.rows(name, place.begin(number), place.count)
+        scaled = fmt.element in FLOAT_DTYPES and part in self._scales
+        if scaled or fmt != self.formats[part].format or not has_blocks(info):
+            later = None
+        rows = self._tensors.rows(name, place.begin(number), place.count, later)
         data = torch.from_numpy(as_blocks(info, rows))
         scale = self._scales[part][number : number + 1] if part in self._scales else None
         bias = self._bias(part, number)

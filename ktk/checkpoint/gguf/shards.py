@@ -14,6 +14,7 @@ from gguf.constants import Keys
 from ktk.checkpoint.gguf.blocks import is_known, row_nbytes
 from ktk.checkpoint.gguf.header import GgufFile, TensorInfo, open_file
 from ktk.errors import CheckpointError
+from ktk.unread import Unread
 
 # How llama.cpp's gguf-split names them, from 1.
 _SHARD = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -71,15 +72,16 @@ class TensorSet:
                 "Download it again"
             )
 
-    def rows(self, name: str, begin: int, count: int) -> np.ndarray:
+    def rows(self, name: str, begin: int, count: int, later: Unread | None = None) -> np.ndarray:
         """Read rows of a tensor, uint8 [count, bytes of a row].
 
-        Leading dimensions count as rows: expert e of [E, N, K] begins at row e * N.
+        Leading dimensions count as rows: expert e of [E, N, K] begins at row e * N. `later`: see
+        `File.read`.
         """
         info = self.info(name)
         nbytes = row_nbytes(info)
         file = self._files[info.file].file
-        return file.read(info.begin + begin * nbytes, count * nbytes).reshape(count, nbytes)
+        return file.read(info.begin + begin * nbytes, count * nbytes, later).reshape(count, nbytes)
 
     def close(self) -> None:
         """Close the files; reading opens them again."""

@@ -13,6 +13,7 @@ from ktk.checkpoint.files import MissingFile, read_json
 from ktk.checkpoint.safetensors.tensor_file import TensorFile, TensorInfo
 from ktk.closing import Closing
 from ktk.errors import CheckpointError
+from ktk.unread import Unread
 
 INDEX = "model.safetensors.index.json"
 
@@ -63,10 +64,17 @@ class TensorIndex(Closing):
         return self._info(name).nbytes
 
     def tensor(
-        self, name: str, expert: int | None = None, joined: int | None = None
+        self,
+        name: str,
+        expert: int | None = None,
+        joined: int | None = None,
+        later: Unread | None = None,
     ) -> torch.Tensor:
-        """Read a tensor, or one expert of a fused one; of as many as are `joined` in one axis."""
-        return self._holder(name).read(name, expert, joined)
+        """Read a tensor, or one expert of a fused one; of as many as are `joined` in one axis.
+
+        `later`: see `File.read`.
+        """
+        return self._holder(name).read(name, expert, joined, later)
 
     def read_bytes(self, name: str, begin: int, nbytes: int) -> torch.Tensor:
         """Read bytes of a tensor, counted from its first, uint8 [nbytes]."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
@@ -23,6 +23,7 @@ from ktk.checkpoint.safetensors.tensors import decoded_part
 from ktk.errors import CheckpointError
 from ktk.expert import Expert, Matrix
 from ktk.formats import label
+from ktk.unread import Unread, UnreadExpert
 
 
 class SafetensorsLayer(LayerReader):
@@ -44,7 +45,7 @@ class SafetensorsLayer(LayerReader):
             return FLOAT
         if self.names.scheme.tell is not None:
             return self._told.format
-        matrices = self._matrices_of(self.names.first, 0, values=False)
+        matrices = self._matrices_of(self.names.first, 0, self._index.stand_in)
         fmt = next(iter(matrices.values())).format
         assert fmt is not None, "schemes know what they decode"
         return fmt
@@ -158,11 +159,19 @@ class SafetensorsLayer(LayerReader):
         stored = part if part in self.names.family.parts else "gate_up"
         return self._index.where(self.names.name(stored, expert))
 
-    def _read(self, number: int) -> Expert:
+    def unread(self, number: int) -> UnreadExpert:
+        """Read one expert but for elements that are stored as they are given."""
+        later = Unread()
+        return UnreadExpert.of(self._read(number, later), later)
+
+    def _read(self, number: int, later: Unread | None = None) -> Expert:
         biases = self._biases(number)
         matrices: dict[str, Matrix] = {}
         for part in weight_parts(self.names.family):
-            for name, matrix in self._matrices_of(part, number).items():
+            read = self._index.tensor
+            if later is not None and part in self._passed_on:
+                read = partial(read, later=later)
+            for name, matrix in self._matrices_of(part, number, read).items():
                 if self.decodes:
                     matrix = decoded(matrix, self.where(part, number))
                 # One format is said of all: arrays of another would be read as what they are not.
@@ -174,17 +183,43 @@ class SafetensorsLayer(LayerReader):
                 matrices[name] = replace(matrix, bias=biases.get(f"{name}_bias"))
         return Expert(**matrices)
 
-    def _matrices_of(self, part: str, number: int, *, values: bool = True) -> dict[str, Matrix]:
+    @cached_property
+    def _passed_on(self) -> Collection[str]:
+        """The parts whose elements are given as they lie in the files, and are not looked at.
+
+        A tensor without values is read in their place: what becomes of it shows that.
+        """
+        if self.decodes or self.orders or self.names.scheme.tell is not None:
+            return ()
+        return [part for part in weight_parts(self.names.family) if self._passes_on(part)]
+
+    def _passes_on(self, part: str) -> bool:
+        made: list[torch.Tensor] = []
+
+        def stand_in(name: str, *place: int | None) -> torch.Tensor:
+            made.append(self._index.stand_in(name, *place))
+            return made[-1]
+
+        matrices = self._matrices_of(part, 0, stand_in).values()
+        [elements] = made
+        memory = elements.untyped_storage()._cdata
+        return elements._version == 0 and all(
+            matrix.data.untyped_storage()._cdata == memory and matrix.data.is_contiguous()
+            for matrix in matrices
+        )
+
+    def _matrices_of(
+        self, part: str, number: int, read: Callable[..., torch.Tensor]
+    ) -> dict[str, Matrix]:
         """Read one part: gate and up are two matrices of one.
 
-        Without `values`, a stand-in is in the place of the elements, which are most of the bytes.
+        `read` reads the elements, which are most of the bytes, or returns a stand-in for them.
         """
         names = self.names
         stored = names.family.parts[part]
-        read_data = self._index.tensor if values else self._index.stand_in
         place = self._place(part, number)
         arrays = {
-            role: (read_data if role == "data" else self._index.tensor)(name, *place)
+            role: (read if role == "data" else self._index.tensor)(name, *place)
             for role, name in self._names_of(part, number)
         }
         try:

@@ -21,6 +21,7 @@ from ktk.checkpoint.dtypes import TORCH_DTYPES
 from ktk.checkpoint.entries import MOST_JSON, EntryError, integers, parse_object, table, text
 from ktk.checkpoint.files import File
 from ktk.errors import CheckpointError
+from ktk.unread import Unread
 
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # Bytes of a file, rather than extents.
@@ -64,11 +65,17 @@ class TensorFile:
         self.metadata, self.tensors = _header(self._file)
         self.close()
 
-    def read(self, name: str, index: int | None = None, joined: int | None = None) -> torch.Tensor:
+    def read(
+        self,
+        name: str,
+        index: int | None = None,
+        joined: int | None = None,
+        later: Unread | None = None,
+    ) -> torch.Tensor:
         """Read a tensor, or one item of its first axis, into memory of its own.
 
         A single number is that of any item. Of `joined` items that share the first axis, an item
-        has as many rows.
+        has as many rows. `later`: see `File.read`.
         """
         info = self.tensors[name]
         begin, nbytes, shape = info.begin, info.nbytes, info.shape
@@ -78,7 +85,7 @@ class TensorFile:
             nbytes //= items
             begin += index * nbytes
         dtype = self._dtype(info)
-        return torch.from_numpy(self._file.read(begin, nbytes)).view(dtype).reshape(shape)
+        return torch.from_numpy(self._file.read(begin, nbytes, later)).view(dtype).reshape(shape)
 
     def read_bytes(self, name: str, begin: int, nbytes: int) -> torch.Tensor:
         """Read bytes of a tensor, counted from its first, uint8 [nbytes]."""
