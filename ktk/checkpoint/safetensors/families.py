@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class Stored:
     name: str
     axes: str
 
-    @property
+    @cached_property
     def stem(self) -> str:
         """The name of the matrix."""
         return self.name if self.fused else self.name.removesuffix(".weight")
 
-    @property
+    @cached_property
     def fused(self) -> bool:
         """Whether all experts share this tensor."""
         return self.axes.startswith("E")

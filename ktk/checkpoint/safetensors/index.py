@@ -135,7 +135,9 @@ class TensorIndex(Closing):
             files = {name: text(f"the file of {name}", file) for name, file in listed.items()}
         except EntryError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        return {name: self._inside(path, name, file) for name, file in files.items()}
+        first = {file: name for name, file in reversed(files.items())}
+        places = {file: self._inside(path, name, file) for file, name in first.items()}
+        return {name: places[file] for name, file in files.items()}
 
     def _inside(self, index: Path, name: str, file: str) -> Path:
         """Refuse files elsewhere, which a download must not name. Links to such are the user's."""

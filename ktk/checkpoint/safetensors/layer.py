@@ -82,7 +82,7 @@ class SafetensorsLayer(LayerReader):
         }
         return tell(headers, self.names.layout(part), lambda role: index.tensor(names[role]))
 
-    @property
+    @cached_property
     def formats(self) -> Mapping[str, MatrixInfo]:
         """What gate, up and down are stored as."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ktk.checkpoint.config import ExpertConfig
 from ktk.checkpoint.safetensors.families import Family
@@ -89,6 +90,16 @@ class LayerNames:
 
     def shapes(self, part: str, role: str = "data") -> list[tuple[int, ...]]:
         """Return what the shape of a tensor may be."""
+        # Checks ask for each of a thousand tensors, of which a handful differ.
+        if (part, role) not in self._shapes:
+            self._shapes[part, role] = self._shapes_of(part, role)
+        return self._shapes[part, role]
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[str, str], list[tuple[int, ...]]]:
+        return {}
+
+    def _shapes_of(self, part: str, role: str) -> list[tuple[int, ...]]:
         stored = self.family.parts[part]
         if self.scheme is PLAIN or is_bias(part):
             return [tuple(self._size(axis) for axis in stored.axes.split())]
