@@ -31,15 +31,9 @@ struct Codes {
   static void copy(const uint8_t* row, size_t k, size_t count, uint8_t* line, size_t col) {
     for (size_t i = 0; i < kLineDepth; ++i) line[position(col, i)] = i < count ? row[k + i] : 0;
   }
-  static void copy_line(const uint8_t* rows, size_t stride, size_t k, uint8_t* line) {
+  static __m128i arrange(__m128i codes) {
     const __m128i pairs = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-    for (size_t col = 0; col < kHalfCols; col += 4) {
-      int32_t four[4];
-      for (size_t i = 0; i < 4; ++i) memcpy(four + i, rows + (col + i) * stride + k, kLineDepth);
-      const __m128i codes = _mm_setr_epi32(four[0], four[1], four[2], four[3]);
-      _mm_store_si128(reinterpret_cast<__m128i*>(line + col * kLineDepth),
-                      _mm_shuffle_epi8(codes, pairs));
-    }
+    return _mm_shuffle_epi8(codes, pairs);
   }
   static void write(const uint8_t* line, size_t col, size_t count, uint8_t* row, size_t k) {
     for (size_t i = 0; i < count; ++i) row[k + i] = line[position(col, i)];

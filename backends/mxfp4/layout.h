@@ -39,11 +39,13 @@ struct Codes {
     nibbles = pairs(nibbles);
     memcpy(line + col * sizeof nibbles, &nibbles, sizeof nibbles);
   }
-  static void copy_line(const uint8_t* rows, size_t stride, size_t k, uint8_t* line) {
-    uint32_t nibbles[kHalfCols];
-    for (size_t i = 0; i < kHalfCols; ++i) memcpy(nibbles + i, rows + i * stride + k / 2, 4);
-    for (uint32_t& column : nibbles) column = pairs(column);
-    memcpy(line, nibbles, sizeof nibbles);
+  // pairs() of each dword.
+  static __m128i arrange(__m128i nibbles) {
+    const __m128i low = _mm_set1_epi8(0xf), two = _mm_set1_epi16(0x1001);
+    const __m128i even = _mm_maddubs_epi16(_mm_and_si128(nibbles, low), two);
+    const __m128i odd = _mm_maddubs_epi16(_mm_and_si128(_mm_srli_epi16(nibbles, 4), low), two);
+    const __m128i dwords = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    return _mm_shuffle_epi8(_mm_packus_epi16(even, odd), dwords);
   }
   // The inverse of even_nibbles().
   static uint32_t spread(uint32_t x) {

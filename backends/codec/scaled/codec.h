@@ -3,7 +3,7 @@
 // Codes is what an element type is in a line:
 //   kLineDepth                        k of one line
 //   copy(row, k, count, line, col)    `count` codes of a source row from k on, the rest zeros
-//   copy_line(rows, stride, k, line)  all codes of sixteen rows
+//   arrange(codes)                    dwords of codes of a row each, as they are in a line
 //   write(line, col, count, row, k)   the inverse of copy()
 //   write_line(line, rows, stride, k) the inverse of copy_line()
 //   is_nan(row, k)                    whether a row of k codes has a NaN among them
@@ -67,9 +67,10 @@ Scale* target_scale(const ktk_export* target, size_t row, size_t group) {
   return reinterpret_cast<Scale*>(line) + group;
 }
 
-// The scales of one block: pack() takes those of the `columns` columns from n on, write() gives
-// them back, value() returns the one of a column and k. has_nan() says whether kernels take a scale
-// of a column for a number that is none; f32 scales take care of themselves.
+// The scales of one block: pack_start() and pack_step() take those of the `columns` columns from n
+// on, for what is ahead of all steps and of one step; write() gives them back, value() returns the
+// one of a column and k. has_nan() says whether kernels take a scale of a column for a number that
+// is none; f32 scales take care of themselves.
 
 template <class Scales_, class Element>
 struct ByteScaleCodec : Scales_ {
@@ -81,16 +82,20 @@ struct ByteScaleCodec : Scales_ {
     return reinterpret_cast<uint8_t*>(block) + kStartBytes + group / kStepGroups * step_bytes +
            group % kStepGroups * kBlockCols + col;
   }
-  static void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n, size_t columns,
-                   char* block, size_t step_bytes) {
-    const size_t groups = ceil_div(matrix->k, kGroupDepth);
+  static void pack_start(const ktk_matrix*, const ktk_source*, size_t, size_t, char*) {}
+  static void pack_step(const ktk_matrix* matrix, const ktk_source* source, size_t n,
+                        size_t columns, size_t step, char* lines) {
+    const size_t group = step * kStepGroups;
+    const size_t groups = smaller(ceil_div(matrix->k, kGroupDepth) - group, kStepGroups);
+    const uint8_t* const scales = row_scales(source, n) + group;
+    alignas(kLine) uint8_t made[kStepGroups][kBlockCols];
     for (size_t col = 0; col < kBlockCols; ++col) {
-      for (size_t group = 0; group < round_up(groups, kStepGroups); ++group) {
-        const bool given = col < columns && group < groups;
-        *at(block, step_bytes, col, group) =
-            given ? static_cast<uint8_t>(*source_scale(source, n + col, group)) : Element::kOne;
+      const uint8_t* const from = scales + col * source->scale_stride;
+      for (size_t i = 0; i < kStepGroups; ++i) {
+        made[i][col] = col < columns && i < groups ? from[i] : Element::kOne;
       }
     }
+    memcpy(lines, made, sizeof made);
   }
   static void write(const ktk_matrix* matrix, char* block, size_t step_bytes, size_t n,
                     size_t columns, const ktk_export* target) {
@@ -105,11 +110,14 @@ struct ByteScaleCodec : Scales_ {
     return Element::value(*at(const_cast<char*>(block), step_bytes, col, k / kGroupDepth));
   }
   static bool has_nan(const ktk_matrix* matrix, const ktk_source* source, size_t row) {
-    bool nan = false;
-    for (size_t group = 0; group * kGroupDepth < matrix->k; ++group) {
-      nan |= Element::is_nan(static_cast<uint8_t>(*source_scale(source, row, group)));
-    }
+    const uint8_t* const scales = row_scales(source, row);
+    const size_t groups = ceil_div(matrix->k, kGroupDepth);
+    uint8_t nan = 0;  // not bool, which gcc 12 does not vectorize
+    for (size_t i = 0; i < groups; ++i) nan |= static_cast<uint8_t>(Element::is_nan(scales[i]));
     return nan;
+  }
+  static const uint8_t* row_scales(const ktk_source* source, size_t row) {
+    return reinterpret_cast<const uint8_t*>(source_scale(source, row, 0));
   }
 };
 using MxScaleCodec = ByteScaleCodec<MxScales, Ue8m0>;
@@ -117,8 +125,8 @@ using NvScaleCodec = ByteScaleCodec<NvScales, E4m3>;
 
 struct BlockScaleCodec : BlockScales {
   using Scales = BlockScales;
-  static void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n, size_t,
-                   char* block, size_t) {
+  static void pack_start(const ktk_matrix* matrix, const ktk_source* source, size_t n, size_t,
+                         char* block) {
     float* out = reinterpret_cast<float*>(block + kStartBytes);
     memset(out, 0, bytes(matrix));
     // Not the source's group_n, which may say 0 for a group that spans all rows.
@@ -127,6 +135,7 @@ struct BlockScaleCodec : BlockScales {
       out[group] = source_scale_f32(source, row, group);
     }
   }
+  static void pack_step(const ktk_matrix*, const ktk_source*, size_t, size_t, size_t, char*) {}
   // All blocks of a group of columns hold its scales; the first one gives them.
   static void write(const ktk_matrix* matrix, const char* block, size_t, size_t n, size_t,
                     const ktk_export* target) {
@@ -144,13 +153,14 @@ struct BlockScaleCodec : BlockScales {
 
 struct RowScaleCodec : RowScales {
   using Scales = RowScales;
-  static void pack(const ktk_matrix*, const ktk_source* source, size_t n, size_t columns,
-                   char* block, size_t) {
+  static void pack_start(const ktk_matrix*, const ktk_source* source, size_t n, size_t columns,
+                         char* block) {
     float* out = reinterpret_cast<float*>(block + kStartBytes);
     for (size_t col = 0; col < kBlockCols; ++col) {
       out[col] = col < columns ? source_scale_f32(source, n + col, 0) : 0;
     }
   }
+  static void pack_step(const ktk_matrix*, const ktk_source*, size_t, size_t, size_t, char*) {}
   static void write(const ktk_matrix*, const char* block, size_t, size_t n, size_t columns,
                     const ktk_export* target) {
     const float* scales = reinterpret_cast<const float*>(block + kStartBytes);
@@ -186,22 +196,57 @@ struct ScaledCodec {
                             ScaleCodec::has_nan(matrix, source, n + col));
       start[col] = nan ? __builtin_nanf("") : 0;
     }
-    ScaleCodec::pack(matrix, source, n, columns, block, Layout::kStepBytes);
+    ScaleCodec::pack_start(matrix, source, n, columns, block);
     const size_t padded_k = Layout::num_steps(matrix) * kStepDepth;
-    for (size_t k = 0; k < padded_k; k += Codes::kLineDepth) {
-      const size_t depth = k < matrix->k ? smaller(matrix->k - k, Codes::kLineDepth) : 0;
+    for (size_t k = 0; k < padded_k; k += kLines * Codes::kLineDepth) {
+      if (k % kStepDepth == 0) {
+        const size_t step = k / kStepDepth;
+        char* const lines = block + Layout::header_bytes(matrix) + step * Layout::kStepBytes;
+        ScaleCodec::pack_step(matrix, source, n, columns, step, lines);
+      }
       for (size_t half = 0; half < 2; ++half) {
-        uint8_t* line = reinterpret_cast<uint8_t*>(block) + Layout::line_offset(matrix, half, k);
-        const size_t first = half * kHalfCols;
-        if (first + kHalfCols <= columns && depth == Codes::kLineDepth) {
-          Codes::copy_line(rows + first * source->data_stride, source->data_stride, k, line);
-          continue;
+        uint8_t* lines = reinterpret_cast<uint8_t*>(block) + Layout::line_offset(matrix, half, k);
+        const size_t first = half * kHalfCols, stride = source->data_stride;
+        if (first + kHalfCols <= columns && k + kLines * Codes::kLineDepth <= matrix->k) {
+          copy_lines(rows + first * stride + k / Codes::kLineDepth * 4, stride, lines);
+        } else {
+          copy_edge(matrix, rows + first * stride, stride, columns < first ? 0 : columns - first, k,
+                    lines);
         }
-        for (size_t i = 0; i < kHalfCols; ++i) {
-          const bool given = first + i < columns;
-          const uint8_t* row = given ? rows + (first + i) * source->data_stride : rows;
-          Codes::copy(row, k, given ? depth : 0, line, i);
-        }
+      }
+    }
+  }
+
+  // Four lines of one half of a block, from sixteen bytes of each row: a transpose of dwords. Not
+  // line by line: where rows are 2^i bytes apart, most of what is read does not stay in L1.
+  static constexpr size_t kLines = 4, kNextLine = 2 * kLine;
+  static void copy_lines(const uint8_t* rows, size_t stride, uint8_t* lines) {
+    for (size_t col = 0; col < kHalfCols; col += 4) {
+      __m128i in[4];
+      for (size_t i = 0; i < 4; ++i) {
+        in[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + (col + i) * stride));
+      }
+      const __m128i ab_lo = _mm_unpacklo_epi32(in[0], in[1]);
+      const __m128i ab_hi = _mm_unpackhi_epi32(in[0], in[1]);
+      const __m128i cd_lo = _mm_unpacklo_epi32(in[2], in[3]);
+      const __m128i cd_hi = _mm_unpackhi_epi32(in[2], in[3]);
+      const auto store = [&](size_t line, __m128i codes) {
+        uint8_t* const to = lines + line * kNextLine + col * 4;
+        _mm_store_si128(reinterpret_cast<__m128i*>(to), Codes::arrange(codes));
+      };
+      store(0, _mm_unpacklo_epi64(ab_lo, cd_lo));
+      store(1, _mm_unpackhi_epi64(ab_lo, cd_lo));
+      store(2, _mm_unpacklo_epi64(ab_hi, cd_hi));
+      store(3, _mm_unpackhi_epi64(ab_hi, cd_hi));
+    }
+  }
+  // The same where n or k ends.
+  static void copy_edge(const ktk_matrix* matrix, const uint8_t* rows, size_t stride,
+                        size_t columns, size_t k, uint8_t* lines) {
+    for (size_t line = 0; line < kLines; ++line, k += Codes::kLineDepth, lines += kNextLine) {
+      const size_t depth = k < matrix->k ? smaller(matrix->k - k, Codes::kLineDepth) : 0;
+      for (size_t i = 0; i < kHalfCols; ++i) {
+        Codes::copy(i < columns ? rows + i * stride : rows, k, i < columns ? depth : 0, lines, i);
       }
     }
   }
