@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import unread_experts
 from safetensors.torch import load_file, save_file
 from schemes import NAMES, SCHEMES, E, sources, tensors_of, write
 
@@ -143,6 +144,11 @@ def test_an_error_of_the_system_is_named(folder: Path) -> None:
         assert moe._core.loaded == []
         moe.load_expert(0, layer.unread(0))
         assert moe._core.loaded == [0]
+
+
+def test_modes_of_torch_do_not_matter(folder: Path) -> None:
+    with torch.inference_mode(), torch.device("meta"), open_checkpoint(folder) as checkpoint:
+        assert unread_experts.assert_same(checkpoint.layer(LAYER), 0) == 3 * 2 * HIDDEN * INNER
 
 
 def test_memory_of_no_matrix_is_refused(folder: Path) -> None:

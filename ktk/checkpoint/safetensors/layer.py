@@ -200,7 +200,8 @@ class SafetensorsLayer(LayerReader):
             made.append(self._index.stand_in(name, *place))
             return made[-1]
 
-        matrices = self._matrices_of(part, 0, stand_in).values()
+        with torch.inference_mode(mode=False):  # in which tensors have no versions
+            matrices = self._matrices_of(part, 0, stand_in).values()
         [elements] = made
         memory = elements.untyped_storage()._cdata
         return elements._version == 0 and all(
