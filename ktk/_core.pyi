@@ -337,13 +337,15 @@ class MoE:
 
     def __init__(self, backend: object, pool: WorkerPool, config: object, variant: str, force: bool, shards: int, stored: Format | tuple[Format | None, Format | None, Format | None] | None) -> None: ...
 
-    def load_expert(self, expert: int, gate: object | None, up: object | None, down: object | None, gate_scale: object | None = None, up_scale: object | None = None, down_scale: object | None = None, gate_zero: object | None = None, up_zero: object | None = None, down_zero: object | None = None, gate_bias: object | None = None, up_bias: object | None = None, down_bias: object | None = None, gate_factor: object | None = None, up_factor: object | None = None, down_factor: object | None = None, gate_order: object | None = None, up_order: object | None = None, down_order: object | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None, unread: Sequence[tuple[str, int, int, object]] = []) -> None:
+    def load_expert(self, expert: int, gate: object | None, up: object | None, down: object | None, gate_scale: object | None = None, up_scale: object | None = None, down_scale: object | None = None, gate_zero: object | None = None, up_zero: object | None = None, down_zero: object | None = None, gate_bias: object | None = None, up_bias: object | None = None, down_bias: object | None = None, gate_factor: object | None = None, up_factor: object | None = None, down_factor: object | None = None, gate_order: object | None = None, up_order: object | None = None, down_order: object | None = None, given: Format | tuple[Format | None, Format | None, Format | None] | None = None, unread: Sequence[tuple[int, int, object, int, int]] = []) -> None:
         """
         An order is int32 [columns]: column i of what is given is column order[i] of the
         matrix. Rows of gate and up, and their biases, are given in the order of down.
         Unread are bytes of gate, up and down that are still in files, for the workers to
-        read: path, descriptor, first byte, and the memory, uint8 [bytes], which is that of
-        gate, up or down. Raises OSError, or EOFError where the file has ended.
+        read: descriptor, first byte, the memory, uint8 [bytes], which is that of whole
+        matrices, and the size and time of change (ns) that the file has to have at the
+        end. Raises OSError, whose filename is an index of unread, or EOFError, whose
+        argument it is, where the file has ended or was changed.
         """
 
     def leave_out(self, expert: int) -> None: ...

@@ -58,9 +58,10 @@ class Model(Mapping[int, MoE]):
     ) -> Model:
         """Load the experts of a checkpoint.
 
-        All layers are checked before the first is loaded. Then experts are packed one by one, while
-        the next one is being read: beside what is packed, memory holds two of them and some
-        32 MiB of what was read.
+        All layers are checked before the first is loaded. Then experts are packed one by one.
+        Workers read what a backend takes as it is stored; where weights are decoded first, the next
+        expert is being read meanwhile. Beside what is packed, memory holds at most two of them and
+        some 32 MiB of what was read.
 
         Parameters
         ----------

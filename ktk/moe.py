@@ -10,7 +10,7 @@ from ktk import _core
 from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
 from ktk.config import MoEConfig
 from ktk.cost.layer import PredictedLayer
-from ktk.errors import BackendUnsupported, CheckpointError
+from ktk.errors import BackendUnsupported
 from ktk.expert import Expert
 from ktk.formats import formats_of_parts
 from ktk.given import GivenFormats, check_gate, expert_of, experts_of_slots, read_matrix
@@ -333,7 +333,7 @@ class MoE(TrainableLayer, PredictedLayer):
             The backend does not take what is given, or an array has another shape than the sizes of
             the layer mean; or columns of a matrix are in an order that is none.
         CheckpointError
-            What an `UnreadExpert` has in a file cannot be read. The slot is empty then.
+            What an `UnreadExpert` has in a file cannot be read. What was in the slot may be lost.
         """
         arguments = {
             "gate": (gate, gate_scale, gate_zero, gate_bias, gate_factor),
@@ -348,13 +348,8 @@ class MoE(TrainableLayer, PredictedLayer):
         formats = (of_gate, ready.up.format, ready.down.format)
         slot, arrays = self._slot(expert), {"gate": None, **ready.arrays()}
         unread = weights.unread if isinstance(weights, UnreadExpert) else Unread()
-        try:
-            with unread.reading() as reads:
-                self._core.load_expert(slot, **arrays, given=formats, unread=reads)
-        except CheckpointError:
-            if slot in self._core.loaded:  # of a file that is another now
-                self._core.unload_expert(slot)
-            raise
+        with unread.reading() as reads:
+            self._core.load_expert(slot, **arrays, given=formats, unread=reads)
         if self._hoped_shards is not None:
             tell_shards(self.config.intermediate_size, self._hoped_shards, self.shards)
             self._hoped_shards = None

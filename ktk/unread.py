@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ktk.expert import Expert
@@ -23,20 +22,17 @@ class OpenFile(Protocol):
 
     Attributes
     ----------
-    path
-        Of the file.
     number
         Its descriptor.
+    state
+        Size and time of change, in ns, that it had and has to have.
     """
 
-    path: Path
     number: int
-
-    def check(self) -> None:
-        """Raise an error if the file is not as it was."""
+    state: tuple[int, int]
 
     def failed(self, error: OSError | None) -> Exception:
-        """Return what to raise where reading failed, or, for None, came to the file's end."""
+        """Return what to raise where reading failed, or, for None, found another file."""
 
 
 class Unread:
@@ -53,30 +49,30 @@ class Unread:
         self._reads.append((file, begin, memory))
 
     @contextmanager
-    def reading(self) -> Iterator[list[tuple[str, int, int, np.ndarray]]]:
-        """Give what `_core.MoE.load_expert` calls unread, and look at the files when it has ended.
+    def reading(self) -> Iterator[list[tuple[int, int, np.ndarray, int, int]]]:
+        """Give what `_core.MoE.load_expert` calls unread, and say of its errors what they are.
 
         Raises
         ------
         CheckpointError
             A file has ended too early, cannot be read, or is not as it was.
         """
-        files = {str(file.path): file for file, _, _ in self._reads}
         try:
-            yield [
-                (str(file.path), file.number, begin, memory) for file, begin, memory in self._reads
-            ]
+            yield [(file.number, begin, memory, *file.state) for file, begin, memory in self._reads]
         except EOFError as error:
-            raise files[str(error)].failed(None) from None
+            raise self._file(error.args[0]).failed(None) from None
         except OSError as error:
-            raise files[str(error.filename)].failed(error) from error
-        for file in files.values():
-            file.check()
+            if not isinstance(error.filename, int):
+                raise  # of a handler of signals, say
+            raise self._file(error.filename).failed(error) from error
+
+    def _file(self, index: int) -> OpenFile:
+        return self._reads[index][0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class UnreadExpert(Expert):
-    """An expert of whose matrices not all is read.
+    """An expert of whose matrices not all is read: for `MoE.load_expert` as a whole, nobody else.
 
     Attributes
     ----------

@@ -13,7 +13,8 @@ from collections import defaultdict
 
 import numpy as np
 
-#: Bytes from which on allocators give a piece back at once, as glibc does to begin with.
+#: Bytes from which on allocators give a piece back at once, as glibc does to begin with. Of a
+#: checkpoint, smaller pieces are scales and the like, which are always read at once.
 LEAST_KEPT = 128 << 10
 #: Bytes up to which a piece is kept: an output head that is read once would stay for nothing.
 _MOST = 64 << 20

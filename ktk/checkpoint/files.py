@@ -116,7 +116,7 @@ class _Opened:
     def __init__(self, path: Path, state: tuple[int, int]) -> None:
         self.path = path
         self.number = -1
-        self._state = state
+        self.state = state
         try:
             self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -129,7 +129,7 @@ class _Opened:
     def check(self) -> None:
         """Raise a `CheckpointError` if the file has changed since it was opened first."""
         try:
-            changed = _state(os.fstat(self.number)) != self._state
+            changed = _state(os.fstat(self.number)) != self.state
         except OSError as error:
             raise self.failed(error) from error
         if changed:

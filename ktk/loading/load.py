@@ -1,7 +1,7 @@
 """Makes loaded `MoE`s from layers of a checkpoint.
 
-Workers read what they pack where a backend takes what is stored. Other weights a thread reads and
-decodes, one expert ahead of those that pack.
+Workers read what they pack where a backend takes what is stored: row by row, or an expert ahead of
+packing it. Other weights a thread reads and decodes, one expert ahead of those that pack.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def load_moe(
     """Load the routed experts of one layer.
 
     Experts are packed one after the other: in memory are the packed layer and at most two experts
-    that had to be decoded, one of them being read. Where the backend does not take what the files
-    hold, these are decoded to f32 and quantised, as `ktk convert` does, and a line of logging says
-    so.
+    that are not read row by row, one of them being read. Where the backend does not take what the
+    files hold, these are decoded to f32 and quantised, as `ktk convert` does, and a line of logging
+    says so.
 
     Parameters
     ----------

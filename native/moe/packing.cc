@@ -30,7 +30,8 @@ ktk_source view(const ktk_source& source, size_t row, size_t col) {
 
 namespace {
 
-// Bytes of rows that a worker reads before it packs them: they stay in the L2 cache of a core.
+// Bytes of rows that a worker reads before it packs them, which stay in the L2 cache of a core; or
+// n_step rows, if those are more.
 constexpr size_t kReadAtOnce = 128 << 10;
 
 // Rows of a matrix: a few ranges per worker and matrix, enough to balance, large enough to stream.
@@ -45,7 +46,7 @@ struct Share {
   std::atomic<size_t> next{0};
 };
 
-// Calls body(range) for ranges of all matrices, by all workers or those of a matrix' node.
+// Calls body(worker, range) for ranges of all matrices, by all workers or those of a matrix' node.
 template <class Body>
 void for_ranges(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs,
                 const Body& body) {
@@ -68,7 +69,7 @@ void for_ranges(const Variant& variant, WorkerPool& pool, std::span<const PackJo
     for (Share& share : shares) {
       if (share.node != -1 && share.node != node) continue;
       for (size_t i = share.next++; i < share.ranges.size(); i = share.next++) {
-        body(share.ranges[i]);
+        body(worker, share.ranges[i]);
       }
     }
   });
@@ -79,7 +80,7 @@ void for_ranges(const Variant& variant, WorkerPool& pool, std::span<const PackJo
 void find_sizes(const Variant& variant, WorkerPool& pool, std::span<PackJob> jobs) {
   std::vector<std::atomic<size_t>> largest(jobs.size());
   if (variant.source_size) {
-    for_ranges(variant, pool, jobs, [&](const Range& range) {
+    for_ranges(variant, pool, jobs, [&](int, const Range& range) {
       const PackJob& job = jobs[range.job];
       const size_t bytes = variant.source_bytes(*job.matrix, job.source, range.begin, range.end);
       std::atomic<size_t>& most = largest[range.job];
@@ -94,7 +95,8 @@ void find_sizes(const Variant& variant, WorkerPool& pool, std::span<PackJob> job
 
 void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> jobs,
           std::span<const Unread> unread) {
-  for_ranges(variant, pool, jobs, [&](const Range& range) {
+  std::vector<std::vector<char>> rows_of(static_cast<size_t>(pool.size()));
+  for_ranges(variant, pool, jobs, [&](int worker, const Range& range) {
     const PackJob& job = jobs[range.job];
     const char* const data = static_cast<const char*>(job.source.data);
     const size_t stride = job.source.data_stride, n_step = variant.tile.n_step;
@@ -102,7 +104,7 @@ void pack(const Variant& variant, WorkerPool& pool, std::span<const PackJob> job
       variant.pack(*job.matrix, job.source, range.begin, range.end, job.packed, job.bytes);
       return;
     }
-    thread_local std::vector<char> some;  // rows
+    std::vector<char>& some = rows_of[static_cast<size_t>(worker)];
     const size_t rows = std::max(kReadAtOnce / stride / n_step, size_t{1}) * n_step;
     some.resize(std::max(some.size(), rows * stride));
     for (size_t n = range.begin; n < range.end; n += rows) {

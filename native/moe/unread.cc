@@ -1,5 +1,6 @@
 #include "moe/unread.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -28,14 +29,13 @@ bool is_unread(const char* at, std::span<const Unread> unread) {
 }
 
 void read(const char* at, size_t bytes, std::span<const Unread> unread, char* to) {
-  const size_t which = find(at, unread);
-  const Unread& one = unread[which];
+  const Unread& one = unread[find(at, unread)];
   uint64_t from = one.begin + static_cast<uint64_t>(at - one.at);
   for (char* const end = to + bytes; to < end;) {
     const ssize_t count =
         pread(one.file, to, static_cast<size_t>(end - to), static_cast<off_t>(from));
     if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) throw ReadFailure(which, count < 0 ? errno : 0);
+    if (count <= 0) throw ReadFailure(one.which, count < 0 ? errno : 0);
     to += count;
     from += static_cast<uint64_t>(count);
   }
@@ -55,6 +55,18 @@ void read_all(std::span<const Unread> unread, WorkerPool& pool) {
       read(one.at + begin, std::min(kChunk, one.bytes - begin), unread, one.at + begin);
     }
   });
+}
+
+void check_unchanged(std::span<const Unread> unread) {
+  for (const Unread& one : unread) {
+    struct stat found;
+    if (fstat(one.file, &found)) throw ReadFailure(one.which, errno);
+    const int64_t changed_ns =
+        found.st_mtim.tv_sec * int64_t{1'000'000'000} + found.st_mtim.tv_nsec;
+    if (found.st_size != one.file_bytes || changed_ns != one.changed_ns) {
+      throw ReadFailure(one.which, 0);
+    }
+  }
 }
 
 }  // namespace ktk

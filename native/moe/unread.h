@@ -13,19 +13,22 @@
 namespace ktk {
 
 struct Unread {
-  int file;        // a descriptor
-  uint64_t begin;  // in the file
-  char* at;        // where they belong
+  size_t which;  // what errors call it
+  int file;      // a descriptor
+  uint64_t begin;
+  char* at;  // where they belong
   size_t bytes;
+  // The file's, as they have to be when all is read.
+  int64_t file_bytes, changed_ns;
 };
 
-// A file could not be read, or has ended before that.
+// A file could not be read, or is not as it was.
 struct ReadFailure : std::exception {
   ReadFailure(size_t which_, int error_) : which(which_), error(error_) {}
   const char* what() const noexcept override { return "a file cannot be read"; }
 
-  size_t which;  // of the bytes that were given
-  int error;     // errno, or 0 where the file has ended
+  size_t which;
+  int error;  // errno, or 0 where the file has ended or was changed
 };
 
 // Whether what belongs to an address is unread.
@@ -34,5 +37,7 @@ bool is_unread(const char* at, std::span<const Unread> unread);
 void read(const char* at, size_t bytes, std::span<const Unread> unread, char* to);
 // Reads all where it belongs, by all workers.
 void read_all(std::span<const Unread> unread, WorkerPool& pool);
+// Throws ReadFailure if a file is not as it was.
+void check_unchanged(std::span<const Unread> unread);
 
 }  // namespace ktk

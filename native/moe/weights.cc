@@ -49,6 +49,8 @@ void check_cut(const char* name, const ktk_format& format, size_t group, const S
                               ": load an expert with these groups first, or use fewer shards");
 }
 
+const char* data_of(const ktk_source& source) { return static_cast<const char*>(source.data); }
+
 // Whether there is something between rows of a matrix, such as those of another.
 bool has_gaps(const ExpertSource& source, const Config& config) {
   const auto gaps = [](const ktk_source& one, size_t k) {
@@ -171,12 +173,17 @@ void Weights::load(size_t expert, const ExpertSource& source, WorkerPool& pool) 
     jobs.push_back({&slice.matrix.up, view(source.up, slice.begin, 0), slice.node});
     jobs.push_back({&slice.matrix.down, view(source.down, 0, slice.begin), slice.node});
   }
-  // Columns that are cut share rows with others, and a size may depend on what is in a matrix.
-  const bool ahead = slices_.size() > 1 || variant_.source_size || has_gaps(source, config_);
-  if (ahead) read_all(source.unread, pool);
+  // A size may depend on what is in a matrix, and columns that are cut share rows with others.
+  const bool all_ahead = variant_.source_size || has_gaps(source, config_);
+  std::vector<Unread> ahead, unread;
+  for (const Unread& one : source.unread) {
+    const bool is_cut = slices_.size() > 1 && is_unread(data_of(source.down), {&one, 1});
+    (all_ahead || is_cut ? ahead : unread).push_back(one);
+  }
+  read_all(ahead, pool);
   find_sizes(variant_, pool, jobs);
   try {
-    fill(expert, source, jobs, ahead ? std::span<const Unread>() : source.unread, pool);
+    fill(expert, source, jobs, unread, pool);
   } catch (...) {
     // What is there may be of this expert and of one before.
     discard(expert, states_[expert] == State::kLeftOut ? State::kLeftOut : State::kUnloaded);
@@ -198,6 +205,7 @@ void Weights::fill(size_t expert, const ExpertSource& source, std::span<PackJob>
     down.packed = slice.down_at(expert), down.bytes = bytes.down;
   }
   pack(variant_, pool, jobs, unread);
+  check_unchanged(source.unread);
   set_bias(gate_bias_, source.gate_bias, expert, config_.intermediate);
   set_bias(up_bias_, source.up_bias, expert, config_.intermediate);
   set_bias(down_bias_, source.down_bias, expert, config_.hidden);

@@ -87,7 +87,7 @@ void load_expert(Layer& layer, int64_t expert, nb::handle gate, nb::handle up, n
     const Unlocked unlocked;
     layer.load(at, source);
   } catch (const ReadFailure& failure) {
-    raise_os_error(failure.error, std::get<0>(unread[failure.which]));
+    raise_read_failure(failure);
   }
 }
 
@@ -162,8 +162,10 @@ void bind_moe(nb::module_& m) {
            "An order is int32 [columns]: column i of what is given is column order[i] of the\n"
            "matrix. Rows of gate and up, and their biases, are given in the order of down.\n"
            "Unread are bytes of gate, up and down that are still in files, for the workers to\n"
-           "read: path, descriptor, first byte, and the memory, uint8 [bytes], which is that of\n"
-           "gate, up or down. Raises OSError, or EOFError where the file has ended.")
+           "read: descriptor, first byte, the memory, uint8 [bytes], which is that of whole\n"
+           "matrices, and the size and time of change (ns) that the file has to have at the\n"
+           "end. Raises OSError, whose filename is an index of unread, or EOFError, whose\n"
+           "argument it is, where the file has ended or was changed.")
       .def(
           "leave_out",
           [](Layer& layer, int64_t expert) {

@@ -218,32 +218,40 @@ nb::object order_array(const Order& order) {
 std::vector<Unread> unread_from(const FileReads& reads, const ExpertSource& source, size_t hidden,
                                 size_t intermediate) {
   std::vector<Unread> unread;
-  for (const auto& [path, file, begin, memory] : reads) {
+  for (const auto& [file, begin, memory, file_bytes, changed_ns] : reads) {
     const AnyOutput array = output_from("unread", memory);
-    const auto bytes = static_cast<int64_t>(array.size());
-    check_array("unread", array, {bytes});
+    check_array("unread", array, {static_cast<int64_t>(array.size())});
     if (array.itemsize() != 1) throw nb::type_error("unread must be bytes");
-    char* const to = static_cast<char*>(array.data());
-    const auto holds = [&](const ktk_source& matrix, size_t rows) {
-      const char* const data = static_cast<const char*>(matrix.data);
+    char* const at = static_cast<char*>(array.data());
+    const char* const end = at + array.size();
+    bool is_of_one = false;
+    const auto check = [&](const ktk_source& matrix, size_t rows, size_t columns) {
+      if (rows == 0) return;
       const std::less<const char*> before;
-      return before(to, data + rows * matrix.data_stride) && before(data, to + bytes);
+      const char* const first = static_cast<const char*>(matrix.data);
+      const char* const last = first + (rows - 1) * matrix.data_stride +
+                               block_of(matrix.format.element).bytes_of(columns);
+      if (!before(at, last) || !before(first, end)) return;
+      if (before(first, at) || before(end, last)) {
+        throw nb::value_error("unread has a part of a matrix, which must be all or nothing");
+      }
+      is_of_one = true;
     };
-    if (!holds(source.gate, intermediate) && !holds(source.up, intermediate) &&
-        !holds(source.down, hidden)) {
-      throw std::logic_error("bytes of " + path + " are of no matrix that is packed");
-    }
-    unread.push_back({file, begin, to, static_cast<size_t>(bytes)});
+    check(source.gate, intermediate, hidden);
+    check(source.up, intermediate, hidden);
+    check(source.down, hidden, intermediate);
+    if (!is_of_one) throw nb::value_error("unread has bytes of no matrix that is packed");
+    unread.push_back({unread.size(), file, begin, at, array.size(), file_bytes, changed_ns});
   }
   return unread;
 }
 
-void raise_os_error(int error, const std::string& path) {
-  if (error) {
-    errno = error;
-    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+void raise_read_failure(const ReadFailure& failure) {
+  if (failure.error) {
+    errno = failure.error;
+    PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, nb::cast(failure.which).ptr());
   } else {
-    PyErr_SetString(PyExc_EOFError, path.c_str());
+    PyErr_SetObject(PyExc_EOFError, nb::cast(failure.which).ptr());
   }
   throw nb::python_error();
 }

@@ -39,16 +39,17 @@ nb::object order_array(const Order& order);
 using OptFormat = std::optional<ktk_format>;
 using PartFormats = std::variant<ktk_format, std::tuple<OptFormat, OptFormat, OptFormat>>;
 
-// Bytes that are still in files: path, descriptor, first byte, and the memory they belong in,
-// uint8.
-using FileReads = std::vector<std::tuple<std::string, int, uint64_t, nb::object>>;
+// Bytes that are still in files: descriptor, first byte, the memory they belong in, uint8, and what
+// the file's size and time of change, in ns, must be when they are read.
+using FileReads = std::vector<std::tuple<int, uint64_t, nb::object, int64_t, int64_t>>;
 
-// They must belong to the matrices of an expert, which are [intermediate, hidden] and [hidden,
-// intermediate]. The memory is that of the matrices.
+// Each piece must hold all of the matrices of an expert that it has a part of, which are
+// [intermediate, hidden] and [hidden, intermediate], and of one at least.
 std::vector<Unread> unread_from(const FileReads& reads, const ExpertSource& source, size_t hidden,
                                 size_t intermediate);
-// Throws OSError, or EOFError for 0.
-[[noreturn]] void raise_os_error(int error, const std::string& path);
+// Throws OSError, whose filename is the number of what could not be read; or EOFError, whose
+// argument it is, where the file has ended or was changed.
+[[noreturn]] void raise_read_failure(const ReadFailure& failure);
 
 Parts<OptFormat> parts_from(const std::optional<PartFormats>& formats);
 

@@ -104,7 +104,9 @@ def bound_of_two(rank: int, size: int, say: Any) -> None:
 
 
 def files(rank: int, size: int, say: Any, folder: str) -> tuple[int, int]:
-    read, preadv = 0, os.preadv
+    from ktk.unread import Unread
+
+    read, preadv, left_to_workers = 0, os.preadv, Unread.add
 
     def counting(descriptor: int, buffers: Any, offset: int) -> int:
         nonlocal read
@@ -112,9 +114,15 @@ def files(rank: int, size: int, say: Any, folder: str) -> tuple[int, int]:
         read += count
         return count
 
+    def noting(self: Unread, file: Any, begin: int, memory: Any) -> None:
+        nonlocal read
+        read += memory.size
+        left_to_workers(self, file, begin, memory)
+
     os.preadv = counting  # type: ignore[assignment]
+    Unread.add = noting  # type: ignore[method-assign]
     divided = ExpertParallel.from_checkpoint(folder, 0, "AMXINT8", timeout=100)
-    os.preadv = preadv
+    os.preadv, Unread.add = preadv, left_to_workers  # type: ignore[method-assign]
     hidden, ids, weights = tokens(9, rank)
     assert divided.moe.loaded == divided.placement.experts[rank]
     result = divided(hidden, ids, weights)

@@ -151,16 +151,73 @@ def test_modes_of_torch_do_not_matter(folder: Path) -> None:
         assert unread_experts.assert_same(checkpoint.layer(LAYER), 0) == 3 * 2 * HIDDEN * INNER
 
 
-def test_memory_of_no_matrix_is_refused(folder: Path) -> None:
+def test_memory_of_no_matrix_or_of_a_part_is_refused(folder: Path) -> None:
     with open_checkpoint(folder) as checkpoint:
         layer = checkpoint.layer(LAYER)
         moe = ktk.MoE(ktk.load_backend("BF16"), layer.config.layer())
-        expert = layer.expert(0)
-        other = layer.unread(1)
+        expert, other = layer.expert(0), layer.unread(1)
         assert isinstance(other, UnreadExpert)
-        with pytest.raises(RuntimeError, match=r"model.safetensors are of no matrix"):
+        with pytest.raises(ValueError, match="bytes of no matrix"):
             moe.load_expert(0, UnreadExpert.of(expert, other.unread))
+        part = Unread()
+        [(file, begin, memory), *_] = other.unread._reads
+        part.add(file, begin, memory[: memory.size // 2])
+        with pytest.raises(ValueError, match="a part of a matrix, which must be all or nothing"):
+            moe.load_expert(0, UnreadExpert.of(other, part))
         assert moe._core.loaded == []
+
+
+def test_names_of_files_may_be_any_bytes(tmp_path: Path, folder: Path) -> None:
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/m\xff"))
+    odd.mkdir()
+    for path in folder.iterdir():
+        (odd / path.name).write_bytes(path.read_bytes())
+    moe = load_moe(odd, LAYER, "BF16")
+    for got, expected in zip(
+        stored(moe, 1), stored(load_moe(folder, LAYER, "BF16"), 1), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_the_error_of_a_handler_of_signals_stays_what_it_is(folder: Path) -> None:
+    with open_checkpoint(folder) as checkpoint:
+        expert = checkpoint.layer(LAYER).unread(0)
+        assert isinstance(expert, UnreadExpert)
+        with pytest.raises(TimeoutError, match="too long"), expert.unread.reading():
+            raise TimeoutError("too long")
+
+
+def test_a_slot_that_was_left_out_stays_so_if_a_file_has_changed(
+    tmp_path: Path, folder: Path
+) -> None:
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    with open_checkpoint(tmp_path) as checkpoint:
+        layer = checkpoint.layer(LAYER)
+        moe = ktk.MoE(ktk.load_backend("LLAMAFILE"), layer.config.layer())
+        for e in range(E):
+            moe.leave_out(e)
+        expert = layer.unread(0)
+        changed(tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match="has changed since"):
+            moe.load_expert(0, expert)
+    # As if nobody had tried: others may decide what is stored, and rows that want it get nothing.
+    assert moe._core.loaded == []
+    assert moe(torch.ones(1, HIDDEN), torch.tensor([[0]]), torch.ones(1, 1)).abs().sum() == 0
+    gate_up = torch.ones(INNER, HIDDEN)
+    moe.load_expert(1, gate_up, gate_up, gate_up.T.contiguous())
+    assert (str(moe.format), moe._core.loaded) == ("f32", [1])
+
+
+def test_a_damaged_expert_does_not_matter_to_others(tmp_path: Path) -> None:
+    fmt, make, config = SCHEMES["int4"]
+    matrices = sources(fmt)
+    tensors = tensors_of(matrices, make)
+    name = NAMES["down"].format(e=0) + ".weight_shape"
+    write(tmp_path, {**tensors, name: tensors[name] + 1}, config)
+    assert load_moe(tmp_path, LAYER, experts=[1])._core.loaded == [1]
+    with pytest.raises(CheckpointError, match=r"experts.0.down_proj"):
+        load_moe(tmp_path, LAYER, experts=[0])
 
 
 def test_memory_of_what_is_unread_is_not_touched(tmp_path: Path) -> None:
@@ -172,7 +229,8 @@ def test_memory_of_what_is_unread_is_not_touched(tmp_path: Path) -> None:
     write(tmp_path, tensors, {}, **sizes)
     with open_checkpoint(tmp_path) as checkpoint:
         moe = ktk.MoE(ktk.load_backend("BF16"), checkpoint.layer(LAYER).config.layer())
-        moe.load_expert(0, checkpoint.layer(LAYER).unread(0))
+        first = checkpoint.layer(LAYER).unread(0)  # and stays, so that its memory is not lent again
+        moe.load_expert(0, first)
         expert = checkpoint.layer(LAYER).unread(0)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         moe.load_expert(0, expert)

@@ -37,9 +37,9 @@ def fill(expert: Expert) -> int:
     if not isinstance(expert, UnreadExpert):
         return 0
     with expert.unread.reading() as reads:
-        for _, file, begin, memory in reads:
+        for file, begin, memory, *_ in reads:
             assert os.preadv(file, [memory.data], begin) == memory.size
-    return sum(memory.size for _, _, _, memory in reads)
+    return sum(memory.size for _, _, memory, *_ in reads)
 
 
 def assert_same(layer: LayerReader, number: int) -> int:
