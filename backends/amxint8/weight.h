@@ -4,6 +4,7 @@
 #include "amxint8/layout.h"
 #include "codec/int8/quantize.h"
 #include "codec/int8/rows.h"
+#include "simd/transpose.h"
 
 namespace ktk::amxint8 {
 namespace {
@@ -19,15 +20,9 @@ inline void transpose_to_offset_binary(const uint8_t rows[16][64], uint8_t* tile
         const uint8_t* from = rows[4 * c + i] + 16 * r;
         in[i] = _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)), flip);
       }
-      const __m128i ab_lo = _mm_unpacklo_epi32(in[0], in[1]);
-      const __m128i ab_hi = _mm_unpackhi_epi32(in[0], in[1]);
-      const __m128i cd_lo = _mm_unpacklo_epi32(in[2], in[3]);
-      const __m128i cd_hi = _mm_unpackhi_epi32(in[2], in[3]);
+      transpose_dwords(in);
       __m128i* to = reinterpret_cast<__m128i*>(tile + 256 * r + 16 * c);
-      _mm_storeu_si128(to, _mm_unpacklo_epi64(ab_lo, cd_lo));
-      _mm_storeu_si128(to + 4, _mm_unpackhi_epi64(ab_lo, cd_lo));
-      _mm_storeu_si128(to + 8, _mm_unpacklo_epi64(ab_hi, cd_hi));
-      _mm_storeu_si128(to + 12, _mm_unpackhi_epi64(ab_hi, cd_hi));
+      for (int i = 0; i < 4; ++i) _mm_storeu_si128(to + 4 * i, in[i]);
     }
   }
 }

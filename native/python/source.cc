@@ -4,7 +4,6 @@
 #include <cerrno>
 #include <cstring>
 #include <functional>
-#include <stdexcept>
 #include <utility>
 
 #include "core/size.h"

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <optional>
-#include <string>
 #include <tuple>
 #include <variant>
 #include <vector>

@@ -1,13 +1,8 @@
 // Whole layers with the kernels of one backend, for the sanitizers: memory outside the arrays,
 // races between workers, undefined arithmetic. The numbers are the conformance kit's business; here
 // an error of layout, which is of the order of the result itself, is all that shows.
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <future>
 #include <map>
@@ -219,107 +214,6 @@ TEST(shards_hold_what_was_given) {
       if (wanted.empty()) wanted = all;
       CHECK(all == wanted);
     }
-  }
-}
-
-// An expert in a file, and in memory that holds something else.
-struct InFile {
-  Weight gate, up, down;
-  std::FILE* file = std::tmpfile();
-  std::vector<std::vector<char>> memory;
-  std::vector<ktk::Unread> unread;
-  ktk::ExpertSource source, plain;
-
-  InFile(const ktk_format& given, const ktk::Config& config)
-      : gate(given, config.intermediate, config.hidden, 0),
-        up(given, config.intermediate, config.hidden, 1),
-        down(given, config.hidden, config.intermediate, 2),
-        source{{config.gated ? gate.source : up.source, up.source, down.source}},
-        plain(source) {
-    for (ktk_source* const part : {&source.gate, &source.up, &source.down}) {
-      if (part == &source.gate && !config.gated) continue;
-      const size_t rows = part == &source.down ? config.hidden : config.intermediate;
-      std::vector<char>& bytes = memory.emplace_back(rows * part->data_stride);
-      unread.push_back({unread.size(), fileno(file), static_cast<uint64_t>(std::ftell(file)),
-                        bytes.data(), bytes.size(), 0, 0});
-      CHECK_EQ(std::fwrite(part->data, part->data_stride, rows, file), rows);
-      part->data = bytes.data();
-    }
-    if (!config.gated) source.gate = source.up;
-    std::fflush(file);
-    struct stat found;
-    CHECK_EQ(fstat(fileno(file), &found), 0);
-    for (ktk::Unread& one : unread) {
-      one.file_bytes = found.st_size;
-      one.changed_ns = found.st_mtim.tv_sec * int64_t{1'000'000'000} + found.st_mtim.tv_nsec;
-    }
-    source.unread = unread;
-    forget();
-  }
-  InFile(const InFile&) = delete;
-  ~InFile() { std::fclose(file); }
-
-  void forget() {
-    for (std::vector<char>& bytes : memory) std::ranges::fill(bytes, '\x55');
-  }
-};
-
-// Rows that are read in one piece and in several.
-std::vector<ktk::Config> configs_of_files(const ktk_format& given) {
-  ktk::Config wide = Sizes(given).config();
-  wide.hidden = 4096;
-  wide.num_experts = 1;
-  wide.top_k = 1;
-  return {Sizes(given).config(), Sizes(given).config(false), wide};
-}
-
-// Each worker reads the rows that it packs; where columns are cut, those of down are read first.
-TEST(what_is_in_a_file_is_packed_as_what_is_in_memory) {
-  for (const ktk_format& given : kGiven) {
-    for (const ktk::Config& config : configs_of_files(given)) {
-      InFile expert(given, config);
-      for (const std::string& variant : runnable()) {
-        for (const int shards : {1, 3}) {
-          const auto layer = [&] {
-            return std::make_unique<Layer>(
-                ktk::BackendTable::copy(&kBackend), variant, false, config,
-                ktk::Engine::make({.threads = 3, .cpus = {}, .pin = false}), shards,
-                ktk::Parts<std::optional<ktk_format>>{});
-          };
-          const auto read = layer(), plain = layer();
-          expert.forget();
-          read->load(0, expert.source);
-          plain->load(0, expert.plain);
-          const size_t part = config.hidden * config.intermediate;
-          std::vector<float> got(3 * part), wanted(3 * part);
-          for (const auto& [of, all] : {std::pair{&read, &got}, std::pair{&plain, &wanted}}) {
-            float* const first = all->data();
-            (*of)->weights()->unpack(0, first, first + part, first + 2 * part);
-          }
-          CHECK(std::memcmp(got.data(), wanted.data(), got.size() * sizeof(float)) == 0);
-        }
-      }
-    }
-  }
-}
-
-TEST(a_file_that_is_cut_or_changed_loads_nothing) {
-  for (const ktk_format& given : kGiven) {
-    InFile expert(given, Sizes(given).config());
-    const auto fails = [&](int shards) {
-      const auto layer = empty_layer(given, "", 3, shards);
-      try {
-        layer->load(0, expert.source);
-      } catch (const ktk::ReadFailure& failure) {
-        return failure.error == 0 && failure.which < 3 && !layer->weights();
-      }
-      return false;
-    };
-    expert.unread[1].changed_ns ^= 1;
-    CHECK(fails(1) && fails(3));
-    expert.unread[1].changed_ns ^= 1;
-    CHECK_EQ(ftruncate(fileno(expert.file), expert.unread[1].file_bytes / 2), 0);
-    CHECK(fails(1) && fails(3));
   }
 }
 

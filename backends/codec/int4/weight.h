@@ -12,6 +12,7 @@
 
 #include "codec/int4/layout.h"
 #include "simd/bf16.h"
+#include "simd/transpose.h"
 
 namespace ktk::int4 {
 namespace {
@@ -64,17 +65,10 @@ inline void store_steps(const uint8_t (*rows)[16], uint8_t* steps) {
     for (size_t i = 0; i < 4; ++i) {
       in[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(rows[c + i]));
     }
-    const __m128i ab_lo = _mm_unpacklo_epi32(in[0], in[1]);
-    const __m128i ab_hi = _mm_unpackhi_epi32(in[0], in[1]);
-    const __m128i cd_lo = _mm_unpacklo_epi32(in[2], in[3]);
-    const __m128i cd_hi = _mm_unpackhi_epi32(in[2], in[3]);
-    const auto store = [&](size_t step, __m128i x) {
-      _mm_store_si128(reinterpret_cast<__m128i*>(steps + step * kStepBytes + 4 * c), x);
-    };
-    store(0, _mm_unpacklo_epi64(ab_lo, cd_lo));
-    store(1, _mm_unpackhi_epi64(ab_lo, cd_lo));
-    store(2, _mm_unpacklo_epi64(ab_hi, cd_hi));
-    store(3, _mm_unpackhi_epi64(ab_hi, cd_hi));
+    transpose_dwords(in);
+    for (size_t step = 0; step < 4; ++step) {
+      _mm_store_si128(reinterpret_cast<__m128i*>(steps + step * kStepBytes + 4 * c), in[step]);
+    }
   }
 }
 

@@ -5,7 +5,7 @@
 //   copy(row, k, count, line, col)    `count` codes of a source row from k on, the rest zeros
 //   arrange(codes)                    dwords of codes of a row each, as they are in a line
 //   write(line, col, count, row, k)   the inverse of copy()
-//   write_line(line, rows, stride, k) the inverse of copy_line()
+//   write_line(line, rows, stride, k) the same for sixteen rows
 //   is_nan(row, k)                    whether a row of k codes has a NaN among them
 //   value(line, col, i)               of the code i of a column
 #pragma once
@@ -14,6 +14,7 @@
 
 #include "codec/scaled/layout.h"
 #include "simd/bf16.h"
+#include "simd/transpose.h"
 
 namespace ktk {
 namespace {
@@ -226,18 +227,11 @@ struct ScaledCodec {
       for (size_t i = 0; i < 4; ++i) {
         in[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + (col + i) * stride));
       }
-      const __m128i ab_lo = _mm_unpacklo_epi32(in[0], in[1]);
-      const __m128i ab_hi = _mm_unpackhi_epi32(in[0], in[1]);
-      const __m128i cd_lo = _mm_unpacklo_epi32(in[2], in[3]);
-      const __m128i cd_hi = _mm_unpackhi_epi32(in[2], in[3]);
-      const auto store = [&](size_t line, __m128i codes) {
+      transpose_dwords(in);
+      for (size_t line = 0; line < kLines; ++line) {
         uint8_t* const to = lines + line * kNextLine + col * 4;
-        _mm_store_si128(reinterpret_cast<__m128i*>(to), Codes::arrange(codes));
-      };
-      store(0, _mm_unpacklo_epi64(ab_lo, cd_lo));
-      store(1, _mm_unpackhi_epi64(ab_lo, cd_lo));
-      store(2, _mm_unpacklo_epi64(ab_hi, cd_hi));
-      store(3, _mm_unpackhi_epi64(ab_hi, cd_hi));
+        _mm_store_si128(reinterpret_cast<__m128i*>(to), Codes::arrange(in[line]));
+      }
     }
   }
   // The same where n or k ends.
