@@ -25,6 +25,13 @@ def allowed_isa() -> list[str]:
     under KTK_ISA.
     """
 
+def slow_isa() -> list[str]:
+    """
+    Names of those of allowed_isa() that this CPU is faster without: a variant that needs one
+    runs where it is named, or where there is no other. None where KTK_ISA or KTK_ISA_FORCE is
+    set.
+    """
+
 def cpu_model() -> str:
     """What the CPU calls itself."""
 

@@ -115,9 +115,10 @@ def show_backends(name: str | None = None, *, as_json: bool) -> None:
 
 
 def _variants(info: BackendInfo) -> list[VariantReport]:
-    variants = open_backend(info).variants
-    # Best first, so the first that can run is the one that does.
-    default = next((variant.name for variant in variants if variant.runnable), None)
+    backend = open_backend(info)
+    variants = backend.variants
+    runs_here = any(variant.runnable for variant in variants)
+    default = backend.core.default_variant() if runs_here else None
     return [
         VariantReport(
             name=variant.name,

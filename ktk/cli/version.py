@@ -57,4 +57,4 @@ def _variant(name: str) -> str | None:
         backend = load_backend(name)
     except BackendError:
         return None
-    return next(variant.name for variant in backend.variants if variant.runnable)
+    return backend.core.default_variant()

@@ -118,6 +118,18 @@ std::string brand() {
   return text.c_str();  // padded with zeros
 }
 
+CpuId identify() {
+  CpuId id;
+  const Registers vendor = cpuid(0, 0);
+  for (const unsigned part : {vendor.ebx, vendor.edx, vendor.ecx}) {
+    for (int shift = 0; shift < 32; shift += 8) id.vendor += static_cast<char>(part >> shift);
+  }
+  const unsigned eax = cpuid(1, 0).eax, family = eax >> 8 & 0xf, model = eax >> 4 & 0xf;
+  id.family = family == 0xf ? family + (eax >> 20 & 0xff) : family;
+  id.model = family == 0xf || family == 6 ? model | (eax >> 16 & 0xf) << 4 : model;
+  return id;
+}
+
 #elif defined(__aarch64__)
 
 constexpr Cap kCaps[] = {KTK_ISA_ARM(KTK_CAP)};
@@ -131,6 +143,7 @@ class Cpu {
 };
 
 std::string brand() { return {}; }
+CpuId identify() { return {}; }
 
 #endif
 
@@ -221,6 +234,8 @@ std::vector<std::string> isa_names(ktk_isa isa) {
   }
   return names;
 }
+
+CpuId cpu_id() { return identify(); }
 
 std::string cpu_model_name() {
   if (std::string name = trimmed(brand()); !name.empty()) return name;

@@ -44,6 +44,13 @@ ktk_isa forced_isa(std::string_view names);
 // one.
 std::vector<std::string> isa_names(ktk_isa isa);
 
+// A CPU as CPUID names it. On Arm all of it is empty.
+struct CpuId {
+  std::string vendor;  // "AuthenticAMD"
+  unsigned family = 0, model = 0;
+};
+CpuId cpu_id();
+
 // As it says of itself in CPUID or /proc/cpuinfo, for reports.
 std::string cpu_model_name();
 

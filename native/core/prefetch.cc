@@ -9,10 +9,6 @@
 
 #include "core/cpu.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 namespace ktk {
 namespace {
 
@@ -218,22 +214,6 @@ const ktk_prefetch* of_environment() {
 }
 
 }  // namespace
-
-CpuId cpu_id() {
-  CpuId id;
-#if defined(__x86_64__)
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  __get_cpuid(0, &eax, &ebx, &ecx, &edx);
-  for (const unsigned part : {ebx, edx, ecx}) {
-    for (int shift = 0; shift < 32; shift += 8) id.vendor += static_cast<char>(part >> shift);
-  }
-  __get_cpuid(1, &eax, &ebx, &ecx, &edx);
-  const unsigned family = eax >> 8 & 0xf, model = eax >> 4 & 0xf;
-  id.family = family == 0xf ? family + (eax >> 20 & 0xff) : family;
-  id.model = family == 0xf || family == 6 ? model | (eax >> 16 & 0xf) << 4 : model;
-#endif
-  return id;
-}
 
 ktk_prefetch prefetch_for(const CpuId& cpu, ktk_isa isa, std::string_view setting) {
   ktk_prefetch result = row_for(cpu, isa).prefetch;

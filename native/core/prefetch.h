@@ -4,16 +4,10 @@
 #include <string>
 #include <string_view>
 
+#include "core/cpu.h"
 #include "ktk/abi.h"
 
 namespace ktk {
-
-// A CPU as CPUID names it. On Arm all of it is empty.
-struct CpuId {
-  std::string vendor;  // "AuthenticAMD"
-  unsigned family = 0, model = 0;
-};
-CpuId cpu_id();
 
 // What products are told: that of this CPU in the table of prefetch.cc, changed by KTK_PREFETCH.
 // Read once. Throws SettingError.

@@ -5,6 +5,7 @@
 
 #include "core/cpu.h"
 #include "core/size.h"
+#include "core/slow_isa.h"
 #include "format/format.h"
 #include "moe/table_check.h"
 
@@ -185,6 +186,12 @@ std::shared_ptr<BackendTable> BackendTable::copy(const ktk_backend* source) {
 
 const Variant& BackendTable::select(const std::string& wanted, bool forced) const {
   const ktk_isa allowed = allowed_isa();
+  if (wanted.empty()) {
+    const ktk_isa fast = allowed & ~slow_isa();
+    for (const auto& variant : variants) {
+      if (!(variant->required_isa & ~fast)) return *variant;
+    }
+  }
   std::string reasons;
   for (const auto& variant : variants) {
     if (!wanted.empty() && wanted != variant->name) continue;

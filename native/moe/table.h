@@ -63,7 +63,8 @@ struct BackendTable : std::enable_shared_from_this<BackendTable> {
   // abi.h; the message names backend, variant, field and value.
   static std::shared_ptr<BackendTable> copy(const ktk_backend* table);
 
-  // The variant called `name`; or, for an empty name, the first one that allowed_isa() covers.
+  // The variant called `name`; or, for an empty name, the first one that allowed_isa() covers,
+  // without what slow_isa() names if there is one.
   // A named variant must be covered too, or be `forced`. Throws std::invalid_argument when there
   // is no such variant, std::runtime_error with the missing instruction sets when it cannot run.
   const Variant& select(const std::string& name, bool forced = false) const;

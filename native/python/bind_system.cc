@@ -8,6 +8,7 @@
 
 #include "core/cpu.h"
 #include "core/prefetch.h"
+#include "core/slow_isa.h"
 #include "core/topology.h"
 #include "moe/engine.h"
 #include "python/arguments.h"
@@ -65,6 +66,11 @@ void bind_system(nb::module_& m) {
       "allowed_isa", [] { return isa_names(allowed_isa()); },
       "Names of the instruction sets that variants may use: detected_isa() and KTK_ISA_FORCE,\n"
       "under KTK_ISA.");
+  m.def(
+      "slow_isa", [] { return isa_names(slow_isa()); },
+      "Names of those of allowed_isa() that this CPU is faster without: a variant that needs one\n"
+      "runs where it is named, or where there is no other. None where KTK_ISA or KTK_ISA_FORCE is\n"
+      "set.");
   m.def("cpu_model", &cpu_model_name, "What the CPU calls itself.");
   m.def(
       "cpu_id",

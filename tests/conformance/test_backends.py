@@ -24,11 +24,13 @@ FEWER = {BACKEND: 20, LAYER: 3}
 def cases() -> Iterator[Any]:
     for name in NAMES:
         try:
-            variants = plugin.load(name).variants
+            backend = plugin.load(name)
         except BackendUnsupported as error:  # a library is missing
             yield pytest.param(name, (), (), 0, id=name, marks=pytest.mark.skip(reason=str(error)))
             continue
-        runnable = [variant.name for variant in variants if variant.runnable]  # the best one first
+        default = backend.core.default_variant()
+        runnable = [variant.name for variant in backend.variants if variant.runnable]
+        runnable.sort(key=lambda variant: variant != default)
         # Starting Python and torch takes as long as a variant's properties: others share a process.
         for chosen, of_modules in ((runnable[:1], EXAMPLES), (runnable[1:], FEWER)):
             for modules, examples in of_modules.items() if chosen else ():

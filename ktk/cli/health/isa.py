@@ -43,6 +43,12 @@ def cpu(machine: Machine) -> Iterator[Finding]:
         text = f"keeps ktk from using {', '.join(withheld)}"
         evidence = f"KTK_ISA={os.environ.get('KTK_ISA', '')}"
         yield Finding("KTK_ISA", WARNING, text, "unset it for full speed", evidence)
+    if slow := _core.slow_isa():
+        yield Finding(
+            "CPU",
+            NOTE,
+            f"is faster without {', '.join(slow)}: variants that need it run where they are named",
+        )
     if os.environ.get("KTK_GUARD", "0") not in ("", "0"):
         yield Finding(
             "KTK_GUARD",

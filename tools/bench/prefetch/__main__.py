@@ -42,6 +42,13 @@ FINALISTS = 3
 ACCUMULATORS_TRIED = (8, 10)
 
 
+def variants_here(name: str) -> list[_core.VariantInfo]:
+    """Return the variants of a backend, the one that runs by default first."""
+    backend = ktk.load_backend(name)
+    default = backend.core.default_variant()
+    return sorted(backend.variants, key=lambda variant: variant.name != default)
+
+
 class Machine:
     """The layers of the backends that run here, with the clocks of their cases."""
 
@@ -53,7 +60,7 @@ class Machine:
         self.cases: list[Case] = []
         self._surveyed: dict[Case, dict[Fetch, float]] = {}
         for name in backends:
-            variants = choose_variants(name, ktk.load_backend(name).variants)
+            variants = choose_variants(name, variants_here(name))
             self.cases += [case for variant in variants for case in cases_of(name, variant)]
         self.layers = cache(lambda backend, variant: Layers(backend, variant, self.pool))
 
@@ -104,7 +111,7 @@ class Machine:
         """Return from how many rows on weights are best decoded once; 0: never."""
         ratios: dict[int, list[tuple[float, float]]] = {}
         for name in EITHER:
-            for case in either_cases(name, ktk.load_backend(name).variants):
+            for case in either_cases(name, variants_here(name)):
                 times = self.never_and_always(case, "decode_rows", 1)
                 ratios.setdefault(case.rows, []).append(times)
         return choose_decode(ratios, self.present.decode_rows)
@@ -113,7 +120,7 @@ class Machine:
         """Return how many sums keep the multiplier busy, by tiles of rows with more and less."""
         ratios = {number: list[float]() for number in ACCUMULATORS_TRIED}
         for name in BACKENDS:
-            for case in dealing_cases(name, ktk.load_backend(name).variants):
+            for case in dealing_cases(name, variants_here(name)):
                 for number, time in self.times(case, "accumulators", ACCUMULATORS_TRIED).items():
                     ratios[number].append(time)
         return choose_accumulators(ratios, self.present.accumulators)
