@@ -3,9 +3,9 @@ from collections.abc import Sequence
 def units() -> list[str]:
     """Names of the arithmetic units that can run here."""
 
-def all_units() -> list[tuple[str, bool, int, list[str]]]:
-    """(name, whether it multiplies integers, the most bits that their weights may have,
-    instruction sets that it needs) of the units that this build has, best last."""
+def all_units() -> list[tuple[str, int, int, list[str]]]:
+    """(name, the most bits of integers that activations may be or 0 for floats, the most bits of
+    weights, instruction sets that it needs) of the units that this build has, best last."""
 
 def peak(unit: str, threads: int, seconds: float, cpus: Sequence[int] = ...) -> float:
     """Operations per second (a multiply and an add are two) of all threads together."""

@@ -9,9 +9,10 @@ and ``fraction = limit_seconds / measured seconds`` is 1 for a perfect implement
 and outputs are not counted: they are small, and a lower bound stays a bound.
 
 *The unit* of a variant is the fastest that its instruction sets offer for what it multiplies:
-integer units for int8 activations, floating-point ones for bf16, f16 and f32. It is not tied to
-one instruction: ``vdpbf16ps`` does twice the operations of a ``vfmadd`` on AMD Zen 5 and half of
-them on Intel's servers, where a bf16 kernel can widen its weights and use the f32 unit instead.
+integer units for int8 activations, floating-point ones for bf16, f16 and f32, and either for int16,
+which small codes of weights are multiplied with. It is not tied to one instruction:
+``vdpbf16ps`` does twice the operations of a ``vfmadd`` on AMD Zen 5 and half of them on Intel's
+servers, where a bf16 kernel can widen its weights and use the f32 unit instead.
 """
 
 from __future__ import annotations
@@ -129,20 +130,26 @@ def variant_units(
         The backend multiplies with a library of the machine (`Backend.library`), whose code may
         use all that the CPU has, whatever the variant itself requires.
     """
-    integers = (act or variant.act).element in ("i8", "u8", "i4", "u4")
-    bits = _code_bits(weights) if integers else 0
+    act_bits = _code_bits(act or variant.act, other=0)
+    bits = _code_bits(weights, other=8) if act_bits else 0  # tables have entries of eight
     usable = _core.detected_isa() if library else variant.required_isa
+
+    def multiplies(most_act_bits: int, most_bits: int) -> bool:
+        if most_act_bits == 0:
+            return act_bits in (0, 16)
+        return 0 < act_bits <= most_act_bits and bits <= most_bits
+
     return tuple(
         unit
-        for unit, integer, most_bits, needs in reversed(_probe.all_units())
-        if integer == integers and bits <= most_bits and set(needs) <= set(usable)
+        for unit, most_act_bits, most_bits, needs in reversed(_probe.all_units())
+        if multiplies(most_act_bits, most_bits) and set(needs) <= set(usable)
     )
 
 
-def _code_bits(weights: _Element | None) -> int:
-    """Return the bits of integers that weights are multiplied as; tables have entries of eight."""
-    named = re.fullmatch(r"[iuq](\d).*", weights.element) if weights else None
-    return int(named[1]) if named else 8
+def _code_bits(element: _Element | None, *, other: int) -> int:
+    """Return the bits of integers that an element is multiplied as; `other` for what is none."""
+    named = re.fullmatch(r"([iu]\d+|q\d).*", element.element) if element else None
+    return int(named[1][1:]) if named else other
 
 
 def default_buffer_bytes() -> int:

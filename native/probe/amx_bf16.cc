@@ -17,7 +17,6 @@ void run_tiles(size_t iterations) {
 
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "amx_bf16",
-     .integer = false,
      .required_isa = KTK_ISA_AVX512 | KTK_ISA_AMX_BF16,
      .ops = 4.0 * 16 * 16 * 32 * 2,
      .run = run_tiles},

@@ -17,7 +17,7 @@ void run_tiles(size_t iterations) {
 
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "amx_int8",
-     .integer = true,
+     .act_bits = 8,
      .weight_bits = 8,
      .required_isa = KTK_ISA_AVX512 | KTK_ISA_AMX_INT8,
      .ops = 4.0 * 16 * 16 * 64 * 2,

@@ -36,19 +36,15 @@ void run_maddubs(size_t iterations) {
 }
 
 constexpr ktk_probe_unit kUnits[] = {
-    {.name = "avx2_fma",
-     .integer = false,
-     .required_isa = KTK_ISA_AVX2,
-     .ops = kChains * 16,
-     .run = run_fma},
+    {.name = "avx2_fma", .required_isa = KTK_ISA_AVX2, .ops = kChains * 16, .run = run_fma},
     {.name = "avx2_madd",
-     .integer = true,
+     .act_bits = 16,
      .weight_bits = 8,
      .required_isa = KTK_ISA_AVX2,
      .ops = kChains * 32,
      .run = run_madd},
     {.name = "avx2_maddubs",
-     .integer = true,
+     .act_bits = 8,
      .weight_bits = 6,
      .required_isa = KTK_ISA_AVX2,
      .ops = kChains * 64,

@@ -19,7 +19,6 @@ void run_bf16(size_t iterations) {
 
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "avx512_bf16",
-     .integer = false,
      .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX512 | KTK_ISA_AVX512_BF16,
      .ops = kChains * 64,
      .run = run_bf16},

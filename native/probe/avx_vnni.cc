@@ -17,7 +17,7 @@ void run_vnni(size_t iterations) {
 
 constexpr ktk_probe_unit kUnits[] = {
     {.name = "avx_vnni",
-     .integer = true,
+     .act_bits = 8,
      .weight_bits = 8,
      .required_isa = KTK_ISA_AVX2 | KTK_ISA_AVX_VNNI,
      .ops = kChains * 64,

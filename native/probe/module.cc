@@ -31,7 +31,7 @@ nb::list unit_table() {
   nb::list table;
   for (const ktk_probe_unit& unit : units()) {
     table.append(
-        nb::make_tuple(unit.name, unit.integer, unit.weight_bits, isa_names(unit.required_isa)));
+        nb::make_tuple(unit.name, unit.act_bits, unit.weight_bits, isa_names(unit.required_isa)));
   }
   return table;
 }
@@ -79,9 +79,10 @@ NB_MODULE(_probe, m) {
   using namespace ktk::probe;
   m.doc() = "Measures what the machine can do at best: reading memory and arithmetic.";
   m.def("units", unit_names, "Names of the arithmetic units that can run here.");
-  m.def("all_units", unit_table,
-        "(name, whether it multiplies integers, the most bits that their weights may have,\n"
-        "instruction sets that it needs) of the units that this build has, best last.");
+  m.def(
+      "all_units", unit_table,
+      "(name, the most bits of integers that activations may be or 0 for floats, the most bits of\n"
+      "weights, instruction sets that it needs) of the units that this build has, best last.");
   m.def("peak", peak_of, "unit"_a, "threads"_a, "seconds"_a, "cpus"_a = std::vector<int>{},
         "Operations per second (a multiply and an add are two) of all threads together.");
   m.def("read_bandwidth", read_bandwidth, "buffer_bytes"_a, "threads"_a, "seconds"_a,

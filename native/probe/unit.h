@@ -11,7 +11,7 @@ extern "C" {
 // One kind of instruction that does the multiplying in a micro-kernel.
 typedef struct ktk_probe_unit {
   const char* name;
-  bool integer;     // whether it multiplies integers, not floats
+  int act_bits;     // the most bits of integers that activations may be; 0: it multiplies floats
   int weight_bits;  // of integers: the most bits of weights whose sums of products are exact
   ktk_isa required_isa;
   double ops;  // operations of one iteration; a multiply and an add are two

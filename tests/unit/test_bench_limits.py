@@ -48,6 +48,9 @@ def test_limit_takes_the_best_unit_the_instruction_sets_offer() -> None:
     assert "avx512_fma" not in variant_units(int8), "floating-point units do not multiply int8"
     assert variant_units(Variant(["avx2"], Act("f32"))) == ("avx2_fma",)
     assert variant_units(int8, Act("f32")) == ("avx512_fma", "avx2_fma"), "of these weights"
+    int16 = variant_units(Variant(["avx2", "avx512", "avx512_vnni"], Act("i16")))
+    assert {"avx512_vnni_words", "avx512_bw", "avx512_fma"} < set(int16), "either is possible"
+    assert not {"avx512_vnni", "avx512_maddubs"} & set(int16), "they multiply bytes"
 
 
 @pytest.mark.skipif(not X86, reason="units are measured on x86-64 only")

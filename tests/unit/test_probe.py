@@ -36,6 +36,7 @@ def test_wider_units_are_not_slower() -> None:
         ("avx2_madd", "avx2_maddubs"),
         ("avx512_bw", "avx512_maddubs"),
         ("avx2_madd", "avx512_vnni"),
+        ("avx512_vnni_words", "avx512_vnni"),
         ("avx2_madd", "avx_vnni"),
         ("avx512_vnni", "amx_int8"),
         ("avx512_bf16", "amx_bf16"),
