@@ -11,21 +11,6 @@
 namespace ktk {
 namespace {
 
-// A decoder of pairs of bf16 as one of f32.
-template <class Decoder>
-struct DecodeHalves {
-  using Line = typename Decoder::Line;
-  static constexpr size_t kVectors = 2 * Decoder::kVectors;
-  Decoder decoder;
-
-  Line load(const char* line) const { return decoder.load(line); }
-  __m512i vector(const Line& line, size_t i) const {
-    const __m512i pairs = decoder.vector(line, i / 2);
-    return i % 2 ? _mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000)))
-                 : (__m512i)((__v16su)pairs << 16);
-  }
-};
-
 // How the scales of 16 columns come in: sums of a group of 128 k are scaled later;
 struct Unscaled {
   template <class Scales>

@@ -22,6 +22,7 @@ LINE_PRODUCTS = {
 DECODING = {("FP8", "amx_bf16"), ("FP8", "avx2")}
 # Kernels that do so, or let every tile decode, as the CPU wants (`decode_rows`).
 EITHER = {(name, isa) for name in ("MXFP4", "FP8") for isa in ("avx512_bf16", "avx512")}
+EITHER |= {("FP8", "avx512_vbmi")}
 
 # Kernels that deal rows out as `accumulators` says, with such numbers of rows.
 DEALING = {("BF16", "avx2"): (8, 9, 14), ("FP8", "avx2"): (8, 9, 14)}
