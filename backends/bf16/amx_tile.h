@@ -79,9 +79,9 @@ void gemm_pairs(const ktk_matmul* mm) {
   ktk_matmul last = *mm;
   for (; last.n_begin + kBlockCols < mm->n_end; last.n_begin += 2 * kBlockCols) {
     const size_t offset = (last.n_begin - mm->n_begin) / kBlockCols * bytes;
-    one_by_four(
-        mm, stream.begin + offset, last.dst,
-        {stream, offset + policy.ahead, policy.ahead ? kLine : 0, policy.cache == 1, false});
+    one_by_four(mm, stream.begin + offset, last.dst,
+                {stream, offset + policy.ahead, policy.ahead ? kLine : 0,
+                 policy.cache == KTK_FETCH_L1, false});
     last.dst += 2 * kBlockCols;
   }
   if (last.n_begin < mm->n_end) gemm<AmxKernel>(&last);

@@ -152,10 +152,10 @@ inline void gemm(const ktk_matmul* mm) {
   constexpr bool kNextRun = requires { Kernel::kFetchesNextRun; };
   size_t ahead = policy.ahead;
   if (kNextRun && ahead > 0 && ahead < kernel.offset(run)) ahead = kernel.offset(run);
-  const bool into_l1 = !kNextRun && policy.cache == 1;
+  const auto cache = static_cast<uint8_t>(kNextRun ? uint16_t{KTK_FETCH_L2} : policy.cache);
   // For tiles that fetch `step` bytes for every line that they use, from `offset` on.
   const auto fetch_from = [&](size_t offset, size_t step) {
-    return Fetch{stream.at(offset + ahead), ahead ? step : 0, into_l1};
+    return Fetch{stream.at(offset + ahead), ahead ? step : 0, cache};
   };
   Tile tile;
   tile.act_stride = mm->act_stride;
@@ -192,7 +192,7 @@ inline void gemm(const ktk_matmul* mm) {
         tile.rows = row_end - row;
         tile.dst = dst + row * mm->dst_stride;
         tile.fetch = fetch_from(share, step);
-        tile.bulk_fetch = {stream, share + ahead, tile.fetch.step, tile.fetch.into_l1,
+        tile.bulk_fetch = {stream, share + ahead, tile.fetch.step, cache == KTK_FETCH_L1,
                            policy.order == KTK_FETCH_BY_PAGES};
         kernel.tile(tile);
         row = row_end;

@@ -82,20 +82,23 @@ inline bool decodes_once(const ktk_matmul* mm) {
 struct Fetch {
   const char* line;  // the next one
   size_t step;       // less than a line where tiles share fetching; 0: nothing new
-  bool into_l1;
+  uint8_t cache;     // ktk_fetch_caches
 
   void next() {
-    prefetch(line, into_l1);
+    fetch(line);
     line += step;
   }
 
   // For several lines that are used, with one branch.
   template <size_t kCount>
   void next_of() {
-    if (into_l1) {
+    if (cache == KTK_FETCH_L1) {
       for (size_t i = 0; i < kCount; ++i) prefetch_l1(line + i * step);
     } else {
       for (size_t i = 0; i < kCount; ++i) prefetch_l2(line + i * step);
+    }
+    if (cache == KTK_FETCH_L2_THEN_L1) {
+      for (size_t i = 0; i < kCount; ++i) prefetch_l1(line + i * step - KTK_FETCH_L1_BEHIND);
     }
     line += kCount * step;
   }
@@ -104,7 +107,7 @@ struct Fetch {
   template <size_t kCount>
   void next_shared() {
     if (kCount * step > kLine) return next_of<kCount>();
-    prefetch(line, into_l1);
+    fetch(line);
     line += kCount * step;
   }
 
@@ -117,10 +120,13 @@ struct Fetch {
   // branches.
   void next_unseen() {
 #if defined(__x86_64__)
-    asm volatile("testb %1, %1\n\tje 1f\n\tprefetcht0 %0\n\tjmp 2f\n1:\tprefetcht1 %0\n2:"
-                 :
-                 : "m"(*line), "q"(into_l1)
-                 : "cc");
+    asm volatile(
+        "cmpb $2, %[cache]\n\tjb 1f\n\t"
+        "prefetcht1 %[line]\n\tje 2f\n\tprefetcht0 %[behind]\n\tjmp 2f\n1:\t"
+        "prefetcht0 %[line]\n2:"
+        :
+        : [line] "m"(*line), [behind] "m"(*(line - KTK_FETCH_L1_BEHIND)), [cache] "q"(cache)
+        : "cc");
     line += step;
 #else
     next();
@@ -133,14 +139,18 @@ struct Fetch {
 #if defined(__x86_64__)
     if constexpr (kCount >= 4) {
       asm volatile(
-          "testb %[l1], %[l1]\n\tje 1f\n\t"
-          "prefetcht0 (%[a])\n\tprefetcht0 (%[b])\n\t"
-          "prefetcht0 (%[a],%[step],2)\n\tprefetcht0 (%[b],%[step],2)\n\t"
-          "jmp 2f\n1:\t"
+          "cmpb $2, %[cache]\n\tjb 1f\n\t"
           "prefetcht1 (%[a])\n\tprefetcht1 (%[b])\n\t"
-          "prefetcht1 (%[a],%[step],2)\n\tprefetcht1 (%[b],%[step],2)\n2:"
+          "prefetcht1 (%[a],%[step],2)\n\tprefetcht1 (%[b],%[step],2)\n\t"
+          "je 2f\n\t"
+          "prefetcht0 %c[behind](%[a])\n\tprefetcht0 %c[behind](%[b])\n\t"
+          "prefetcht0 %c[behind](%[a],%[step],2)\n\tprefetcht0 %c[behind](%[b],%[step],2)\n\t"
+          "jmp 2f\n1:\t"
+          "prefetcht0 (%[a])\n\tprefetcht0 (%[b])\n\t"
+          "prefetcht0 (%[a],%[step],2)\n\tprefetcht0 (%[b],%[step],2)\n2:"
           :
-          : [a] "r"(line), [b] "r"(line + step), [step] "r"(step), [l1] "q"(into_l1)
+          : [a] "r"(line), [b] "r"(line + step), [step] "r"(step), [cache] "q"(cache),
+            [behind] "i"(-KTK_FETCH_L1_BEHIND)
           : "cc");
       line += 4 * step;
       return next_unseen_of<kCount - 4>();
@@ -148,6 +158,12 @@ struct Fetch {
 #endif
 #pragma GCC unroll 4
     for (size_t i = 0; i < kCount; ++i) next_unseen();
+  }
+
+ private:
+  void fetch(const char* at) const {
+    prefetch(at, cache == KTK_FETCH_L1);
+    if (cache == KTK_FETCH_L2_THEN_L1) prefetch_l1(at - KTK_FETCH_L1_BEHIND);
   }
 };
 

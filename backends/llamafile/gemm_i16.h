@@ -176,7 +176,7 @@ class GemmI16 : public KernelBase {
   // Called for all tiles of rows in their order.
   void tile(const Tile& t) {
     const size_t lines = lines_to_fetch(t);
-    Fetch fetch = {t.fetch.line, kLine, t.fetch.into_l1};
+    Fetch fetch = {t.fetch.line, kLine, t.fetch.cache};
     for (size_t slab = t.begin, end; slab < t.end; slab = end) {
       for (end = slab;
            end < t.end && sums_fit_i16(tile_norms_[end - t.begin], limits_[end - t.begin]);) {

@@ -65,7 +65,7 @@ class Gemv : public KernelBase {
     for_each_super_block(t, [&](const uint8_t* super_block, size_t count, size_t) {
       p.super_block = super_block;
       p.at = layout_.header_of(count);
-      p.fetch = {fetch_line, t.fetch.step, t.fetch.into_l1};
+      p.fetch = {fetch_line, t.fetch.step, t.fetch.cache};
       add_super_block(p, count, c);
       if (t.fetch.step) fetch_line += kBytes;
     });

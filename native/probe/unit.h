@@ -11,8 +11,8 @@ extern "C" {
 // One kind of instruction that does the multiplying in a micro-kernel.
 typedef struct ktk_probe_unit {
   const char* name;
-  int act_bits;     // the most bits of integers that activations may be; 0: it multiplies floats
-  int weight_bits;  // of integers: the most bits of weights whose sums of products are exact
+  int act_bits = 0;  // the most bits of integers that activations may be; 0: it multiplies floats
+  int weight_bits = 0;  // of integers: the most bits of weights whose sums of products are exact
   ktk_isa required_isa;
   double ops;  // operations of one iteration; a multiply and an add are two
   // Runs `iterations` of a loop that never leaves the registers. AMX units configure and release

@@ -51,6 +51,13 @@ TEST(any_cpu_has_one) {
   CHECK_EQ(prefetch_for({}, KTK_ISA_NONE, "").struct_size, sizeof(ktk_prefetch));
 }
 
+TEST(lines_may_go_to_one_cache_after_the_other) {
+  const ktk_prefetch p = prefetch_for(kZen4, kAvx512, "few=8192:l2+l1");
+  CHECK_EQ(p.few.cache, KTK_FETCH_L2_THEN_L1);
+  CHECK(describe(p).find("few=8192:l2+l1,one=8192:l2,") == 0);
+  CHECK(setting(kZen4, kAvx512, describe(p).c_str()) == describe(p));
+}
+
 TEST(entries_of_a_setting_take_the_place_of_those_of_the_cpu) {
   const ktk_prefetch p =
       prefetch_for(kZen4, kAvx512,

@@ -13,6 +13,11 @@ ALL_IN_ORDER = 64
 ACCUMULATORS = 8
 
 
+#: `cache` of a Fetch: the last is into L2, and from there into L1 when the line is 6 KiB closer.
+CACHES = {1: "l1", 2: "l2", 3: "l2+l1"}
+BEHIND = 6144
+
+
 @dataclass(frozen=True)
 class Fetch:
     """How far ahead in bytes, into which cache, and whether one line of each page in turn."""
@@ -25,10 +30,11 @@ class Fetch:
     def parse(text: str) -> Fetch:
         """Read ``4096:l1`` or ``32768:l2:pages``."""
         ahead, cache, *order = text.split(":")
-        return Fetch(int(ahead), int(cache.removeprefix("l")), order == ["pages"])
+        [number] = (number for number, name in CACHES.items() if name == cache)
+        return Fetch(int(ahead), number, order == ["pages"])
 
     def __str__(self) -> str:
-        return f"{self.ahead}:l{self.cache}" + (":pages" if self.by_pages else "")
+        return f"{self.ahead}:{CACHES[self.cache]}" + (":pages" if self.by_pages else "")
 
 
 @dataclass(frozen=True)
@@ -68,9 +74,10 @@ class Policy:
 
 
 def candidates(*, by_pages: bool) -> list[Fetch]:
-    """Return what to try: none, and 512 B to 64 KiB ahead into either cache."""
+    """Return what to try: none, and 512 B to 64 KiB ahead into either cache, or both."""
     distances = [512 << i for i in range(8)]
     found = [Fetch(0, 2), *(Fetch(ahead, cache) for cache in (1, 2) for ahead in distances)]
+    found += [Fetch(ahead, 3) for ahead in distances if ahead > BEHIND]
     if by_pages:
         # One line of each of eight pages: 32 KiB at a time.
         found += [Fetch(ahead, cache, True) for cache in (1, 2) for ahead in (32768, 65536)]
