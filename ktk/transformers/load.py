@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
+from ktk.checkpoint.files import read_json
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.packed.folder import read_index
 from ktk.conversion.fingerprint import fingerprint
@@ -65,6 +66,7 @@ def load(
         What transformers says of files and options.
     """
     found = locate(path)
+    _check_json(found)
     config = KtkConfig(backend, experts=experts or found.experts, linears=linears, head=head)
     fits = options.pop("ignore_mismatched_sizes", False)
     tells = options.pop("output_loading_info", False)
@@ -82,6 +84,32 @@ def load(
         )
     _check_whole(found.name, said["missing_keys"], () if fits else said["mismatched_keys"])
     return (model, said) if tells else model
+
+
+def _check_json(found: Located) -> None:
+    """Refuse files beside the weights that cannot be read, before these are loaded."""
+    folder = Path(found.name)
+    if found.options or not folder.is_dir():
+        return
+    read_json(folder / "config.json")
+    if (generation := folder / "generation_config.json").exists():
+        _check_generation(generation)
+
+
+def _check_generation(path: Path) -> None:
+    """Refuse a generation_config.json that transformers would stumble over after loading."""
+    config = read_json(path)
+    kinds: dict[str, tuple[Any, str]] = {
+        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), ((int, float), "a number")),
+        **dict.fromkeys(("eos_token_id", "pad_token_id"), (int, "a token's number, or some")),
+    }
+    for key, (kind, wanted) in kinds.items():
+        given = config.get(key)
+        values = given if isinstance(given, list) and kind is int else [given]
+        if given is not None and not (
+            values and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
+        ):
+            raise CheckpointError(f"{path} says {key} {given!r}, which should be {wanted}")
 
 
 def _check_whole(path: str, missing: Iterable[str], others: Iterable[tuple[str, Any, Any]]) -> None:

@@ -200,6 +200,10 @@ def _is_cut(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
 
 
+def _generates_from_nothing(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("null")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -207,6 +211,7 @@ def _is_cut(folder: Path) -> None:
         (_has_more_layers, r"lacks model.layers.\d.* more tensors, which config.json wants"),
         (_is_another, r"model.norm.weight has shape \[8\], and config.json wants \[\d+\]"),
         (_is_cut, r"model.safetensors is damaged or truncated"),
+        (_generates_from_nothing, r"generation_config.json cannot be read: it is None"),
     ],
 )
 def test_files_that_are_not_the_models_are_refused(
