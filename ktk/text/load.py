@@ -8,7 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.errors import SettingError
+from ktk.checkpoint.detect import is_gguf
+from ktk.checkpoint.files import read_json
+from ktk.errors import CheckpointError, SettingError
 from ktk.pool import default_pool, set_default_threads
 from ktk.settings import FILE, Setting, config_file, setting
 from ktk.text.place import parts_of
@@ -93,6 +95,28 @@ def backend_beside(device: torch.device, wanted: Setting) -> str | None:
     return None
 
 
+def check_generation(path: Path) -> None:
+    """Refuse a generation_config.json that transformers would stumble over after loading.
+
+    Raises
+    ------
+    CheckpointError
+        The file cannot be read, or one of its values is of another type.
+    """
+    config = read_json(path)
+    kinds: dict[str, tuple[Any, str]] = {
+        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), ((int, float), "a number")),
+        **dict.fromkeys(("eos_token_id", "pad_token_id"), (int, "a token's number, or some")),
+    }
+    for key, (kind, wanted) in kinds.items():
+        given = config.get(key)
+        values = given if isinstance(given, list) and kind is int else [given]
+        if given is not None and not (
+            values and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
+        ):
+            raise CheckpointError(f"{path} says {key} {given!r}, which should be {wanted}")
+
+
 def load_text_model(
     name: str,
     *,
@@ -135,6 +159,10 @@ def load_text_model(
     place = setting("device", device)
     require("transformers", "run")
     rest, experts = parts_of(name, source)
+    if rest.is_dir() and not is_gguf(rest):
+        read_json(rest / "config.json")  # or a sentence
+        if (generation := rest / "generation_config.json").exists():
+            check_generation(generation)
     import torch
     import transformers
 
