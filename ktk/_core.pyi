@@ -28,8 +28,8 @@ def allowed_isa() -> list[str]:
 def slow_isa() -> list[str]:
     """
     Names of those of allowed_isa() that this CPU is faster without: a variant that needs one
-    runs where it is named, or where there is no other. None where KTK_ISA or KTK_ISA_FORCE is
-    set.
+    runs where it is named, or where there is no other. What KTK_ISA or KTK_ISA_FORCE name is
+    not among them.
     """
 
 def cpu_model() -> str:
@@ -228,7 +228,7 @@ class Backend:
 
     @property
     def variants(self) -> list[VariantInfo]:
-        """Variants, best first."""
+        """Variants, in order of preference."""
 
     def stored_as(self, given: Format, n: int, k: int, wanted: Format | None = None) -> Format:
         """
@@ -238,12 +238,12 @@ class Backend:
 
     def packed_size(self, stored: Format, n: int, k: int, variant: str = '') -> int:
         """
-        Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.
+        Bytes of an n x k weight in one of `formats`, packed by a variant; default: the default one.
         """
 
     def default_variant(self) -> str:
         """
-        Name of the best variant that runs here; RuntimeError with the reasons if none does.
+        Name of the variant that runs by default; RuntimeError with the reasons if none does.
         """
 
 class PackedMatrix:

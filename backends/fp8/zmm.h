@@ -19,7 +19,7 @@ struct DecodeBf16 {
   __m512i low[2] = {_mm512_load_si512(kTables.low), _mm512_load_si512(kTables.low + 64)};
   __m512i high[2] = {_mm512_load_si512(kTables.high), _mm512_load_si512(kTables.high + 64)};
 
-  // Not the intrinsic: targets with other sets besides lack its flags.
+  // Not the intrinsic: avx512_bf16 and amx_bf16 are built without its flag.
   static __m512i look_up(__m512i codes, const __m512i (&table)[2]) {
     asm("vpermi2b %2, %1, %0" : "+v"(codes) : "v"(table[0]), "v"(table[1]));
     return codes;

@@ -82,7 +82,8 @@ inline bool decodes_once(const ktk_matmul* mm) {
 struct Fetch {
   const char* line;  // the next one
   size_t step;       // less than a line where tiles share fetching; 0: nothing new
-  uint8_t cache;     // ktk_fetch_caches
+  uint8_t cache;     // ktk_fetch_caches; what lies KTK_FETCH_L1_BEHIND a line is another stream
+                     // where the line is of the next one, and fetched for nothing
 
   void next() {
     fetch(line);

@@ -1,15 +1,15 @@
 // Activation codec: rows of f32 to 16-bit codes in two bytes, with a scale per 32 values, for
 // instructions that multiply bytes.
 //
-//   one row   | group: k 0..31 | k 32..63 | ... | zeros    k padded to 64
-//   group     | high bytes, 32 | low bytes, 32 | f32 scale | start of all, of k 0..15, of k 16..31
-//   | bytes     k 0 4 1 5 | 2 6 3 7 | 8 12 9 13 | ...: fours as a line of codes has them (layout.h)
-//   start     an int32: -kCodeOffset * (sum of the codes), what sums begin with whose weights are
-//             stored kCodeOffset too large
+//   one row   | group: k 0..31 | k 32..63 | ... | zeros        k padded to 64
+//   group     | high bytes, 32 | low bytes, 32 | f32 scale / 2 | starts, 3 int32 |
+//   bytes     | k 0 4 1 5 | 2 6 3 7 | 8 12 9 13 | ...          fours as in a line (layout.h)
+//   starts    of all 32 k, of the first 16, of the others: -kCodeOffset * (sum of the codes), what
+//             sums begin with whose weights are stored kCodeOffset too large
 //
-// scale = absmax / 32639, code = x / scale to nearest even = 256 * high + low, both signed: an
-// error of 2^-16 of the group's largest value. A group with NaN or Inf has the scale NaN and codes
-// 0.
+// scale = absmax / 32639, code = x / scale to nearest even = 256 * high + low, both signed. The
+// error is 2^-16 of the largest value of the group. One with NaN or Inf has the scale NaN and codes
+// of 0.
 #pragma once
 
 #include <immintrin.h>
@@ -27,7 +27,7 @@ struct ActGroup {
   static constexpr size_t kDepth = 32;
 
   int8_t high[kDepth], low[kDepth];
-  float scale;
+  float half_scale;
   int32_t start, half_start[2];
 };
 static_assert(sizeof(ActGroup) == 80);
@@ -69,7 +69,8 @@ struct ActBytes {
       for (size_t k = 0; k < matrix->k; ++k) {
         const ActGroup& group = reinterpret_cast<const ActGroup*>(row)[k / ActGroup::kDepth];
         const size_t at = k % ActGroup::kDepth / 8 * 8 + kPlace[k % 8];
-        out[k] = static_cast<float>(256 * group.high[at] + group.low[at]) * group.scale;
+        const float code = static_cast<float>(256 * group.high[at] + group.low[at]);
+        out[k] = code * (2 * group.half_scale);
       }
     }
   }
@@ -77,9 +78,11 @@ struct ActBytes {
  private:
   static void pack_group(const float* x, size_t count, ActGroup& group) {
     const __m128i order = _mm_setr_epi8(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
-    group.scale = quantize_group(
-        x, count, ActGroup::kDepth,
-        [&](size_t j, I32x16 q) {
+    // The half is what is rounded, so that twice of it is exact where it is subnormal, too.
+    const SymmetricScale half = symmetric_scale(ElementF32::absmax(x, count), 2 * kLevels);
+    group.half_scale = half.scale;
+    quantize_group(
+        x, count, ActGroup::kDepth, {2 * half.scale, half.factor / 2}, [&](size_t j, I32x16 q) {
           // The low byte is the rest of a division that rounds to nearest.
           const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(q.v, _mm512_set1_epi32(128)), 8);
           const auto store = [&](int8_t* bytes, __m512i codes) {
@@ -89,8 +92,7 @@ struct ActBytes {
           store(group.high, high);
           store(group.low, q.v);
           group.half_start[j / 16] = -kCodeOffset * sum(q);
-        },
-        kLevels);
+        });
     group.start = group.half_start[0] + group.half_start[1];
   }
 };

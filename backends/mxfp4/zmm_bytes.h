@@ -8,7 +8,7 @@
 //   sum of a group = 256 * (sum of weights * high) + (sum of weights * low) + start
 //
 // where start takes the offset away (act_bytes.h). Sums are below 2^24 and exact, and every output
-// is dst = fma(sum * act scale, weight scale / 2, dst), group after group of ascending k: a row
+// is dst = fma(sum * (act scale / 2), weight scale, dst), group after group of ascending k: a row
 // gets the same bits in any batch.
 #pragma once
 
@@ -55,16 +55,18 @@ inline __m512i group_start(const ActGroup& act, size_t part) {
   return _mm512_set1_epi32(kActShare<Scales> == 1 ? act.start : act.half_start[part]);
 }
 
-// dst += a scaled sum of sixteen columns.
-inline void add_scaled(float* dst, __m512i sum, float act_scale, __m512 scale) {
-  const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(act_scale));
+// dst += a scaled sum of sixteen columns, which is of twice the weights' values.
+inline void add_scaled(float* dst, __m512i sum, float half_act_scale, __m512 scale) {
+  const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(half_act_scale));
   _mm512_storeu_ps(dst, _mm512_fmadd_ps(value, scale, _mm512_loadu_ps(dst)));
 }
 
-// Of one group, for weights that are looked up as twice their values.
+// Of one group of sixteen columns.
 template <class Scales>
-inline __m512 half_scale(const ZmmScales<Scales>& scales, size_t half) {
-  return _mm512_mul_ps(scales.load(half), _mm512_set1_ps(Scales::kUnit / 2));
+inline __m512 weight_scale(const ZmmScales<Scales>& scales, size_t half) {
+  const __m512 scale = scales.load(half);
+  if constexpr (Scales::kUnit == 1) return scale;
+  return _mm512_mul_ps(scale, _mm512_set1_ps(Scales::kUnit));
 }
 
 // A group, `part` of those that share `act`, of the first row.
@@ -101,13 +103,13 @@ template <class Layout, size_t kRows, size_t kPart>
       }
     }
   }
-  const __m512 scale[2] = {half_scale(scales, 0), half_scale(scales, 1)};
+  const __m512 scale[2] = {weight_scale(scales, 0), weight_scale(scales, 1)};
 #pragma GCC unroll 4
   for (size_t i = 0; i < kRows; ++i, dst += dst_stride) {
 #pragma GCC unroll 2
     for (size_t half = 0; half < 2; ++half) {
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[i][half], 8), low[i][half]);
-      add_scaled(dst + half * kHalfCols, sum, row(i).scale, scale[half]);
+      add_scaled(dst + half * kHalfCols, sum, row(i).half_scale, scale[half]);
     }
   }
 }

@@ -51,12 +51,12 @@ template <class Scales, size_t kRows, size_t kPart>
   }
   bytes.advance(ActGroup::kDepth - kDepth);
   add_run<kDepth / kFour>(sum, weights, bytes, fetch);
-  const __m512 scale[2] = {half_scale(scales, 0), half_scale(scales, 1)};
+  const __m512 scale[2] = {weight_scale(scales, 0), weight_scale(scales, 1)};
 #pragma GCC unroll 12
   for (size_t i = 0; i < kRows; ++i) {
     float* const to = dst + i * dst_stride;
-    add_scaled(to, sum[i][0], group(i)->scale, scale[0]);
-    add_scaled(to + kHalfCols, sum[i][1], group(i)->scale, scale[1]);
+    add_scaled(to, sum[i][0], group(i)->half_scale, scale[0]);
+    add_scaled(to + kHalfCols, sum[i][1], group(i)->half_scale, scale[1]);
   }
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def load(
         What transformers says of files and options.
     """
     found = locate(path)
-    _check_json(found)
+    _check_generation(found, options)
     config = KtkConfig(backend, experts=experts or found.experts, linears=linears, head=head)
     fits = options.pop("ignore_mismatched_sizes", False)
     tells = options.pop("output_loading_info", False)
@@ -86,30 +86,12 @@ def load(
     return (model, said) if tells else model
 
 
-def _check_json(found: Located) -> None:
-    """Refuse files beside the weights that cannot be read, before these are loaded."""
-    folder = Path(found.name)
-    if found.options or not folder.is_dir():
+def _check_generation(found: Located, options: Mapping[str, Any]) -> None:
+    """Refuse a generation_config.json that is none before weights are loaded, not after."""
+    if {"generation_config", "subfolder"} & {*options, *found.options}:
         return
-    read_json(folder / "config.json")
-    if (generation := folder / "generation_config.json").exists():
-        _check_generation(generation)
-
-
-def _check_generation(path: Path) -> None:
-    """Refuse a generation_config.json that transformers would stumble over after loading."""
-    config = read_json(path)
-    kinds: dict[str, tuple[Any, str]] = {
-        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), ((int, float), "a number")),
-        **dict.fromkeys(("eos_token_id", "pad_token_id"), (int, "a token's number, or some")),
-    }
-    for key, (kind, wanted) in kinds.items():
-        given = config.get(key)
-        values = given if isinstance(given, list) and kind is int else [given]
-        if given is not None and not (
-            values and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
-        ):
-            raise CheckpointError(f"{path} says {key} {given!r}, which should be {wanted}")
+    if (generation := Path(found.name, "generation_config.json")).exists():
+        read_json(generation)
 
 
 def _check_whole(path: str, missing: Iterable[str], others: Iterable[tuple[str, Any, Any]]) -> None:

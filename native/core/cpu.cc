@@ -156,11 +156,17 @@ ktk_isa detect() {
   return isa;
 }
 
-ktk_isa forced_by_name(std::string_view name) {
+ktk_isa sets_by_name(std::string_view name) {
   for (const Cap& row : kCaps) {
-    if (name == row.name) return row.sets & kForced;
+    if (name == row.name) return row.sets;
   }
   return KTK_ISA_NONE;
+}
+
+// The value of a variable of the environment.
+std::string_view setting(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
 }
 
 std::string trimmed(const std::string& text) {
@@ -187,10 +193,6 @@ ktk_isa detected_isa() {
 }
 
 ktk_isa allowed_isa() {
-  const auto setting = [](const char* name) -> std::string_view {
-    const char* value = std::getenv(name);
-    return value ? value : "";
-  };
   const std::string_view force = setting("KTK_ISA_FORCE"), cap = setting("KTK_ISA");
   const ktk_isa present = detected_isa() | (force.empty() ? KTK_ISA_NONE : forced_isa(force));
   return cap.empty() ? present : capped_isa(present, cap);
@@ -209,7 +211,7 @@ ktk_isa forced_isa(std::string_view names) {
   ktk_isa forced = KTK_ISA_NONE;
   for (std::string_view rest = names;;) {
     const size_t comma = rest.find(',');
-    const ktk_isa one = forced_by_name(rest.substr(0, comma));
+    const ktk_isa one = sets_by_name(rest.substr(0, comma)) & kForced;
     if (one == KTK_ISA_NONE) {
       std::string known;
       for (const std::string& name : isa_names(kForced)) known += name + ", ";
@@ -221,6 +223,16 @@ ktk_isa forced_isa(std::string_view names) {
     if (comma == rest.npos) return forced;
     rest.remove_prefix(comma + 1);
   }
+}
+
+ktk_isa named_isa() {
+  ktk_isa named = sets_by_name(setting("KTK_ISA"));
+  for (std::string_view rest = setting("KTK_ISA_FORCE"); !rest.empty();) {
+    const size_t comma = rest.find(',');
+    named |= sets_by_name(rest.substr(0, comma));
+    rest.remove_prefix(comma == rest.npos ? rest.size() : comma + 1);
+  }
+  return named;
 }
 
 std::vector<std::string> isa_names(ktk_isa isa) {

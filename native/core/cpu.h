@@ -40,6 +40,9 @@ ktk_isa capped_isa(ktk_isa present, std::string_view cap);
 // first instruction ends the process.
 ktk_isa forced_isa(std::string_view names);
 
+// The sets that KTK_ISA and KTK_ISA_FORCE name themselves, whether they are present or not.
+ktk_isa named_isa();
+
 // "avx2", "avx512_vnni" ... of the bits in `isa`, in the order of abi.h; "bit 40" of an unknown
 // one.
 std::vector<std::string> isa_names(ktk_isa isa);

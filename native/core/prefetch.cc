@@ -96,7 +96,8 @@ constexpr Row kRows[] = {
     // of memory: 2 % less time for int8 with one row; 7 % more for bf16 with four rows, 2 % for
     // int8 with eight. Into L2 at 8 KiB and then into L1 at 2 takes 0.90 to 0.99 of the time of L2
     // alone in all formats with 1 to 4 rows, 0.94 to 1.00 with 8: a core that waits for L2 fetches
-    // nothing from memory meanwhile. 7 KiB gain 2 % less, 12 and 16 no more; nor do more tiles.
+    // nothing from memory meanwhile. With L2 at 7 KiB it gains 2 % less, at 12 and
+    // 16 no more; two tiles and more gain nothing.
     {"intel", "GenuineIntel", 6, 0, kAnyModel, KTK_ISA_AVX512,
      policy(4, 3, 13, {8192, kL2ThenL1, kInOrder}, {8192, kL2ThenL1, kInOrder},
             {16384, 2, kInOrder}, {16384, 1, kInOrder}, {8192, 2, kInOrder})},

@@ -1,18 +1,15 @@
 #include "core/slow_isa.h"
 
-#include <cstdlib>
-
 namespace ktk {
 namespace {
 
 struct Row {
   const char* vendor;
-  unsigned family, first_model, last_model;
+  unsigned family, first_model;
   ktk_isa without;  // none of these bits
   ktk_isa slow;
 };
 
-constexpr unsigned kAnyModel = ~0u;
 constexpr ktk_isa kAmx = KTK_ISA_AMX_INT8 | KTK_ISA_AMX_BF16;
 
 // A table, not a measurement: which variant computes decides the last bits of results, which must
@@ -22,13 +19,8 @@ constexpr Row kRows[] = {
     // vfmadd twice a cycle, so that f32 has twice the rate (two cores of an Emerald Rapids: 173 and
     // 352 GFLOP/s). With few rows memory is what both wait for. Tiles are faster than either.
     // Cooper Lake, model 85, was not met.
-    {"GenuineIntel", 6, 86, kAnyModel, kAmx, KTK_ISA_AVX512_BF16},
+    {"GenuineIntel", 6, 86, kAmx, KTK_ISA_AVX512_BF16},
 };
-
-bool is_set(const char* name) {
-  const char* value = std::getenv(name);
-  return value && *value;
-}
 
 }  // namespace
 
@@ -36,16 +28,13 @@ ktk_isa slow_isa(const CpuId& cpu, ktk_isa isa) {
   ktk_isa slow = KTK_ISA_NONE;
   for (const Row& row : kRows) {
     if (cpu.vendor == row.vendor && cpu.family == row.family && cpu.model >= row.first_model &&
-        cpu.model <= row.last_model && !(isa & row.without)) {
+        !(isa & row.without)) {
       slow |= row.slow & isa;
     }
   }
   return slow;
 }
 
-ktk_isa slow_isa() {
-  if (is_set("KTK_ISA") || is_set("KTK_ISA_FORCE")) return KTK_ISA_NONE;
-  return slow_isa(cpu_id(), allowed_isa());
-}
+ktk_isa slow_isa() { return slow_isa(cpu_id(), allowed_isa()) & ~named_isa(); }
 
 }  // namespace ktk

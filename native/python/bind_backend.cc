@@ -184,7 +184,7 @@ void bind_backend(nb::module_& m) {
             for (const auto& v : table->variants) all.push_back({table, v.get()});
             return all;
           },
-          "Variants, best first.")
+          "Variants, in order of preference.")
       .def(
           "stored_as",
           [](const BackendTable& b, const ktk_format& given, size_t n, size_t k,
@@ -202,10 +202,11 @@ void bind_backend(nb::module_& m) {
             return b.select(variant).weight_bytes(matrix);
           },
           "stored"_a, "n"_a, "k"_a, "variant"_a = "",
-          "Bytes of an n x k weight in one of `formats`, packed by a variant; default: the best.")
+          "Bytes of an n x k weight in one of `formats`, packed by a variant; default: the default "
+          "one.")
       .def(
           "default_variant", [](const BackendTable& b) { return b.select("").name; },
-          "Name of the best variant that runs here; RuntimeError with the reasons if none does.");
+          "Name of the variant that runs by default; RuntimeError with the reasons if none does.");
 }
 
 }  // namespace ktk

@@ -69,8 +69,8 @@ void bind_system(nb::module_& m) {
   m.def(
       "slow_isa", [] { return isa_names(slow_isa()); },
       "Names of those of allowed_isa() that this CPU is faster without: a variant that needs one\n"
-      "runs where it is named, or where there is no other. None where KTK_ISA or KTK_ISA_FORCE is\n"
-      "set.");
+      "runs where it is named, or where there is no other. What KTK_ISA or KTK_ISA_FORCE name is\n"
+      "not among them.");
   m.def("cpu_model", &cpu_model_name, "What the CPU calls itself.");
   m.def(
       "cpu_id",

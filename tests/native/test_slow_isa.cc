@@ -29,12 +29,18 @@ TEST(other_cpus_use_all_they_have) {
   CHECK_EQ(slow_isa({}, kBf16), KTK_ISA_NONE);
 }
 
-TEST(a_named_set_runs) {
-  for (const char* name : {"KTK_ISA", "KTK_ISA_FORCE"}) {
-    setenv(name, "avx2", 1);
-    CHECK_EQ(slow_isa(), KTK_ISA_NONE);
-    unsetenv(name);
-  }
+TEST(a_set_that_a_variable_names_is_not_slow) {
+  setenv("KTK_ISA", "avx512_bf16", 1);
+  CHECK_EQ(ktk::named_isa(), KTK_ISA_AVX512_BF16);
+  CHECK_EQ(slow_isa(), KTK_ISA_NONE);
+  setenv("KTK_ISA", "avx512_fp16", 1);
+  CHECK_EQ(ktk::named_isa(), KTK_ISA_AVX512_FP16);
+  CHECK_EQ(slow_isa(), slow_isa(ktk::cpu_id(), ktk::allowed_isa()));
+  unsetenv("KTK_ISA");
+  setenv("KTK_ISA_FORCE", "amx_int8,avx512_bf16", 1);
+  CHECK_EQ(ktk::named_isa(), KTK_ISA_AMX_INT8 | KTK_ISA_AVX512_BF16);
+  unsetenv("KTK_ISA_FORCE");
+  CHECK_EQ(ktk::named_isa(), KTK_ISA_NONE);
 }
 
 }  // namespace

@@ -245,6 +245,7 @@ def test_a_folder_without_a_tokenizer_says_so(model: Path, tmp_path: Path, run: 
         ("config.json", "hidden_act", "silo", "makes no model: KeyError: 'silo'"),
         ("config.json", "num_key_value_heads", 0, "makes no model: ZeroDivisionError"),
         ("config.json", "model_type", "qwen9", "`qwen9`"),
+        ("config.json", None, [], "config.json cannot be read: it is [], expected an object"),
         ("generation_config.json", None, None, "cannot be read: it is None, expected an object"),
         ("generation_config.json", "eos_token_id", [], "says eos_token_id [], which should be"),
         ("generation_config.json", "temperature", "0.5", "temperature '0.5', which should be a"),

@@ -65,8 +65,10 @@ def test_candidates_are_distinct_and_by_pages_only_on_request() -> None:
     tried = candidates(by_pages=True)
     assert len(set(tried)) == len(tried)
     assert {Fetch(0, 2), Fetch(512, 1), Fetch(65536, 2), Fetch(32768, 2, True)} <= set(tried)
-    assert Fetch(8192, 3) in tried
-    assert Fetch(4096, 3) not in tried, "into L1 after it was used"
+    in_turn = candidates(by_pages=False)
+    assert Fetch(8192, 3) in in_turn
+    assert Fetch(4096, 3) not in in_turn, "into L1 after it was used"
+    assert Fetch(8192, 3) not in tried, "tiles of AMX fetch into one cache"
 
 
 def test_an_interval_is_of_the_median() -> None:

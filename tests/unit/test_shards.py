@@ -43,7 +43,8 @@ def subjects() -> dict[str, Subject]:
             backend = ktk.load_backend(name)
         except BackendError:
             continue
-        found[name] = Subject(backend, next(v for v in backend.core.variants if v.runnable))
+        default = backend.core.default_variant()
+        found[name] = Subject(backend, next(v for v in backend.variants if v.name == default))
     return found
 
 

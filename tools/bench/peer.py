@@ -44,13 +44,16 @@ PEERS = {
     "gguf-mxfp4": ("LLAMAFILE", "mxfp4", "ggml", "mxfp4"),
 }
 
-# Runs in the environment that has ktk. Prints {backend: [variants that run here, best first]}.
+# Runs in the environment that has ktk. Prints {backend: [variants that run here, default first]}.
 DISCOVER = """
 import json, ktk
 found = {}
 for name, info in ktk.backends().items():
     try:
-        found[name] = [v.name for v in ktk.load_backend(name).variants if v.runnable]
+        backend = ktk.load_backend(name)
+        default = backend.core.default_variant()
+        here = [v.name for v in backend.variants if v.runnable]
+        found[name] = sorted(here, key=lambda variant: variant != default)
     except ktk.errors.BackendError:
         pass
 print(json.dumps(found))

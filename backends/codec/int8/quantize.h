@@ -84,11 +84,10 @@ inline I32x16 quantize(F32x16 x, SymmetricScale s) {
 }
 
 // Codes of a group of `count` values, and zeros behind them up to `padded`: take(i, codes) gets
-// those of values i to i + 15. Returns the scale.
+// those of values i to i + 15.
 template <class Take>
-inline float quantize_group(const float* x, size_t count, size_t padded, Take take,
-                            float levels = 127) {
-  const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, count), levels);
+inline void quantize_group(const float* x, size_t count, size_t padded, SymmetricScale s,
+                           Take take) {
   size_t i = 0;
   for (; i + 16 <= count; i += 16) take(i, quantize(load_f32(x + i), s));
   if (i < count) {
@@ -96,6 +95,14 @@ inline float quantize_group(const float* x, size_t count, size_t padded, Take ta
     i += 16;
   }
   for (; i < padded; i += 16) take(i, zero_i32());
+}
+
+// The same with the scale of the group, which is returned.
+template <class Take>
+inline float quantize_group(const float* x, size_t count, size_t padded, Take take,
+                            float levels = 127) {
+  const SymmetricScale s = symmetric_scale(ElementF32::absmax(x, count), levels);
+  quantize_group(x, count, padded, s, take);
   return s.scale;
 }
 

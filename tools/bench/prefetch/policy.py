@@ -15,7 +15,7 @@ ACCUMULATORS = 8
 
 #: `cache` of a Fetch: the last is into L2, and from there into L1 when the line is 6 KiB closer.
 CACHES = {1: "l1", 2: "l2", 3: "l2+l1"}
-BEHIND = 6144
+BEHIND = 6144  # KTK_FETCH_L1_BEHIND of abi.h
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,9 @@ def candidates(*, by_pages: bool) -> list[Fetch]:
     """Return what to try: none, and 512 B to 64 KiB ahead into either cache, or both."""
     distances = [512 << i for i in range(8)]
     found = [Fetch(0, 2), *(Fetch(ahead, cache) for cache in (1, 2) for ahead in distances)]
-    found += [Fetch(ahead, 3) for ahead in distances if ahead > BEHIND]
-    if by_pages:
+    if not by_pages:  # AMX fetches many lines at once, which go to one cache
+        found += [Fetch(ahead, 3) for ahead in distances if ahead > BEHIND]
+    else:
         # One line of each of eight pages: 32 KiB at a time.
         found += [Fetch(ahead, cache, True) for cache in (1, 2) for ahead in (32768, 65536)]
     return found
