@@ -29,6 +29,7 @@ TEST(other_cpus_use_all_they_have) {
   CHECK_EQ(slow_isa({}, kBf16), KTK_ISA_NONE);
 }
 
+#if defined(__x86_64__)
 TEST(a_set_that_a_variable_names_is_not_slow) {
   setenv("KTK_ISA", "avx512_bf16", 1);
   CHECK_EQ(ktk::named_isa(), KTK_ISA_AVX512_BF16);
@@ -42,5 +43,6 @@ TEST(a_set_that_a_variable_names_is_not_slow) {
   unsetenv("KTK_ISA_FORCE");
   CHECK_EQ(ktk::named_isa(), KTK_ISA_NONE);
 }
+#endif
 
 }  // namespace
