@@ -28,7 +28,7 @@ struct ActGroup {
 
   int8_t high[kDepth], low[kDepth];
   float half_scale;
-  int32_t start, half_start[2];
+  int32_t start, part_start[2];
 };
 static_assert(sizeof(ActGroup) == 80);
 
@@ -91,9 +91,9 @@ struct ActBytes {
           };
           store(group.high, high);
           store(group.low, q.v);
-          group.half_start[j / 16] = -kCodeOffset * sum(q);
+          group.part_start[j / 16] = -kCodeOffset * sum(q);
         });
-    group.start = group.half_start[0] + group.half_start[1];
+    group.start = group.part_start[0] + group.part_start[1];
   }
 };
 

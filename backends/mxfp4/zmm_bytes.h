@@ -52,7 +52,7 @@ struct ByteLookup {
 // What the sums of a group begin with, which is `part` of those that share a group of act.
 template <class Scales>
 inline __m512i group_start(const ActGroup& act, size_t part) {
-  return _mm512_set1_epi32(kActShare<Scales> == 1 ? act.start : act.half_start[part]);
+  return _mm512_set1_epi32(kActShare<Scales> == 1 ? act.start : act.part_start[part]);
 }
 
 // dst += a scaled sum of sixteen columns, which is of twice the weights' values.

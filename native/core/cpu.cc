@@ -247,7 +247,10 @@ std::vector<std::string> isa_names(ktk_isa isa) {
   return names;
 }
 
-CpuId cpu_id() { return identify(); }
+CpuId cpu_id() {
+  static const CpuId id = identify();  // once: a virtual machine leaves its guest for each CPUID
+  return id;
+}
 
 std::string cpu_model_name() {
   if (std::string name = trimmed(brand()); !name.empty()) return name;
