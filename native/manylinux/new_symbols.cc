@@ -30,9 +30,22 @@ void ktk_exception_release(void** pointer) {
   *pointer = nullptr;
 }
 
+// Since glibc 2.33, where fstat() was an inline function before, of this one. Its first argument is
+// the version of struct stat, of which an architecture has one.
+#if defined(__x86_64__)
+constexpr int kStatVersion = 1;
+asm(".symver ktk_fxstat64, __fxstat64@GLIBC_2.2.5");
+#else
+constexpr int kStatVersion = 0;
+asm(".symver ktk_fxstat64, __fxstat64@GLIBC_2.17");
+#endif
+int ktk_fxstat64(int version, int file, void* found);
+int ktk_fstat64(int file, void* found) asm("fstat64");
+int ktk_fstat64(int file, void* found) { return ktk_fxstat64(kStatVersion, file, found); }
+
 }  // extern "C"
 
-// Since GLIBCXX_3.4.29.
+// Since GLIBCXX_3.4.29: _ZSt28__throw_bad_array_new_lengthv.
 namespace std {
 [[noreturn]] void __throw_bad_array_new_length();
 void __throw_bad_array_new_length() { throw std::bad_array_new_length(); }
