@@ -7,10 +7,10 @@ namespace ktk::fp8 {
 namespace {
 
 template <class Layout>
-using Kernel = ZmmKernel<DecodeHalves<DecodeBf16>, Layout>;
+using Kernel = ZmmKernel<DecodeHalves<DecodeAffine>, Layout>;
 
 template <class Layout>
-using DecodedKernel = ZmmDecodedKernel<DecodeHalves<DecodeBf16>, Layout>;
+using DecodedKernel = ZmmDecodedKernel<DecodeHalves<DecodeAffine>, Layout>;
 
 struct Variant {
   using Weight = WeightCodec;

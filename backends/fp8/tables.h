@@ -31,5 +31,20 @@ constexpr Tables make_tables() {
 }
 constexpr Tables kTables = make_tables();
 
+// The codes without exponent, 2^-8 times their values.
+struct alignas(64) Subnormals {
+  uint8_t low[64], high[64];
+};
+
+constexpr Subnormals make_subnormals() {
+  Subnormals tables = {};
+  for (uint32_t code = 1; code < 8; ++code) {
+    tables.low[code] = kTables.low[code];
+    tables.high[code] = static_cast<uint8_t>(kTables.high[code] - (8 << 7 >> 8));
+  }
+  return tables;
+}
+constexpr Subnormals kSubnormals = make_subnormals();
+
 }  // namespace
 }  // namespace ktk::fp8

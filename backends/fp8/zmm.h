@@ -38,6 +38,41 @@ struct DecodeBf16 {
   __m512 value(__m512 sum) const { return sum; }
 };
 
+#if defined(__GFNI__)
+// Both bytes of bf16 are a bit matrix times a code, with exponents 8 too small, so that no bit
+// depends on a carry: 16 * 7 + e instead of 120 + e. Those of zeros and subnormals are looked up.
+struct DecodeAffine {
+  using Dot = DotBf16;
+  static constexpr size_t kVectors = 2;
+  using Line = DecodeBf16::Line;
+  static constexpr uint64_t kLow = 0x0000000001020408, kHigh = 0x1020400000000080;
+  static constexpr int kExponent = 0x38;
+
+  Line load(const char* line) const {
+    const __m512i codes = _mm512_load_si512(line);
+    Line bytes = {_mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kLow), 0),
+                  _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kHigh), kExponent)};
+    // A line in a hundred has one. asm because gcc 12 spills registers where it branches.
+    asm("vptestnmb %[exponent], %[codes], %%k1\n\t"
+        "kortestq %%k1, %%k1\n\tjz 1f\n\t"
+        "vpermb %[table_low], %[codes], %[low]%{%%k1%}\n\t"
+        "vpermb %[table_high], %[codes], %[high]%{%%k1%}\n\t"
+        "vpternlogd $0xf8, %[codes], %[sign], %[high]\n1:"  // high | (sign & codes)
+        : [low] "+v"(bytes.low), [high] "+v"(bytes.high)
+        : [codes] "v"(codes), [exponent] "v"(_mm512_set1_epi8(0x78)),
+          [sign] "v"(_mm512_set1_epi8(static_cast<char>(0x80))), [table_low] "m"(kSubnormals.low),
+          [table_high] "m"(kSubnormals.high)
+        : "cc", "k1");
+    return bytes;
+  }
+  __m512i vector(const Line& line, size_t i) const {
+    return i ? _mm512_unpackhi_epi8(line.low, line.high)
+             : _mm512_unpacklo_epi8(line.low, line.high);
+  }
+  __m512 value(__m512 sum) const { return _mm512_mul_ps(sum, _mm512_set1_ps(256)); }
+};
+#endif
+
 // f16 has the same mantissa and more exponents: a code is an f16 of 2^-8 times its value, subnormal
 // where the code is. The conversion to f32 is exact, whatever MXCSR says of subnormals.
 struct DecodeF32 {

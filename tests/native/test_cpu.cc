@@ -90,7 +90,8 @@ TEST(the_compiler_sees_the_same_cpu) {
   CHECK_EQ((isa & KTK_ISA_AVX512) != 0, avx512);
   CHECK_EQ((isa & KTK_ISA_AVX512_VNNI) != 0, avx512 && __builtin_cpu_supports("avx512vnni"));
   CHECK_EQ((isa & KTK_ISA_AVX512_BF16) != 0, avx512 && __builtin_cpu_supports("avx512bf16"));
-  CHECK_EQ((isa & KTK_ISA_AVX512_VBMI) != 0, avx512 && __builtin_cpu_supports("avx512vbmi"));
+  CHECK_EQ((isa & KTK_ISA_AVX512_VBMI) != 0,
+           avx512 && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni"));
 }
 
 // CPUs as they are sold.
