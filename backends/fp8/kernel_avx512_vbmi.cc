@@ -1,5 +1,6 @@
-// FP8 with AVX-512 FMA and tables of AVX512-VBMI: f32 rows, up to 12 rows x 32 columns.
+// FP8 with AVX-512 FMA, VBMI and GFNI: f32 rows, up to 12 rows x 32 columns.
 #include "codec/scaled/zmm_decoded.h"
+#include "codec/scaled/zmm_one_row.h"
 #include "fp8/variant.h"
 #include "fp8/zmm.h"
 
@@ -7,7 +8,7 @@ namespace ktk::fp8 {
 namespace {
 
 template <class Layout>
-using Kernel = ZmmKernel<DecodeHalves<DecodeAffine>, Layout>;
+using Kernel = ZmmOneRowKernel<DecodeHalves<DecodeAffine>, Layout>;
 
 template <class Layout>
 using DecodedKernel = ZmmDecodedKernel<DecodeHalves<DecodeAffine>, Layout>;

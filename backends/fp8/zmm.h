@@ -50,20 +50,20 @@ struct DecodeAffine {
 
   Line load(const char* line) const {
     const __m512i codes = _mm512_load_si512(line);
-    Line bytes = {_mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kLow), 0),
-                  _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kHigh), kExponent)};
+    __m512i low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kLow), 0);
+    __m512i high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kHigh), kExponent);
     // A line in a hundred has one. asm because gcc 12 spills registers where it branches.
     asm("vptestnmb %[exponent], %[codes], %%k1\n\t"
         "kortestq %%k1, %%k1\n\tjz 1f\n\t"
         "vpermb %[table_low], %[codes], %[low]%{%%k1%}\n\t"
         "vpermb %[table_high], %[codes], %[high]%{%%k1%}\n\t"
         "vpternlogd $0xf8, %[codes], %[sign], %[high]\n1:"  // high | (sign & codes)
-        : [low] "+v"(bytes.low), [high] "+v"(bytes.high)
+        : [low] "+v"(low), [high] "+v"(high)
         : [codes] "v"(codes), [exponent] "v"(_mm512_set1_epi8(0x78)),
           [sign] "v"(_mm512_set1_epi8(static_cast<char>(0x80))), [table_low] "m"(kSubnormals.low),
           [table_high] "m"(kSubnormals.high)
         : "cc", "k1");
-    return bytes;
+    return {low, high};
   }
   __m512i vector(const Line& line, size_t i) const {
     return i ? _mm512_unpackhi_epi8(line.low, line.high)
