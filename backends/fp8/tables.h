@@ -31,7 +31,8 @@ constexpr Tables make_tables() {
 }
 constexpr Tables kTables = make_tables();
 
-// The codes without exponent, 2^-8 times their values.
+// Codes whose exponent is zero, as bf16 of 2^-8 times their values. 64, because vpermb takes six
+// bits of a code.
 struct alignas(64) Subnormals {
   uint8_t low[64], high[64];
 };
@@ -40,7 +41,8 @@ constexpr Subnormals make_subnormals() {
   Subnormals tables = {};
   for (uint32_t code = 1; code < 8; ++code) {
     tables.low[code] = kTables.low[code];
-    tables.high[code] = static_cast<uint8_t>(kTables.high[code] - (8 << 7 >> 8));
+    // 8 less in the exponent, whose upper seven bits this byte holds.
+    tables.high[code] = static_cast<uint8_t>(kTables.high[code] - 4);
   }
   return tables;
 }

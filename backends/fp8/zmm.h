@@ -39,8 +39,12 @@ struct DecodeBf16 {
 };
 
 #if defined(__GFNI__)
-// Both bytes of bf16 are a bit matrix times a code, with exponents 8 too small, so that no bit
+// Both bytes of bf16 are a matrix of bits times a code, with exponents 8 too small, so that no bit
 // depends on a carry: 16 * 7 + e instead of 120 + e. Those of zeros and subnormals are looked up.
+// Byte 7 - i of a matrix selects the bits of the code whose parity is bit i. From bit 7 down:
+//
+//   kLow     e0 m2 m1 m0 0 0 0 0
+//   kHigh    sign 0 0 0 0 e3 e2 e1, to which kExponent adds 0 0 1 1 1 0 0 0
 struct DecodeAffine {
   using Dot = DotBf16;
   static constexpr size_t kVectors = 2;
@@ -52,13 +56,14 @@ struct DecodeAffine {
     const __m512i codes = _mm512_load_si512(line);
     __m512i low = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kLow), 0);
     __m512i high = _mm512_gf2p8affine_epi64_epi8(codes, _mm512_set1_epi64(kHigh), kExponent);
-    // A line in a hundred has one. asm because gcc 12 spills registers where it branches.
+    // One line in 140 of gaussian weights has such a code. asm, because gcc 12 spills registers
+    // where it branches.
     asm("vptestnmb %[exponent], %[codes], %%k1\n\t"
         "kortestq %%k1, %%k1\n\tjz 1f\n\t"
         "vpermb %[table_low], %[codes], %[low]%{%%k1%}\n\t"
         "vpermb %[table_high], %[codes], %[high]%{%%k1%}\n\t"
         "vpternlogd $0xf8, %[codes], %[sign], %[high]\n1:"  // high | (sign & codes)
-        : [low] "+v"(low), [high] "+v"(high)
+        : [low] "+&v"(low), [high] "+&v"(high)
         : [codes] "v"(codes), [exponent] "v"(_mm512_set1_epi8(0x78)),
           [sign] "v"(_mm512_set1_epi8(static_cast<char>(0x80))), [table_low] "m"(kSubnormals.low),
           [table_high] "m"(kSubnormals.high)

@@ -30,8 +30,8 @@ void ktk_exception_release(void** pointer) {
   *pointer = nullptr;
 }
 
-// Since glibc 2.33, where fstat() was an inline function before, of this one. Its first argument is
-// the version of struct stat, of which an architecture has one.
+// Since glibc 2.33. Before, fstat() was an inline function that called __fxstat64(), whose first
+// argument is the version of struct stat: an architecture has one.
 #if defined(__x86_64__)
 constexpr int kStatVersion = 1;
 asm(".symver ktk_fxstat64, __fxstat64@GLIBC_2.2.5");
@@ -45,8 +45,8 @@ int ktk_fstat64(int file, void* found) { return ktk_fxstat64(kStatVersion, file,
 
 }  // extern "C"
 
-// Since GLIBCXX_3.4.29: _ZSt28__throw_bad_array_new_lengthv.
+// Since GLIBCXX_3.4.29.
 namespace std {
-[[noreturn]] void __throw_bad_array_new_length();
+[[noreturn]] void __throw_bad_array_new_length() asm("_ZSt28__throw_bad_array_new_lengthv");
 void __throw_bad_array_new_length() { throw std::bad_array_new_length(); }
 }  // namespace std

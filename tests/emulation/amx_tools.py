@@ -53,7 +53,7 @@ def cpu_flags() -> set[str]:
 HIDDEN = {
     "avx512_vnni": "vpdpbusd %zmm0, %zmm0, %zmm0",
     "avx512_bf16": "vdpbf16ps %zmm0, %zmm0, %zmm0",
-    "avx512_vbmi": "vpermb %zmm0, %zmm0, %zmm0",
+    "avx512_vbmi": "vpermb %zmm0, %zmm0, %zmm0; vgf2p8affineqb $0, %zmm0, %zmm0, %zmm0",
 }
 
 

@@ -30,12 +30,13 @@ def test_results_do_not_depend_on_it(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for variant in (variant.name for variant in backend.variants if variant.runnable):
         for fmt in backend.formats:
-            weight = quantize(torch.randn(96, 384, generator=generator), fmt)
+            # Two pairs of groups of 128, a group and a half: kernels take groups by twos.
+            weight = quantize(torch.randn(96, 704, generator=generator), fmt)
             matrix = _core.PackedMatrix(
                 backend.core, variant, weight.data, weight.scale, given=fmt, stored=fmt
             )
             for rows in (1, 12, 13, 40):
-                x = torch.randn(rows, 384, generator=generator)
+                x = torch.randn(rows, 704, generator=generator)
                 results = []
                 for setting in (NEVER, ALWAYS):
                     _core.set_prefetch(setting)

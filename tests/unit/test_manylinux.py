@@ -1,12 +1,13 @@
 """Wheels run with old system libraries: what is newer in them is known to native/manylinux.
 
-tools/release has auditwheel check the wheel that it makes; this says it of any build, so that a new
-call of a system function is noticed when it is written.
+tools/release has auditwheel check the wheel that it makes; this says it of any build with the glibc
+that wheels are made with, so that a new call of a system function is noticed when it is written.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import platform
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from ktk.registry import GROUP
 
 MANYLINUX = Path(__file__).parents[2] / "native" / "manylinux"
 # Of manylinux_2_28: https://github.com/pypa/auditwheel, policy/manylinux-policy.json.
-NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}
+NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11)}
 SYMBOL = re.compile(r"\*UND\*.*\b(GLIBC|GLIBCXX|CXXABI)_([\d.]+)\)? +(\w+)$", re.MULTILINE)
 
 OURS = [entry.value for entry in entry_points(GROUP) if entry.value.startswith("ktk.")]
@@ -47,6 +48,8 @@ def test_versions_are_compared_by_numbers() -> None:
 
 @pytest.mark.parametrize("module", ["ktk._core", "ktk._probe", *OURS])
 def test_new_symbols_are_known(module: str) -> None:
+    if platform.libc_ver() != ("glibc", "2.36"):
+        pytest.skip("wheels are made with glibc 2.36, of Debian 12: others have other new symbols")
     objdump = shutil.which("objdump")
     if not objdump:
         pytest.skip("objdump of binutils is missing")
@@ -56,6 +59,7 @@ def test_new_symbols_are_known(module: str) -> None:
     assert spec.origin
     table = subprocess.run([objdump, "-T", spec.origin], capture_output=True, text=True, check=True)
     assert SYMBOL.search(table.stdout)
-    known = (MANYLINUX / "old_symbols.h").read_text() + (MANYLINUX / "new_symbols.cc").read_text()
+    sources = [MANYLINUX / name for name in ("old_symbols.h", "new_symbols.cc")]
+    known = re.sub(r"//.*", "", "".join(path.read_text() for path in sources))
     unknown = {one for one in too_new(table.stdout) if not re.search(rf"\b{one}\b", known)}
     assert not unknown, f"native/manylinux has nothing for {', '.join(sorted(unknown))}"

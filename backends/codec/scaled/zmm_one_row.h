@@ -4,8 +4,8 @@
 // of them a line, two chains take 8 cycles a line, longer than decoding it. Two groups are four
 // chains:
 //
-//   group g      line 0, 1 | 2, 3 | ...      one behind the other in memory
-//   group g + 1  line 0, 1 | 2, 3 | ...      two lines of each by turns
+//   group g      line 0, 1 | 2, 3 | ...      two lines of group g, two of g + 1, and so on
+//   group g + 1  line 0, 1 | 2, 3 | ...
 //
 // Their sums are scaled and added in the order of k, so a row gets the same bits.
 #pragma once
@@ -15,7 +15,7 @@
 namespace ktk {
 namespace {
 
-// Not inlined: the driver's loops would take registers for pointers from it.
+// Not inlined, or the driver's pointers would take registers from it.
 template <class Decoder, class Layout>
 [[gnu::noinline]] void multiply_one_row(const ScaledKernel<Layout>& kernel, const Tile& t) {
   using Scales = typename Layout::Scales;
@@ -58,7 +58,7 @@ template <class Decoder, class Layout>
   if (rest.begin < rest.end) multiply_tile<Decoder, Layout, 1>(kernel, rest);
 }
 
-// ZmmKernel, where groups are deep and have no lines of scales between them.
+// ZmmKernel, with that form for one row where groups have no lines of scales between them.
 template <class Decoder, class Layout>
 struct ZmmOneRowKernel : ZmmKernel<Decoder, Layout> {
   using Base = ZmmKernel<Decoder, Layout>;

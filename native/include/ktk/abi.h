@@ -48,7 +48,7 @@ typedef uint64_t ktk_isa;
 #define KTK_ISA_AVX512 ((ktk_isa)1 << 2)   /* F, BW, CD, DQ, VL: x86-64-v4 */
 #define KTK_ISA_AVX512_VNNI ((ktk_isa)1 << 3)
 #define KTK_ISA_AVX512_BF16 ((ktk_isa)1 << 4)
-#define KTK_ISA_AVX512_VBMI ((ktk_isa)1 << 5)
+#define KTK_ISA_AVX512_VBMI ((ktk_isa)1 << 5) /* with GFNI */
 #define KTK_ISA_AVX512_FP16 ((ktk_isa)1 << 6)
 #define KTK_ISA_AMX_INT8 ((ktk_isa)1 << 7) /* with AMX-TILE */
 #define KTK_ISA_AMX_BF16 ((ktk_isa)1 << 8) /* with AMX-TILE */

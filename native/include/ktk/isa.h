@@ -27,8 +27,9 @@
   X(AVX512_VNNI, avx512_vnni, __AVX512VNNI__, KTK_ISA_AVX512, KTK_ISA_NONE, cpu.leaf7_ecx(11))     \
   X(AVX512_BF16, avx512_bf16, __AVX512BF16__, KTK_ISA_AVX512, KTK_ISA_AVX512_VNNI,                 \
     cpu.leaf7_1_eax(5))                                                                            \
+  /* VBMI and GFNI */                                                                              \
   X(AVX512_VBMI, avx512_vbmi, __AVX512VBMI__, KTK_ISA_AVX512, KTK_ISA_NONE,                        \
-    cpu.leaf7_ecx(1) && cpu.leaf7_ecx(8)) /* and GFNI */                                           \
+    cpu.leaf7_ecx(1) && cpu.leaf7_ecx(8))                                                          \
   X(AVX512_FP16, avx512_fp16, __AVX512FP16__, KTK_ISA_AVX512,                                      \
     KTK_ISA_AVX512_BF16 | KTK_ISA_AVX512_VBMI, cpu.leaf7_edx(23))                                  \
   /* Bit 24 is AMX-TILE */                                                                         \
