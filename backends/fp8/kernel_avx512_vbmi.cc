@@ -1,6 +1,5 @@
 // FP8 with AVX-512 FMA, VBMI and GFNI: f32 rows, up to 12 rows x 32 columns.
 #include "codec/scaled/zmm_decoded.h"
-#include "codec/scaled/zmm_one_row.h"
 #include "fp8/variant.h"
 #include "fp8/zmm.h"
 
@@ -8,7 +7,7 @@ namespace ktk::fp8 {
 namespace {
 
 template <class Layout>
-using Kernel = ZmmOneRowKernel<DecodeHalves<DecodeAffine>, Layout>;
+using Kernel = ZmmKernel<DecodeHalves<DecodeAffine>, Layout>;
 
 template <class Layout>
 using DecodedKernel = ZmmDecodedKernel<DecodeHalves<DecodeAffine>, Layout>;

@@ -8,14 +8,21 @@
 namespace ktk::fp8 {
 namespace {
 
+// A line as bytes of bf16.
+struct BytesOfBf16 {
+  __m512i low, high;
+
+  __m512i pairs(size_t i) const {
+    return i ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
+  }
+};
+
 // VBMI looks up both bytes of bf16 for the seven bits beside the sign; no compare, no arithmetic.
 struct DecodeBf16 {
   using Dot = DotBf16;
   static constexpr size_t kVectors = 2;
   static constexpr int kLeastExponent = 118, kMostExponent = 135;  // biased: of 2^-9 and 448
-  struct Line {
-    __m512i low, high;  // bytes of bf16
-  };
+  using Line = BytesOfBf16;
   __m512i low[2] = {_mm512_load_si512(kTables.low), _mm512_load_si512(kTables.low + 64)};
   __m512i high[2] = {_mm512_load_si512(kTables.high), _mm512_load_si512(kTables.high + 64)};
 
@@ -31,10 +38,7 @@ struct DecodeBf16 {
     return {look_up(codes, low),
             _mm512_ternarylogic_epi32(look_up(codes, high), sign, codes, 0xf8)};
   }
-  __m512i vector(const Line& line, size_t i) const {
-    return i ? _mm512_unpackhi_epi8(line.low, line.high)
-             : _mm512_unpacklo_epi8(line.low, line.high);
-  }
+  static __m512i vector(const Line& line, size_t i) { return line.pairs(i); }
   __m512 value(__m512 sum) const { return sum; }
 };
 
@@ -48,7 +52,7 @@ struct DecodeBf16 {
 struct DecodeAffine {
   using Dot = DotBf16;
   static constexpr size_t kVectors = 2;
-  using Line = DecodeBf16::Line;
+  using Line = BytesOfBf16;
   static constexpr uint64_t kLow = 0x0000000001020408, kHigh = 0x1020400000000080;
   static constexpr int kExponent = 0x38;
 
@@ -70,10 +74,7 @@ struct DecodeAffine {
         : "cc", "k1");
     return {low, high};
   }
-  __m512i vector(const Line& line, size_t i) const {
-    return i ? _mm512_unpackhi_epi8(line.low, line.high)
-             : _mm512_unpacklo_epi8(line.low, line.high);
-  }
+  static __m512i vector(const Line& line, size_t i) { return line.pairs(i); }
   __m512 value(__m512 sum) const { return _mm512_mul_ps(sum, _mm512_set1_ps(256)); }
 };
 #endif

@@ -30,7 +30,7 @@ def test_results_do_not_depend_on_it(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     for variant in (variant.name for variant in backend.variants if variant.runnable):
         for fmt in backend.formats:
-            # Two pairs of groups of 128, a group and a half: kernels take groups by twos.
+            # Five groups of 128 and a half.
             weight = quantize(torch.randn(96, 704, generator=generator), fmt)
             matrix = _core.PackedMatrix(
                 backend.core, variant, weight.data, weight.scale, given=fmt, stored=fmt
