@@ -87,8 +87,7 @@ inline void add_step(typename Simd::Int (*sums)[kRows][kVecs], const char*& weig
                      RowPointers<kRows>& act, Fetch& fetch) {
 #pragma GCC unroll 1
   for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
-#pragma GCC unroll 2
-    for (size_t i = 0; i < kTiles; ++i) fetch.next();
+    fetch.next_unseen_of<kTiles>();
     add_lines<Simd, kTiles, kRows, kVecs>(sums, weight, act);
     act.advance(4 * Act::kCodeBytes);
   }

@@ -152,10 +152,16 @@ inline void gemm(const ktk_matmul* mm) {
   constexpr bool kNextRun = requires { Kernel::kFetchesNextRun; };
   size_t ahead = policy.ahead;
   if (kNextRun && ahead > 0 && ahead < kernel.offset(run)) ahead = kernel.offset(run);
-  const auto cache = static_cast<uint8_t>(kNextRun ? uint16_t{KTK_FETCH_L2} : policy.cache);
+  const uint16_t cache = kNextRun ? uint16_t{KTK_FETCH_L2} : policy.cache;
+  constexpr bool kPrepares = requires(Kernel k, Run r) { k.prepare_run(r); };
+  const bool in_pages = is_alone && !kDecodes && !kPrepares && ahead > 0 &&
+                        cache == KTK_FETCH_L2_THEN_L1 && policy.order == KTK_FETCH_BY_PAGES;
   // For tiles that fetch `step` bytes for every line that they use, from `offset` on.
   const auto fetch_from = [&](size_t offset, size_t step) {
-    return Fetch{stream.at(offset + ahead), ahead ? step : 0, cache};
+    const char* const line = stream.at(offset + ahead);
+    const char* const l1_line = stream.at(offset + KTK_FETCH_L1_AHEAD);
+    if (in_pages && stretch_at(stream, offset + ahead).whole) return Fetch::pages(line, l1_line);
+    return Fetch::in_order(line, ahead ? step : 0, cache, l1_line);
   };
   Tile tile;
   tile.act_stride = mm->act_stride;
@@ -175,10 +181,14 @@ inline void gemm(const ktk_matmul* mm) {
     for (tile.begin = 0; tile.begin < slabs; tile.begin = tile.end) {
       tile.end = run_end<Kernel>(tile.begin, run, slabs);
       const size_t offset = block_offset + kernel.offset(tile.begin);
-      // What follows the last block is elsewhere: a run ends where fetching comes to it. Not where
-      // runs are decoded, which are short, and as long as tiles want them.
-      while (is_alone && !kDecodes && tile.end > tile.begin + 1 && offset + ahead < stream.bytes &&
-             block_offset + kernel.offset(tile.end - 1) + ahead >= stream.bytes) {
+      // What follows the last block is elsewhere: a run ends where fetching comes to it, and where
+      // the order changes. Not where runs are decoded, which are short, and as long as tiles want
+      // them.
+      const size_t turn = in_pages                        ? stretch_at(stream, offset + ahead).end
+                          : offset + ahead < stream.bytes ? stream.bytes
+                                                          : SIZE_MAX;
+      while (is_alone && !kDecodes && tile.end > tile.begin + 1 &&
+             block_offset + kernel.offset(tile.end - 1) + ahead >= turn) {
         --tile.end;
       }
       const size_t bytes = block_offset + kernel.offset(tile.end) - offset;

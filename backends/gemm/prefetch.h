@@ -42,10 +42,43 @@ struct WeightStream {
   // What comes `offset` bytes behind the beginning. Where nothing is known to follow, the beginning
   // again: to fetch what is in a cache costs nothing.
   const char* at(size_t offset) const {
-    if (offset < bytes) return begin + offset;
-    return (next ? next : begin) + (offset - bytes);
+    return offset < bytes ? begin + offset : after() + (offset - bytes);
   }
+  const char* after() const { return next ? next : begin; }
 };
+
+// Fetching by pages: in windows of eight pages one line of each page in turn. The prefetcher of the
+// L2 cache follows in all of the pages at once, and reads ahead in them. So the bits of a line's
+// number in a window are rotated by three:
+//
+//   bits of the offset in order      14 .... 9   8 7 6
+//   become bits                      11 .... 6  14 13 12
+constexpr size_t kPage = 4096, kFetchPages = 8, kFetchWindow = kFetchPages * kPage;
+
+constexpr size_t by_pages(size_t offset) {
+  constexpr size_t kNumber = kFetchWindow - kLine;
+  const size_t in_order = offset & kNumber;
+  return offset - in_order + ((in_order * 513 >> 3) & kNumber);
+}
+
+// What is fetched alike.
+struct Stretch {
+  size_t end;  // offset in the stream
+  bool whole;  // consists of windows
+};
+
+// The stretch around an offset: windows begin where their address is a multiple of kFetchWindow.
+inline Stretch stretch_at(const WeightStream& stream, size_t offset) {
+  const bool is_next = offset >= stream.bytes;
+  const char* const begin = is_next ? stream.after() : stream.begin;
+  const size_t before = is_next ? stream.bytes : 0;
+  const size_t address = reinterpret_cast<uintptr_t>(begin);
+  const size_t first = round_up(address, kFetchWindow) - address + before;
+  if (offset < first) return {is_next ? first : smaller(first, stream.bytes), false};
+  if (is_next) return {SIZE_MAX, true};
+  const size_t last = (address + stream.bytes) / kFetchWindow * kFetchWindow - address;
+  return offset < last ? Stretch{last, true} : Stretch{stream.bytes, false};
+}
 
 // `block_bytes` are those of the nr columns that are packed together, the first of which is at
 // `first`.
@@ -80,91 +113,125 @@ inline bool decodes_once(const ktk_matmul* mm) {
 // What a tile fetches while it computes: for every line of weights that it uses, what lies `step`
 // bytes behind what it fetched last.
 struct Fetch {
+  enum Into : uint8_t { kL1 = 1, kL2, kBoth, kPagesAndL1 };
+
   const char* line;  // the next one
   size_t step;       // less than a line where tiles share fetching; 0: nothing new
-  uint8_t cache;     // ktk_fetch_caches; what lies KTK_FETCH_L1_BEHIND a line is another stream
-                     // where the line is of the next one, and fetched for nothing
+  Into into;
+  const char* l1_line = nullptr;  // what is fetched into L1 if `line` goes into L2 ahead of that
 
-  void next() {
-    fetch(line);
-    line += step;
+  // In order, as a policy of this `cache` (ktk_fetch_caches) has it; `l1_line` for both caches.
+  static Fetch in_order(const char* line, size_t step, uint16_t cache, const char* l1_line) {
+    return {line, step, static_cast<Into>(cache), l1_line};
   }
+  // By pages, a line for each that is used.
+  static Fetch pages(const char* line, const char* l1_line) {
+    const size_t address = reinterpret_cast<uintptr_t>(line);
+    return {line + (by_pages(address) - address), kLine, kPagesAndL1, l1_line};
+  }
+
+  void next() { next_of<1>(); }
 
   // For several lines that are used, with one branch.
   template <size_t kCount>
   void next_of() {
-    if (cache == KTK_FETCH_L1) {
-      for (size_t i = 0; i < kCount; ++i) prefetch_l1(line + i * step);
+    if (into == kPagesAndL1) {
+      for (size_t i = 0; i < kCount; ++i, line = next_page(line)) prefetch_l2(line);
+      for (size_t i = 0; i < kCount; ++i, l1_line += kLine) prefetch_l1(l1_line);
+    } else if (into == kL1) {
+      for (size_t i = 0; i < kCount; ++i, line += step) prefetch_l1(line);
     } else {
-      for (size_t i = 0; i < kCount; ++i) prefetch_l2(line + i * step);
+      for (size_t i = 0; i < kCount; ++i, line += step) prefetch_l2(line);
+      if (into != kL2) {
+        for (size_t i = 0; i < kCount; ++i, l1_line += step) prefetch_l1(l1_line);
+      }
     }
-    if (cache == KTK_FETCH_L2_THEN_L1) {
-      for (size_t i = 0; i < kCount; ++i) prefetch_l1(line + i * step - KTK_FETCH_L1_BEHIND);
-    }
-    line += kCount * step;
   }
 
   // The same where tiles share fetching, so that this may come to a line or less.
   template <size_t kCount>
   void next_shared() {
-    if (kCount * step > kLine) return next_of<kCount>();
-    fetch(line);
+    if (kCount * step > kLine || into == kPagesAndL1) return next_of<kCount>();
+    prefetch(line, into == kL1);
     line += kCount * step;
   }
 
-  // So many adjacent lines, into L2.
+  // Into one cache, whatever the policy: for tiles that read what was decoded, not what is fetched.
+  void next_to_one() {
+    prefetch(line, into == kL1);
+    line += step;
+  }
+
+  // So many lines, into L2 and in order.
   void next_lines(size_t count) {
     for (size_t i = 0; i < count; ++i, line += kLine) prefetch_l2(line);
   }
 
-  // next() in one piece, for straight code so long that gcc 12 spills registers where it
-  // branches.
-  void next_unseen() {
-#if defined(__x86_64__)
-    asm volatile(
-        "cmpb $2, %[cache]\n\tjb 1f\n\t"
-        "prefetcht1 %[line]\n\tje 2f\n\tprefetcht0 %[behind]\n\tjmp 2f\n1:\t"
-        "prefetcht0 %[line]\n2:"
-        :
-        : [line] "m"(*line), [behind] "m"(*(line - KTK_FETCH_L1_BEHIND)), [cache] "q"(cache)
-        : "cc");
-    line += step;
-#else
-    next();
-#endif
+  // Leaves lines out.
+  void skip(size_t count) {
+    if (into == kPagesAndL1) {
+      for (size_t i = 0; i < count; ++i) line = next_page(line);
+    } else {
+      line += count * step;
+    }
+    if (l1_line) l1_line += count * step;
   }
 
-  // The same for several lines, a branch for four of them.
+  // The same from the same line on, whole lines.
+  Fetch of_lines() const {
+    Fetch fetch = *this;
+    fetch.step = kLine;
+    return fetch;
+  }
+
+  // next_of() in one piece, for straight code so long that gcc 12 spills registers where it
+  // branches.
   template <size_t kCount>
   void next_unseen_of() {
 #if defined(__x86_64__)
-    if constexpr (kCount >= 4) {
-      asm volatile(
-          "cmpb $2, %[cache]\n\tjb 1f\n\t"
-          "prefetcht1 (%[a])\n\tprefetcht1 (%[b])\n\t"
-          "prefetcht1 (%[a],%[step],2)\n\tprefetcht1 (%[b],%[step],2)\n\t"
-          "je 2f\n\t"
-          "prefetcht0 %c[behind](%[a])\n\tprefetcht0 %c[behind](%[b])\n\t"
-          "prefetcht0 %c[behind](%[a],%[step],2)\n\tprefetcht0 %c[behind](%[b],%[step],2)\n\t"
-          "jmp 2f\n1:\t"
-          "prefetcht0 (%[a])\n\tprefetcht0 (%[b])\n\t"
-          "prefetcht0 (%[a],%[step],2)\n\tprefetcht0 (%[b],%[step],2)\n2:"
-          :
-          : [a] "r"(line), [b] "r"(line + step), [step] "r"(step), [cache] "q"(cache),
-            [behind] "i"(-KTK_FETCH_L1_BEHIND)
-          : "cc");
-      line += 4 * step;
-      return next_unseen_of<kCount - 4>();
-    }
+    // Locals: what is in a structure with operands of asm, gcc 12 leaves in memory.
+    const char *to = line, *to_l1 = l1_line;
+    const size_t by = step;
+    const Into where = into;
+    // `inline`: gcc takes every line for an instruction, and would inline less around it.
+    asm volatile inline(
+        "cmpb $2, %[into]\n\tjb 1f\n\tja 3f\n\t"
+        // L2
+        ".rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[step], %[line]\n\t.endr\n\tjmp 9f\n"
+        "3:\tcmpb $3, %[into]\n\tja 4f\n\t"
+        // both
+        ".rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[step], %[line]\n\t"
+        "prefetcht0 (%[l1])\n\tadd %[step], %[l1]\n\t.endr\n\tjmp 9f\n"
+        // next_page()
+        "4:\n\t.rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[page], %[line]\n\t"
+        "prefetcht0 (%[l1])\n\tadd %[kline], %[l1]\n\t"
+        "test %[pages], %k[line]\n\tjnz 5f\n\tadd %[back], %[line]\n\t"
+        "test %[lines], %k[line]\n\tjnz 5f\n\tadd %[on], %[line]\n5:\n\t.endr\n\tjmp 9f\n"
+        "1:\n\t.rept %c[count]\n\tprefetcht0 (%[line])\n\tadd %[step], %[line]\n\t.endr\n9:"
+        : [line] "+r"(to), [l1] "+r"(to_l1)
+        : [step] "rm"(by), [into] "qm"(where), [count] "i"(kCount), [page] "i"(kPage),
+          [kline] "i"(kLine), [pages] "i"(kFetchWindow - kPage), [back] "i"(kBack),
+          [lines] "i"(kPage - kLine), [on] "i"(kOn)
+        : "cc");
+    line = to;
+    l1_line = to_l1;
+#else
+    next_of<kCount>();
 #endif
-#pragma GCC unroll 4
-    for (size_t i = 0; i < kCount; ++i) next_unseen();
   }
+  void next_unseen() { next_unseen_of<1>(); }
 
  private:
-  void fetch(const char* at) const {
-    prefetch(at, cache == KTK_FETCH_L1);
-    if (cache == KTK_FETCH_L2_THEN_L1) prefetch_l1(at - KTK_FETCH_L1_BEHIND);
+  // From one page too far to the next line of the first page, and from there, where that was the
+  // last line, to the next window.
+  static constexpr ptrdiff_t kBack = ptrdiff_t{kLine} - ptrdiff_t{kFetchWindow};
+  static constexpr ptrdiff_t kOn = ptrdiff_t{kFetchWindow} - ptrdiff_t{kPage};
+
+  static const char* next_page(const char* line) {
+    line += kPage;
+    if (reinterpret_cast<uintptr_t>(line) & (kFetchWindow - kPage)) return line;
+    line += kBack;
+    return reinterpret_cast<uintptr_t>(line) & (kPage - kLine) ? line : line + kOn;
   }
 };
 
@@ -174,14 +241,14 @@ struct BulkFetch {
   WeightStream stream;
   size_t offset;  // in the stream, of what comes next
   size_t step;
-  bool into_l1, by_pages;
+  bool into_l1, in_pages;
 
   // For so many lines that are used.
   void next(size_t lines) {
     const size_t end = offset + lines * step;
     for (size_t at = round_up(offset, kLine); at < end;) {
-      if (at % kGroup == 0 && at + kGroup <= end && (at | (kChunk - 1)) < stream.bytes) {
-        next_group(stream.begin + place(at), by_pages ? kPage : kLine);
+      if (at % kGroup == 0 && at + kGroup <= end && (at | (kFetchWindow - 1)) < stream.bytes) {
+        next_group(stream.begin + place(at), in_pages ? kPage : kLine);
         at += kGroup;
       } else {
         prefetch(stream.at(place(at)), into_l1);
@@ -192,7 +259,6 @@ struct BulkFetch {
   }
 
  private:
-  static constexpr size_t kPages = 8, kPage = 4096, kChunk = kPages * kPage;
   static constexpr size_t kGroup = 4 * kLine;  // with one look at where the stream ends
 
   void next_group(const char* line, size_t apart) const {
@@ -203,11 +269,7 @@ struct BulkFetch {
     }
   }
 
-  size_t place(size_t at) const {
-    if (!by_pages) return at;
-    const size_t line = at % kChunk / kLine;
-    return at / kChunk * kChunk + line % kPages * kPage + line / kPages * kLine;
-  }
+  size_t place(size_t at) const { return in_pages ? by_pages(at) : at; }
 };
 
 }  // namespace

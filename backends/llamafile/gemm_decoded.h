@@ -69,7 +69,7 @@ class GemmDecoded : public KernelBase {
         .act_stride = t.act_stride,
         .lines_to_fetch = lines_to_fetch(t),
     };
-    Fetch fetch = {t.fetch.line, kLine, t.fetch.cache};
+    Fetch fetch = t.fetch.of_lines();
     if constexpr (defers_d(kScaling)) {
       alignas(kLine) float sums[kMr * kNr];
       clear_rows(sums, kNr, t.rows);

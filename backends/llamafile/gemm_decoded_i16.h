@@ -135,7 +135,7 @@ class GemmDecodedI16 : public KernelBase {
         .act_stride = t.act_stride,
         .lines_to_fetch = lines_to_fetch(t),
     };
-    Fetch fetch = {t.fetch.line, kLine, t.fetch.cache};
+    Fetch fetch = t.fetch.of_lines();
     alignas(kLine) float sums[kMr * kNr];
     clear_rows(sums, kNr, t.rows);
     if (sums_fit_i16(*tile_norms_, limits_)) {

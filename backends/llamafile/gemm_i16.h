@@ -176,7 +176,7 @@ class GemmI16 : public KernelBase {
   // Called for all tiles of rows in their order.
   void tile(const Tile& t) {
     const size_t lines = lines_to_fetch(t);
-    Fetch fetch = {t.fetch.line, kLine, t.fetch.cache};
+    Fetch fetch = t.fetch.of_lines();
     for (size_t slab = t.begin, end; slab < t.end; slab = end) {
       for (end = slab;
            end < t.end && sums_fit_i16(tile_norms_[end - t.begin], limits_[end - t.begin]);) {
@@ -197,7 +197,7 @@ class GemmI16 : public KernelBase {
             t.dst, t.dst_stride, slab == 0, fetch);
       } else {
         multiply_apart(t, slab);
-        if (lines > 0) fetch.line += lines * kSubBlocks * kLine;
+        fetch.skip(lines * kSubBlocks);
         end = slab + 1;
       }
     }
@@ -213,7 +213,7 @@ class GemmI16 : public KernelBase {
     const uint8_t* const super_block = this->super_block(t, slab);
     load_scales(type(), layout_.whole, super_block, kSubBlocks, scales);
     load_deferred_ds(type(), super_block, d);
-    Fetch none = {reinterpret_cast<const char*>(super_block), 0, true};
+    Fetch none = {reinterpret_cast<const char*>(super_block), 0, Fetch::kL1};
     kApart[t.rows](
         {
             .table = &table_,

@@ -65,7 +65,7 @@ class GemmInRegisters : public KernelBase {
   void tile(const Tile& t) const {
     const size_t count = sub_blocks(t.begin, t.end);
     const size_t lines = ceil_div(lines_to_fetch(t), passes(t.rows));
-    Fetch fetch = {t.fetch.line, kLine, t.fetch.cache};
+    Fetch fetch = t.fetch.of_lines();
     // The header of a shorter super-block is shorter, so that it is not read in one go with others.
     const size_t whole = count / kSubBlocks * kSubBlocks;
     if (whole > 0) add(t, 0, whole, lines, fetch);

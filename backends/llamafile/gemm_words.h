@@ -172,7 +172,7 @@ class GemmWords : public KernelBase {
 
   void tile(const Tile& t) const {
     const size_t count = sub_blocks(t.begin, t.end), at = t.begin * kSubBlocks;
-    Fetch fetch = {t.fetch.line, kLine, t.fetch.cache};
+    Fetch fetch = t.fetch.of_lines();
     WordOperands operands = {
         .table = &table_,
         .offset = offset_,

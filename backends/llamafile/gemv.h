@@ -61,13 +61,11 @@ class Gemv : public KernelBase {
     Position p = {.operands = operands_, .act_stride = t.act_stride};
     p.act = act(t, t.begin * kSubBlocks);
     p.act_groups = act_groups(t, t.begin * kSubBlocks);
-    const char* fetch_line = t.fetch.line;
+    p.fetch = t.fetch;
     for_each_super_block(t, [&](const uint8_t* super_block, size_t count, size_t) {
       p.super_block = super_block;
       p.at = layout_.header_of(count);
-      p.fetch = {fetch_line, t.fetch.step, t.fetch.cache};
       add_super_block(p, count, c);
-      if (t.fetch.step) fetch_line += kBytes;
     });
 #pragma GCC unroll 2
     for (int r = 0; r < kRows; ++r) {

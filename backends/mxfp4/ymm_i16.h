@@ -181,9 +181,11 @@ template <size_t kDepth, size_t kRows, size_t kVectors>
 #pragma GCC unroll 4
     for (size_t j = 1; j < kVectors; ++j) sum[i][j] = sum[i][0];
   }
-  // gcc 12 unrolls two turns all the same, which is 6 % faster with one row than a loop of two.
+  // gcc 12 unrolls two turns all the same, which is 6 % faster with one row than a loop of two, and
+  // with two rows has no register left for a mask.
+  const char* const end = line + kDepth / kLineCodes * 2 * kLine;
 #pragma GCC unroll 1
-  for (size_t i = 0; i < kDepth; i += kLineCodes, line += 2 * kLine) {
+  for (const char* last = kRows == 1 ? end : hidden(end); line != last; line += 2 * kLine) {
     __m256i single[4];
     if constexpr (kRows == 1) {
 #pragma GCC unroll 4
@@ -221,7 +223,7 @@ inline void multiply_codes(const ScaledKernel<Layout>& kernel, I16Parts& scratch
        step += Layout::kStepBytes) {
     scales.begin(step);
     const char* line = step + Scales::kLineBytes + half * kLine;
-    if (half == 0) fetch.template next_of<Scales::kLineBytes / kLine>();
+    if (half == 0) fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
     for (const char* step_end = hidden(line + Layout::kCodeBytes); line != step_end;) {
       if constexpr (Scaled::kGroups == 2) {
         typename Scaled::Sums sum;

@@ -135,7 +135,7 @@ class I16DecodedKernel : public I16Kernel<Layout> {
     YmmScales<Scales> scales(nullptr);
     for (const char *line = this->begin(run), *end = this->end(run); line != end;) {
       const char* step_end = line + Layout::kStepBytes;
-      fetch.next_of<Scales::kLineBytes / kLine>();
+      fetch.next_unseen_of<Scales::kLineBytes / kLine>();
       scales.begin(line);
       for (size_t k = 0; k < kStepDepth; k += Scales::kGroupDepth, scales.advance()) {
         for (size_t col = 0; col < kBlockCols; col += kHalfCols, scale += 2) {

@@ -124,7 +124,7 @@ void multiply_bytes(const ScaledKernel<Layout>& kernel, const Tile& t) {
       reinterpret_cast<const ActGroup*>(t.act) + t.begin * kStepDepth / ActGroup::kDepth;
   for (const char *line = kernel.begin(t), *const end = kernel.end(t); line != end;) {
     scales.begin(line);
-    fetch.template next_of<Scales::kLineBytes / kLine>();
+    fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
     line += Scales::kLineBytes;
 #pragma GCC unroll 1
     for (size_t i = 0; i < kStepDepth; i += ActGroup::kDepth, ++act) {

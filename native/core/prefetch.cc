@@ -96,10 +96,13 @@ constexpr Row kRows[] = {
     // of memory: 2 % less time for int8 with one row; 7 % more for bf16 with four rows, 2 % for
     // int8 with eight. Into L2 at 8 KiB and then into L1 at 2 takes 0.90 to 0.99 of the time of L2
     // alone in all formats with 1 to 4 rows, 0.94 to 1.00 with 8: a core that waits for L2 fetches
-    // nothing from memory meanwhile. With L2 at 7 KiB it gains 2 % less, at 12 and
-    // 16 no more; two tiles and more gain nothing.
+    // nothing from memory meanwhile. Of that
+    // time, into L2 by pages takes 0.98 with one row, 0.87 with 8 and 0.90 with 12 in bf16, 0.97
+    // and 0.94 in int8, 0.91 and 0.97 in 4 bits, and up to 1.02 where products alone bind; at 36,
+    // 48 and 64 KiB as much. Two or four pages in turn gain half of it, 16 no more; two tiles of
+    // rows and more gain nothing from L1.
     {"intel", "GenuineIntel", 6, 0, kAnyModel, KTK_ISA_AVX512,
-     policy(4, 3, 13, {8192, kL2ThenL1, kInOrder}, {8192, kL2ThenL1, kInOrder},
+     policy(4, 3, 13, {32768, kL2ThenL1, kByPages}, {32768, kL2ThenL1, kByPages},
             {16384, 2, kInOrder}, {16384, 1, kInOrder}, {8192, 2, kInOrder})},
 #if defined(__aarch64__)
     // Not measured: no Arm server has been met.

@@ -60,15 +60,14 @@ def test_policies_are_what_the_core_reads_and_writes() -> None:
         _core.set_prefetch("")
 
 
-def test_candidates_are_distinct_and_by_pages_only_on_request() -> None:
-    assert not any(fetch.by_pages for fetch in candidates(by_pages=False))
-    tried = candidates(by_pages=True)
+@pytest.mark.parametrize("amx", [False, True])
+def test_candidates_are_distinct(amx: bool) -> None:
+    tried = candidates(amx=amx)
     assert len(set(tried)) == len(tried)
-    assert {Fetch(0, 2), Fetch(512, 1), Fetch(65536, 2), Fetch(32768, 2, True)} <= set(tried)
-    in_turn = candidates(by_pages=False)
-    assert Fetch(8192, 3) in in_turn
-    assert Fetch(4096, 3) not in in_turn, "into L1 after it was used"
-    assert Fetch(8192, 3) not in tried, "tiles of AMX fetch into one cache"
+    assert {Fetch(0, 2), Fetch(512, 1), Fetch(65536, 2), Fetch(32768, 3, True)} <= set(tried)
+    assert Fetch(2048, 3) not in tried, "into L2 and at once into L1"
+    assert (Fetch(8192, 3) in tried) is not amx, "tiles of AMX fetch into one cache"
+    assert (Fetch(32768, 2, True) in tried) is amx, "by pages vectors fetch into both caches"
 
 
 def test_an_interval_is_of_the_median() -> None:

@@ -151,7 +151,7 @@ inline void decode_tiles(const char* begin, const char* end, Fetch fetch, char* 
     if constexpr (!Scales::kLineBytes) {
       decode_step<NoFactor, Layout>(decoder, codes, scales, fetch, tiles);
     } else {
-      fetch.template next_of<Scales::kLineBytes / kLine>();
+      fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
       if constexpr (kArePowers<Scales>) {
         if (Power::suits<Decoder>(step)) {
           decode_step<Power, Layout>(decoder, codes, scales, fetch, tiles);

@@ -198,13 +198,13 @@ void multiply_as_tiles(const ScaledKernel<Layout>& kernel, const float* act, siz
   for (size_t in_group = 1; step != end; ++in_group, act += kStepDepth) {
     scales.begin(step);
     const char* const line = step + Scales::kLineBytes;
-    if constexpr (Scales::kLineBytes) fetch.template next_of<Scales::kLineBytes / kLine>();
+    if constexpr (Scales::kLineBytes) fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
     if (kArePowers<Scales> && !(act_suits && ScaledSum::suits(step))) {
       if constexpr (kArePowers<Scales>) {
         __m512 apart[kRows][2];
         memcpy(apart, sum, sizeof apart);
         add_step_apart<Layout, Decoder>(apart, line, scales, act, depth, fetch);
-        fetch.line += Layout::kCodeBytes / kLine * fetch.step;
+        fetch.skip(Layout::kCodeBytes / kLine);
         memcpy(sum, apart, sizeof apart);
       }
     } else {

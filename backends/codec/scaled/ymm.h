@@ -84,7 +84,7 @@ inline void multiply_codes(const ScaledKernel<Layout>& kernel, const Tile& t, si
   for (const char* line = kernel.begin(t); line != run_end;) {
     scales.begin(line);
     if constexpr (Scales::kLineBytes) {
-      if (half == 0) fetch.template next_of<Scales::kLineBytes / kLine>();
+      if (half == 0) fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
       line += Scales::kLineBytes;
     }
 #pragma GCC unroll 1

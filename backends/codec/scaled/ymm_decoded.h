@@ -98,7 +98,7 @@ class YmmDecodedKernel : public ScaledKernel<Layout> {
     for (const char *line = this->begin(run), *end = this->end(run); line != end;) {
       const char* step_end = line + Layout::kStepBytes;
       if constexpr (Scales::kLineBytes) {
-        fetch.next_of<Scales::kLineBytes / kLine>();
+        fetch.next_unseen_of<Scales::kLineBytes / kLine>();
         line += Scales::kLineBytes;
       }
       for (; line != step_end; line += 2 * kLine, out += Layout::kLineDepth * kBlockCols) {

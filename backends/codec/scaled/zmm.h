@@ -129,10 +129,9 @@ using ZmmRows = RowPointers<kRows, kRows <= 6 ? 1 : 3>;
 // Decoder makes kVectors registers of 16 columns of a line, one for each kActBytes of act.
 template <class Decoder, size_t kRows>
 inline void add_lines(__m512 (&sum)[kRows][2], const Decoder& decoder, const char* line,
-                      ZmmRows<kRows>& act, Fetch& fetch) {
+                      ZmmRows<kRows>& act) {
 #pragma GCC unroll 2
   for (size_t half = 0; half < 2; ++half, line += kLine) {
-    fetch.next_unseen();
     const typename Decoder::Line codes = decoder.load(line);
 #pragma GCC unroll 8
     for (size_t v = 0; v < Decoder::kVectors; ++v) {
@@ -212,7 +211,7 @@ void multiply_tile(const ScaledKernel<Layout>& kernel, const Tile& t) {
   for (const char* line = kernel.begin(t); line != run_end;) {
     scales.begin(line);
     if constexpr (Scales::kLineBytes) {
-      fetch.template next_of<Scales::kLineBytes / kLine>();
+      fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
       line += Scales::kLineBytes;
     }
 #pragma GCC unroll 1
@@ -226,7 +225,8 @@ void multiply_tile(const ScaledKernel<Layout>& kernel, const Tile& t) {
       do {
 #pragma GCC unroll 4
         for (size_t u = 0; u < kUnroll; ++u, line += 2 * kLine) {
-          add_lines(sum, decoder, line, act, fetch);
+          fetch.template next_unseen_of<2>();
+          add_lines(sum, decoder, line, act);
           act.advance(kLineActBytes);
         }
       } while (line != end);

@@ -56,7 +56,7 @@ void multiply_decoded(const ScaledKernel<Layout>& kernel, const char* weights, c
       for (size_t i = 0; i < kRows; ++i) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
 #pragma GCC unroll 1
       for (; weights != end; weights += 2 * kLine) {
-        fetch.next();
+        fetch.next_to_one();
         add_decoded<Decoder>(sum, weights, act);
         act.advance(kActBytes);
       }

@@ -123,12 +123,13 @@ typedef struct ktk_tile {
 
 /* Fetching packed weights ahead of their use. `ahead`: bytes from the line that is used to the one
  * that is fetched meanwhile; 0 fetches nothing. `cache`: the level that lines are fetched into;
- * KTK_FETCH_L2_THEN_L1 asks for L2, and for L1 where KTK_FETCH_L1_BEHIND bytes less are left to the
- * line. Kernels that cannot do that fetch into L2. `order`: KTK_FETCH_IN_ORDER, or
- * KTK_FETCH_BY_PAGES, one line of each of eight pages in turn; kernels that cannot do that fetch in
- * order. */
+ * KTK_FETCH_L2_THEN_L1 asks for L2, and for L1 when KTK_FETCH_L1_AHEAD bytes are left to the line.
+ * Kernels that cannot do that fetch into L2. `order`: KTK_FETCH_IN_ORDER, or KTK_FETCH_BY_PAGES, in
+ * windows of 32 KiB one line of each of eight pages in turn, so that `ahead` should be 32 KiB or
+ * more. Vector kernels do so with KTK_FETCH_L2_THEN_L1, where L1 is in order, and AMX kernels with
+ * the other two; all else fetches in order. */
 enum ktk_fetch_caches { KTK_FETCH_L1 = 1, KTK_FETCH_L2 = 2, KTK_FETCH_L2_THEN_L1 = 3 };
-#define KTK_FETCH_L1_BEHIND 6144
+#define KTK_FETCH_L1_AHEAD 2048
 enum ktk_fetch_orders { KTK_FETCH_IN_ORDER = 0, KTK_FETCH_BY_PAGES = 1 };
 typedef struct ktk_fetch {
   uint32_t ahead;

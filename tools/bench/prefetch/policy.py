@@ -13,9 +13,9 @@ ALL_IN_ORDER = 64
 ACCUMULATORS = 8
 
 
-#: `cache` of a Fetch: the last is into L2, and from there into L1 when the line is 6 KiB closer.
+#: `cache` of a Fetch: the last is into L2, and from there into L1, L1_AHEAD bytes before its use.
 CACHES = {1: "l1", 2: "l2", 3: "l2+l1"}
-BEHIND = 6144  # KTK_FETCH_L1_BEHIND of abi.h
+L1_AHEAD = 2048  # KTK_FETCH_L1_AHEAD of abi.h
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,15 @@ class Policy:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
-def candidates(*, by_pages: bool) -> list[Fetch]:
-    """Return what to try: none, and 512 B to 64 KiB ahead into either cache, or both."""
+def candidates(*, amx: bool) -> list[Fetch]:
+    """Return what to try: none, and 512 B to 64 KiB ahead into either cache, or both.
+
+    By pages, 32 KiB at a time, tiles of `amx` fetch into either cache, and vector kernels, which
+    AMX variants have too, into both.
+    """
     distances = [512 << i for i in range(8)]
     found = [Fetch(0, 2), *(Fetch(ahead, cache) for cache in (1, 2) for ahead in distances)]
-    if not by_pages:  # AMX fetches many lines at once, which go to one cache
-        found += [Fetch(ahead, 3) for ahead in distances if ahead > BEHIND]
-    else:
-        # One line of each of eight pages: 32 KiB at a time.
-        found += [Fetch(ahead, cache, True) for cache in (1, 2) for ahead in (32768, 65536)]
-    return found
+    if not amx:
+        found += [Fetch(ahead, 3) for ahead in distances if ahead > L1_AHEAD]
+    caches = (1, 2, 3) if amx else (3,)
+    return found + [Fetch(ahead, cache, True) for cache in caches for ahead in (32768, 65536)]
