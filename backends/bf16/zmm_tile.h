@@ -61,7 +61,7 @@ inline void add_wide(const Tile& t, __m512 (&acc)[kRows][2]) {
   for (size_t slab = t.begin; slab < t.end; ++slab, weight += kTileBytes) {
 #pragma GCC unroll 1
     for (const char* end = weight + kTileBytes; weight != end; weight += kLine) {
-      fetch.next_of<2>();
+      fetch.next_unseen_of<2>();
       add_lines<Dot, 2>(acc, 0, weight, act);
       act.advance(2 * Dot::kActBytes);
     }

@@ -76,7 +76,7 @@ void multiply_row(const Tile& t, const BlockReader<YmmDecoder>& reader) {
   const char* patched = patches.find(end);
 #pragma GCC unroll 1
   for (; group != end; group += kGroupBytes) {
-    fetch.next_of<kGroupBytes / kLine>();
+    fetch.next_unseen_of<kGroupBytes / kLine>();
     if (__builtin_expect(group == patched, 0)) {
       RowSums apart = {{acc[0][0], acc[0][1], acc[0][2], acc[0][3]}};
       add_patched_group(apart, decoder, group, patches, act);

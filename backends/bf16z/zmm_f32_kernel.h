@@ -35,7 +35,7 @@ void multiply_wide(const Tile& t, const char* weight) {
   Fetch fetch = t.fetch;
 #pragma GCC unroll 1
   for (const char* end = weight + (t.end - t.begin) * kWideStepBytes; weight != end;) {
-    fetch.next_of<2>();
+    fetch.next_unseen_of<2>();
 #pragma GCC unroll 2
     for (size_t odd = 0; odd < 2; ++odd, weight += 2 * kLine) {
       keep_order();

@@ -40,7 +40,7 @@ void multiply_tile(const Tile& t, const BlockReader<ZmmDecoder>& reader) {
   const char* patched = patches.find(end);
 #pragma GCC unroll 1
   for (; group != end; group += kGroupBytes) {
-    fetch.next_of<kGroupBytes / kLine>();
+    fetch.next_unseen_of<kGroupBytes / kLine>();
     __m512i pairs[2];
     decoder.first_lines(group, pairs);
     if (__builtin_expect(group == patched, 0)) apply(patches, false, pairs);

@@ -154,13 +154,18 @@ inline void gemm(const ktk_matmul* mm) {
   if (kNextRun && ahead > 0 && ahead < kernel.offset(run)) ahead = kernel.offset(run);
   const uint16_t cache = kNextRun ? uint16_t{KTK_FETCH_L2} : policy.cache;
   constexpr bool kPrepares = requires(Kernel k, Run r) { k.prepare_run(r); };
-  const bool in_pages = is_alone && !kDecodes && !kPrepares && ahead > 0 &&
-                        cache == KTK_FETCH_L2_THEN_L1 && policy.order == KTK_FETCH_BY_PAGES;
+  const bool is_shared = tiles == 2;
+  const bool in_pages =
+      !kDecodes && !kPrepares && ahead > 0 && policy.order == KTK_FETCH_BY_PAGES &&
+      mm->m * Kernel::kLineProducts <= mm->prefetch->pages_products &&
+      ((is_shared && cache == KTK_FETCH_L2) || (is_alone && cache == KTK_FETCH_L2_THEN_L1));
   // For tiles that fetch `step` bytes for every line that they use, from `offset` on.
   const auto fetch_from = [&](size_t offset, size_t step) {
     const char* const line = stream.at(offset + ahead);
     const char* const l1_line = stream.at(offset + KTK_FETCH_L1_AHEAD);
-    if (in_pages && stretch_at(stream, offset + ahead).whole) return Fetch::pages(line, l1_line);
+    if (in_pages && stretch_at(stream, offset + ahead).whole) {
+      return is_shared ? Fetch::shared_pages(line, step) : Fetch::pages(line, l1_line);
+    }
     return Fetch::in_order(line, ahead ? step : 0, cache, l1_line);
   };
   Tile tile;
@@ -187,7 +192,7 @@ inline void gemm(const ktk_matmul* mm) {
       const size_t turn = in_pages                        ? stretch_at(stream, offset + ahead).end
                           : offset + ahead < stream.bytes ? stream.bytes
                                                           : SIZE_MAX;
-      while (is_alone && !kDecodes && tile.end > tile.begin + 1 &&
+      while ((is_alone || in_pages) && !kDecodes && tile.end > tile.begin + 1 &&
              block_offset + kernel.offset(tile.end - 1) + ahead >= turn) {
         --tile.end;
       }

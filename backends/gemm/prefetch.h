@@ -113,12 +113,13 @@ inline bool decodes_once(const ktk_matmul* mm) {
 // What a tile fetches while it computes: for every line of weights that it uses, what lies `step`
 // bytes behind what it fetched last.
 struct Fetch {
-  enum Into : uint8_t { kL1 = 1, kL2, kBoth, kPagesAndL1 };
+  enum Into : uint8_t { kL1 = 1, kL2, kBoth, kPagesAndL1, kPages };
 
   const char* line;  // the next one
   size_t step;       // less than a line where tiles share fetching; 0: nothing new
   Into into;
   const char* l1_line = nullptr;  // what is fetched into L1 if `line` goes into L2 ahead of that
+                                  // kPages: a number, how much of `line` was asked for
 
   // In order, as a policy of this `cache` (ktk_fetch_caches) has it; `l1_line` for both caches.
   static Fetch in_order(const char* line, size_t step, uint16_t cache, const char* l1_line) {
@@ -130,6 +131,12 @@ struct Fetch {
     return {line + (by_pages(address) - address), kLine, kPagesAndL1, l1_line};
   }
 
+  // The same for tiles that share fetching, into L2 alone.
+  static Fetch shared_pages(const char* line, size_t step) {
+    const size_t address = reinterpret_cast<uintptr_t>(line);
+    return {line + (by_pages(address) - address), step, kPages};
+  }
+
   void next() { next_of<1>(); }
 
   // For several lines that are used, with one branch.
@@ -138,6 +145,8 @@ struct Fetch {
     if (into == kPagesAndL1) {
       for (size_t i = 0; i < kCount; ++i, line = next_page(line)) prefetch_l2(line);
       for (size_t i = 0; i < kCount; ++i, l1_line += kLine) prefetch_l1(l1_line);
+    } else if (into == kPages) {
+      for (size_t i = 0; i < kCount; ++i) next_part();
     } else if (into == kL1) {
       for (size_t i = 0; i < kCount; ++i, line += step) prefetch_l1(line);
     } else {
@@ -151,7 +160,7 @@ struct Fetch {
   // The same where tiles share fetching, so that this may come to a line or less.
   template <size_t kCount>
   void next_shared() {
-    if (kCount * step > kLine || into == kPagesAndL1) return next_of<kCount>();
+    if (kCount * step > kLine || into >= kPagesAndL1) return next_of<kCount>();
     prefetch(line, into == kL1);
     line += kCount * step;
   }
@@ -202,9 +211,15 @@ struct Fetch {
         // both
         ".rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[step], %[line]\n\t"
         "prefetcht0 (%[l1])\n\tadd %[step], %[l1]\n\t.endr\n\tjmp 9f\n"
+        "4:\tcmpb $4, %[into]\n\tja 8f\n"
         // next_page()
-        "4:\n\t.rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[page], %[line]\n\t"
+        "\t.rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[page], %[line]\n\t"
         "prefetcht0 (%[l1])\n\tadd %[kline], %[l1]\n\t"
+        "test %[pages], %k[line]\n\tjnz 5f\n\tadd %[back], %[line]\n\t"
+        "test %[lines], %k[line]\n\tjnz 5f\n\tadd %[on], %[line]\n5:\n\t.endr\n\tjmp 9f\n"
+        // next_part()
+        "8:\n\t.rept %c[count]\n\tadd %[step], %[l1]\n\tcmp %[kline], %[l1]\n\tjb 5f\n\t"
+        "sub %[kline], %[l1]\n\tprefetcht1 (%[line])\n\tadd %[page], %[line]\n\t"
         "test %[pages], %k[line]\n\tjnz 5f\n\tadd %[back], %[line]\n\t"
         "test %[lines], %k[line]\n\tjnz 5f\n\tadd %[on], %[line]\n5:\n\t.endr\n\tjmp 9f\n"
         "1:\n\t.rept %c[count]\n\tprefetcht0 (%[line])\n\tadd %[step], %[line]\n\t.endr\n9:"
@@ -226,6 +241,14 @@ struct Fetch {
   // last line, to the next window.
   static constexpr ptrdiff_t kBack = ptrdiff_t{kLine} - ptrdiff_t{kFetchWindow};
   static constexpr ptrdiff_t kOn = ptrdiff_t{kFetchWindow} - ptrdiff_t{kPage};
+
+  void next_part() {
+    const size_t part = reinterpret_cast<uintptr_t>(l1_line) + step;
+    l1_line = reinterpret_cast<const char*>(part < kLine ? part : part - kLine);
+    if (part < kLine) return;
+    prefetch_l2(line);
+    line = next_page(line);
+  }
 
   static const char* next_page(const char* line) {
     line += kPage;

@@ -77,7 +77,7 @@ OFFSET(ktk_fetch, ahead, 0);
 OFFSET(ktk_fetch, cache, 4);
 OFFSET(ktk_fetch, order, 6);
 
-static_assert(sizeof(ktk_prefetch) == 80);
+static_assert(sizeof(ktk_prefetch) == 88);
 OFFSET(ktk_prefetch, struct_size, 0);
 OFFSET(ktk_prefetch, few_products, 8);
 OFFSET(ktk_prefetch, in_order_products, 16);
@@ -88,6 +88,7 @@ OFFSET(ktk_prefetch, many, 48);
 OFFSET(ktk_prefetch, decode, 56);
 OFFSET(ktk_prefetch, decode_rows, 64);
 OFFSET(ktk_prefetch, accumulators, 72);
+OFFSET(ktk_prefetch, pages_products, 80);
 
 static_assert(sizeof(ktk_ukernel) == 40);
 OFFSET(ktk_ukernel, struct_size, 0);

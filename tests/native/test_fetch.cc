@@ -104,6 +104,7 @@ TEST(every_line_of_a_stream_is_fetched_and_hardly_any_twice) {
   ktk_matrix matrix = {};
   matrix.k = kDepth;
   ktk_prefetch prefetch = {};
+  prefetch.pages_products = 1;
   float dst[16];
   ktk_matmul mm = {};
   mm.matrix = &matrix;

@@ -62,7 +62,7 @@ TEST(entries_of_a_setting_take_the_place_of_those_of_the_cpu) {
   const ktk_prefetch p =
       prefetch_for(kZen4, kAvx512,
                    "few=4096:l1,many=32768:l2:pages,few_products=7,in_order_products=0,"
-                   "decode_rows=20,accumulators=12");
+                   "decode_rows=20,accumulators=12,pages_products=16");
   CHECK_EQ(p.few.ahead, 4096u);
   CHECK_EQ(p.few.cache, 1);
   CHECK_EQ(p.many.order, KTK_FETCH_BY_PAGES);
@@ -70,13 +70,14 @@ TEST(entries_of_a_setting_take_the_place_of_those_of_the_cpu) {
   CHECK_EQ(p.in_order_products, 0u);
   CHECK_EQ(p.decode_rows, 20u);
   CHECK_EQ(p.accumulators, 12u);
+  CHECK_EQ(p.pages_products, 16u);
   CHECK_EQ(p.one.ahead, prefetch_for(kZen4, kAvx512, "").one.ahead);
 }
 
 TEST(what_is_described_is_a_setting) {
   const std::string text =
       "few=1:l1,one=2:l2,pair=3:l1:pages,many=4:l2,decode=0:l2,few_products=5,in_order_products=6,"
-      "decode_rows=7,accumulators=8";
+      "decode_rows=7,accumulators=8,pages_products=9";
   CHECK_EQ(setting(kZen5, kAvx512, text.c_str()), text);
 }
 

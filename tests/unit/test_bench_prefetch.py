@@ -41,7 +41,7 @@ from prefetch.timing import Clock, duel, survey
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Fetch(512, 2), Fetch(8192, 2)
 TEXT = "few=512:l2,one=8192:l2,pair=16384:l2,many=32768:l2:pages,decode=8192:l1,"
-TEXT += "few_products=4,in_order_products=3,decode_rows=13,accumulators=8"
+TEXT += "few_products=4,in_order_products=3,decode_rows=13,accumulators=8,pages_products=32"
 PRESENT = Policy.parse(TEXT)
 
 
@@ -198,6 +198,8 @@ def test_a_row_is_the_initializer_of_the_table() -> None:
     assert "policy(4, 3, kNever, {" in row(replace(PRESENT, decode_rows=0), ("", 0, 0), "kAmx", [])
     waiting = row(replace(PRESENT, accumulators=10), ("", 0, 0), "kAmx", [])
     assert waiting.endswith("{8192, 1, kInOrder}, 10)},")
+    always = row(replace(PRESENT, pages_products=64), ("", 0, 0), "kAmx", [])
+    assert always.endswith("{8192, 1, kInOrder}, 8, 64)},")
     assert "kAnyModel, KTK_ISA_NEON," in row(PRESENT, ("", 0, 0), "KTK_ISA_NEON", [])
 
 

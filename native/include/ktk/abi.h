@@ -126,8 +126,8 @@ typedef struct ktk_tile {
  * KTK_FETCH_L2_THEN_L1 asks for L2, and for L1 when KTK_FETCH_L1_AHEAD bytes are left to the line.
  * Kernels that cannot do that fetch into L2. `order`: KTK_FETCH_IN_ORDER, or KTK_FETCH_BY_PAGES, in
  * windows of 32 KiB one line of each of eight pages in turn, so that `ahead` should be 32 KiB or
- * more. Vector kernels do so with KTK_FETCH_L2_THEN_L1, where L1 is in order, and AMX kernels with
- * the other two; all else fetches in order. */
+ * more. Vector kernels do so with KTK_FETCH_L2_THEN_L1, where L1 is in order, and for two tiles
+ * with KTK_FETCH_L2, AMX kernels with that and KTK_FETCH_L1; all else fetches in order. */
 enum ktk_fetch_caches { KTK_FETCH_L1 = 1, KTK_FETCH_L2 = 2, KTK_FETCH_L2_THEN_L1 = 3 };
 #define KTK_FETCH_L1_AHEAD 2048
 enum ktk_fetch_orders { KTK_FETCH_IN_ORDER = 0, KTK_FETCH_BY_PAGES = 1 };
@@ -160,6 +160,9 @@ typedef struct ktk_prefetch {
    * micro-kernels with another form for few rows, which has more of them, deal rows out so. 0:
    * evenly. */
   size_t accumulators;
+  /* Up to so many products for each line of weights, vector kernels fetch by pages where an entry
+   * says so. With more, a core computes for longer than it reads in any order. */
+  size_t pages_products;
 } ktk_prefetch;
 
 /* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32. */

@@ -6,11 +6,13 @@ from dataclasses import dataclass, fields, replace
 
 #: The classes of products that a policy has an entry for.
 CLASSES = ("few", "one", "pair", "many", "decode")
-NUMBERS = ("few_products", "in_order_products", "decode_rows", "accumulators")
+NUMBERS = ("few_products", "in_order_products", "decode_rows", "accumulators", "pages_products")
 #: `in_order_products` of a CPU that wants the order of memory wherever it can be had.
 ALL_IN_ORDER = 64
 #: `accumulators` of a CPU whose row does not say: four cycles for a product, two begun in a cycle.
 ACCUMULATORS = 8
+#: `pages_products` of a CPU whose row does not say.
+PAGES_PRODUCTS = 32
 
 
 #: `cache` of a Fetch: the last is into L2, and from there into L1, L1_AHEAD bytes before its use.
@@ -39,12 +41,13 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Policy:
-    """An entry for every class, and four numbers.
+    """An entry for every class, and five numbers.
 
     Up to `few_products` multiply instructions for a line of weights are few. Up to
     `in_order_products`, kernels that have a form for it use weights in the order of memory. From
     `decode_rows` rows on, kernels that have a form for it decode weights once; 0: never. Tiles of
-    rows that have fewer than `accumulators` independent sums are avoided.
+    rows that have fewer than `accumulators` independent sums are avoided. Up to `pages_products`
+    for a line of weights, vector kernels fetch by pages where an entry says so.
     """
 
     few: Fetch
@@ -56,6 +59,7 @@ class Policy:
     in_order_products: int
     decode_rows: int
     accumulators: int
+    pages_products: int
 
     @staticmethod
     def parse(text: str) -> Policy:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from prefetch.policy import ACCUMULATORS, ALL_IN_ORDER, CLASSES, Fetch, Policy
+from prefetch.policy import ACCUMULATORS, ALL_IN_ORDER, CLASSES, PAGES_PRODUCTS, Fetch, Policy
 
 
 def instruction_sets(allowed: Collection[str]) -> str:
@@ -35,7 +35,7 @@ def row(policy: Policy, cpu: tuple[str, int, int], isa: str, comment: list[str])
     lines += [
         f'    {{"NAME", "{vendor}", {family:#x}, {model:#x}, {last_model}, {isa},',
         f"     policy({policy.few_products}, {_in_order(policy)}, {_decode_rows(policy)}, "
-        f"{', '.join(fetches)}{_accumulators(policy)})}},",
+        f"{', '.join(fetches)}{_last_numbers(policy)})}},",
     ]
     return "\n".join(lines)
 
@@ -49,7 +49,9 @@ def _decode_rows(policy: Policy) -> str:
     return str(policy.decode_rows) if policy.decode_rows else "kNever"
 
 
-def _accumulators(policy: Policy) -> str:
+def _last_numbers(policy: Policy) -> str:
+    if policy.pages_products != PAGES_PRODUCTS:
+        return f", {policy.accumulators}, {policy.pages_products}"
     return f", {policy.accumulators}" if policy.accumulators != ACCUMULATORS else ""
 
 
