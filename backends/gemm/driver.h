@@ -153,10 +153,12 @@ inline void gemm(const ktk_matmul* mm) {
   size_t ahead = policy.ahead;
   if (kNextRun && ahead > 0 && ahead < kernel.offset(run)) ahead = kernel.offset(run);
   const uint16_t cache = kNextRun ? uint16_t{KTK_FETCH_L2} : policy.cache;
-  constexpr bool kPrepares = requires(Kernel k, Run r) { k.prepare_run(r); };
+  // By pages: a tile that uses each line once, or two tiles, where products do not bind. Not AMX,
+  // which has BulkFetch, nor kernels whose tiles read what prepare_run() decoded.
+  constexpr bool kIsVector = row_step<Kernel>() == 1 && !kDecodes && !kNextRun;
   const bool is_shared = tiles == 2;
   const bool in_pages =
-      !kDecodes && !kPrepares && ahead > 0 && policy.order == KTK_FETCH_BY_PAGES &&
+      kIsVector && ahead > 0 && policy.order == KTK_FETCH_BY_PAGES &&
       mm->m * Kernel::kLineProducts <= mm->prefetch->pages_products &&
       ((is_shared && cache == KTK_FETCH_L2) || (is_alone && cache == KTK_FETCH_L2_THEN_L1));
   // For tiles that fetch `step` bytes for every line that they use, from `offset` on.

@@ -111,30 +111,28 @@ inline bool decodes_once(const ktk_matmul* mm) {
 }
 
 // What a tile fetches while it computes: for every line of weights that it uses, what lies `step`
-// bytes behind what it fetched last.
+// bytes behind what it fetched last, in order or by pages.
 struct Fetch {
   enum Into : uint8_t { kL1 = 1, kL2, kBoth, kPagesAndL1, kPages };
 
   const char* line;  // the next one
   size_t step;       // less than a line where tiles share fetching; 0: nothing new
   Into into;
-  const char* l1_line = nullptr;  // what is fetched into L1 if `line` goes into L2 ahead of that
-                                  // kPages: a number, how much of `line` was asked for
+  // The address of what goes into L1, where `line` goes into L2 ahead of that; at the end of a
+  // stream it is what lies behind, for nothing. kPages: how many bytes of `line` were asked for.
+  size_t l1_or_part = 0;
 
   // In order, as a policy of this `cache` (ktk_fetch_caches) has it; `l1_line` for both caches.
   static Fetch in_order(const char* line, size_t step, uint16_t cache, const char* l1_line) {
-    return {line, step, static_cast<Into>(cache), l1_line};
+    return {line, step, static_cast<Into>(cache), reinterpret_cast<uintptr_t>(l1_line)};
   }
-  // By pages, a line for each that is used.
+  // By pages, a line for each that is used, as if `line` were next.
   static Fetch pages(const char* line, const char* l1_line) {
-    const size_t address = reinterpret_cast<uintptr_t>(line);
-    return {line + (by_pages(address) - address), kLine, kPagesAndL1, l1_line};
+    return {placed(line), kLine, kPagesAndL1, reinterpret_cast<uintptr_t>(l1_line)};
   }
-
-  // The same for tiles that share fetching, into L2 alone.
+  // The same for tiles that share fetching, into L2 alone. The first use fetches.
   static Fetch shared_pages(const char* line, size_t step) {
-    const size_t address = reinterpret_cast<uintptr_t>(line);
-    return {line + (by_pages(address) - address), step, kPages};
+    return {placed(line), step, kPages, kLine - step};
   }
 
   void next() { next_of<1>(); }
@@ -144,15 +142,19 @@ struct Fetch {
   void next_of() {
     if (into == kPagesAndL1) {
       for (size_t i = 0; i < kCount; ++i, line = next_page(line)) prefetch_l2(line);
-      for (size_t i = 0; i < kCount; ++i, l1_line += kLine) prefetch_l1(l1_line);
+      for (size_t i = 0; i < kCount; ++i) next_l1(kLine);
     } else if (into == kPages) {
-      for (size_t i = 0; i < kCount; ++i) next_part();
+      for (size_t i = 0; i < kCount; ++i) {
+        if (!is_due()) continue;
+        prefetch_l2(line);
+        line = next_page(line);
+      }
     } else if (into == kL1) {
       for (size_t i = 0; i < kCount; ++i, line += step) prefetch_l1(line);
     } else {
       for (size_t i = 0; i < kCount; ++i, line += step) prefetch_l2(line);
       if (into != kL2) {
-        for (size_t i = 0; i < kCount; ++i, l1_line += step) prefetch_l1(l1_line);
+        for (size_t i = 0; i < kCount; ++i) next_l1(step);
       }
     }
   }
@@ -165,13 +167,13 @@ struct Fetch {
     line += kCount * step;
   }
 
-  // Into one cache, whatever the policy: for tiles that read what was decoded, not what is fetched.
+  // For kernels with kFetchesNextRun, which never fetch by pages: into one cache, whatever the
+  // policy, because their tiles read what was decoded.
   void next_to_one() {
     prefetch(line, into == kL1);
     line += step;
   }
-
-  // So many lines, into L2 and in order.
+  // So many lines, into L2.
   void next_lines(size_t count) {
     for (size_t i = 0; i < count; ++i, line += kLine) prefetch_l2(line);
   }
@@ -180,10 +182,15 @@ struct Fetch {
   void skip(size_t count) {
     if (into == kPagesAndL1) {
       for (size_t i = 0; i < count; ++i) line = next_page(line);
+      l1_or_part += count * kLine;
+    } else if (into == kPages) {
+      for (size_t i = 0; i < count; ++i) {
+        if (is_due()) line = next_page(line);
+      }
     } else {
       line += count * step;
+      l1_or_part += count * step;
     }
-    if (l1_line) l1_line += count * step;
   }
 
   // The same from the same line on, whole lines.
@@ -199,37 +206,40 @@ struct Fetch {
   void next_unseen_of() {
 #if defined(__x86_64__)
     // Locals: what is in a structure with operands of asm, gcc 12 leaves in memory.
-    const char *to = line, *to_l1 = l1_line;
+    const char* to = line;
+    size_t other = l1_or_part;
     const size_t by = step;
     const Into where = into;
+#define KTK_NEXT_PAGE                                                                     \
+  "add %[page], %[line]\n\ttest %[pages], %k[line]\n\tjnz 5f\n\tadd %[back], %[line]\n\t" \
+  "test %[lines], %k[line]\n\tjnz 5f\n\tadd %[on], %[line]\n5:\n\t"
     // `inline`: gcc takes every line for an instruction, and would inline less around it.
     asm volatile inline(
         "cmpb $2, %[into]\n\tjb 1f\n\tja 3f\n\t"
-        // L2
+        // kL2
         ".rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[step], %[line]\n\t.endr\n\tjmp 9f\n"
-        "3:\tcmpb $3, %[into]\n\tja 4f\n\t"
-        // both
+        "3:\tcmpb $4, %[into]\n\tje 4f\n\tja 8f\n\t"
+        // kBoth
         ".rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[step], %[line]\n\t"
-        "prefetcht0 (%[l1])\n\tadd %[step], %[l1]\n\t.endr\n\tjmp 9f\n"
-        "4:\tcmpb $4, %[into]\n\tja 8f\n"
-        // next_page()
-        "\t.rept %c[count]\n\tprefetcht1 (%[line])\n\tadd %[page], %[line]\n\t"
-        "prefetcht0 (%[l1])\n\tadd %[kline], %[l1]\n\t"
-        "test %[pages], %k[line]\n\tjnz 5f\n\tadd %[back], %[line]\n\t"
-        "test %[lines], %k[line]\n\tjnz 5f\n\tadd %[on], %[line]\n5:\n\t.endr\n\tjmp 9f\n"
-        // next_part()
-        "8:\n\t.rept %c[count]\n\tadd %[step], %[l1]\n\tcmp %[kline], %[l1]\n\tjb 5f\n\t"
-        "sub %[kline], %[l1]\n\tprefetcht1 (%[line])\n\tadd %[page], %[line]\n\t"
-        "test %[pages], %k[line]\n\tjnz 5f\n\tadd %[back], %[line]\n\t"
-        "test %[lines], %k[line]\n\tjnz 5f\n\tadd %[on], %[line]\n5:\n\t.endr\n\tjmp 9f\n"
+        "prefetcht0 (%[other])\n\tadd %[step], %[other]\n\t.endr\n\tjmp 9f\n"
+        // kPagesAndL1
+        "4:\n\t.rept %c[count]\n\tprefetcht1 (%[line])\n\tprefetcht0 (%[other])\n\t"
+        "add %[kline], %[other]\n\t" KTK_NEXT_PAGE
+        ".endr\n\tjmp 9f\n"
+        // kPages
+        "8:\n\t.rept %c[count]\n\tadd %[step], %[other]\n\tcmp %[kline], %[other]\n\tjb 5f\n\t"
+        "sub %[kline], %[other]\n\tprefetcht1 (%[line])\n\t" KTK_NEXT_PAGE
+        ".endr\n\tjmp 9f\n"
+        // kL1
         "1:\n\t.rept %c[count]\n\tprefetcht0 (%[line])\n\tadd %[step], %[line]\n\t.endr\n9:"
-        : [line] "+r"(to), [l1] "+r"(to_l1)
+        : [line] "+&r"(to), [other] "+&r"(other)
         : [step] "rm"(by), [into] "qm"(where), [count] "i"(kCount), [page] "i"(kPage),
           [kline] "i"(kLine), [pages] "i"(kFetchWindow - kPage), [back] "i"(kBack),
           [lines] "i"(kPage - kLine), [on] "i"(kOn)
         : "cc");
+#undef KTK_NEXT_PAGE
     line = to;
-    l1_line = to_l1;
+    l1_or_part = other;
 #else
     next_of<kCount>();
 #endif
@@ -242,19 +252,25 @@ struct Fetch {
   static constexpr ptrdiff_t kBack = ptrdiff_t{kLine} - ptrdiff_t{kFetchWindow};
   static constexpr ptrdiff_t kOn = ptrdiff_t{kFetchWindow} - ptrdiff_t{kPage};
 
-  void next_part() {
-    const size_t part = reinterpret_cast<uintptr_t>(l1_line) + step;
-    l1_line = reinterpret_cast<const char*>(part < kLine ? part : part - kLine);
-    if (part < kLine) return;
-    prefetch_l2(line);
-    line = next_page(line);
-  }
-
   static const char* next_page(const char* line) {
     line += kPage;
     if (reinterpret_cast<uintptr_t>(line) & (kFetchWindow - kPage)) return line;
     line += kBack;
     return reinterpret_cast<uintptr_t>(line) & (kPage - kLine) ? line : line + kOn;
+  }
+  static const char* placed(const char* line) {
+    return reinterpret_cast<const char*>(by_pages(reinterpret_cast<uintptr_t>(line)));
+  }
+  // kPages: whether a line is due for what was used.
+  bool is_due() {
+    l1_or_part += step;
+    if (l1_or_part < kLine) return false;
+    l1_or_part -= kLine;
+    return true;
+  }
+  void next_l1(size_t bytes) {
+    prefetch_l1(reinterpret_cast<const char*>(l1_or_part));
+    l1_or_part += bytes;
   }
 };
 

@@ -143,7 +143,7 @@ class Gemv : public KernelBase {
   [[gnu::always_inline]] static void add_products(Position& p, const uint8_t* sub_block, Sums& sums,
                                                   Sums& high) {
     unroll<kSteps>([&]<size_t kStep>() __attribute__((always_inline)) {
-      constexpr size_t kLines = ceil_div(kBytes / kSubBlocks, kLine);  // of a sub-block
+      constexpr size_t kLines = kBytes / kLine / kSubBlocks;  // of a sub-block
 #pragma GCC unroll 3
       for (size_t i = kLines * kStep / kSteps; i < kLines * (kStep + 1) / kSteps; ++i) {
         p.fetch.next_unseen();
@@ -228,6 +228,9 @@ class Gemv : public KernelBase {
   }
 
   [[gnu::always_inline]] static void add_super_block(Position& p, size_t count, C& c) {
+    // What sub-blocks do not fetch; with a line more for each of them, fetching would run away.
+    static_assert(kBytes % kLine == 0);
+    if (count == kSubBlocks) p.fetch.template next_unseen_of<kBytes / kLine % kSubBlocks>();
     // Sub-blocks come back to the header: it is read here, or else the order of memory is broken.
     for (size_t i = 0; i < p.at.end; i += kLine) prefetch_l1(p.super_block + i);
     if constexpr (!defers_d(kScaling)) {

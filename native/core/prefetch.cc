@@ -87,7 +87,8 @@ constexpr Row kRows[] = {
     // more, and 8 KiB into L2 gains 4 to 11 %; on model 167 with 2 threads 2 KiB takes 1.00 in
     // bf16, 0.87 in int8, 0.90 and 0.88 in 4 bits, which gain nothing at 4 KiB. More rows: two
     // threads read 17.9 GB/s each at 1 KiB, in order, 14.4 at 4 KiB (plain loads 15.5). Where tiles
-    // of rows share fetching, the order of memory reaches 60 % of what one line of each page does.
+    // of rows share fetching, the order of memory reaches 60 % of what one line of each page does;
+    // not measured for two tiles of vectors, which do the same.
     {"intel_amx", "GenuineIntel", 6, 0, kAnyModel, kAmx,
      policy(4, kAll, 13, {2048, 1, kInOrder}, {1024, 2, kInOrder}, {32768, 2, kByPages},
             {32768, 2, kByPages}, {8192, 2, kInOrder})},
@@ -99,11 +100,12 @@ constexpr Row kRows[] = {
     // int8 with eight. Into L2 at 8 KiB and then into L1 at 2 takes 0.90 to 0.99 of the time of L2
     // alone in all formats with 1 to 4 rows, 0.94 to 1.00 with 8: a core that waits for L2 fetches
     // nothing from memory meanwhile. Of that
-    // time, into L2 by pages takes 0.98 with one row, 0.87 with 8 and 0.90 with 12 in bf16, 0.97
-    // and 0.94 in int8, 0.91 and 0.97 in 4 bits, and up to 1.02 where there are more
-    // than 32 products a line; at 36, 48 and 64 KiB as much. Two or four pages in turn gain half of
-    // it, 16 no more. Two tiles of rows gain nothing from L1, but by pages take 0.90 to 0.94 in
-    // int8, 0.94 with 13 rows of bf16; three 0.98 to 1.07.
+    // time, into L2 by pages takes 0.98 with one row, 0.88 with 8 and 0.90 with 12 in bf16, 0.97
+    // and 0.94 in int8, 0.88 and 0.93 in 4 bits, and up to 1.03 with more than 32 products a line;
+    // at 36, 48 and 64 KiB as much. Two or four pages in turn gain half of it, 16 no more. Two
+    // tiles of rows gain nothing from L1, but by pages they take 0.90 to 0.88 with 16 to 24 rows of
+    // int8, 0.94 with 13 of bf16; three tiles 0.98 to 1.07. What is not by pages fetches in order,
+    // no slower from 32 KiB than from 8.
     {"intel", "GenuineIntel", 6, 0, kAnyModel, KTK_ISA_AVX512,
      policy(4, 3, 13, {32768, kL2ThenL1, kByPages}, {32768, kL2ThenL1, kByPages},
             {32768, 2, kByPages}, {16384, 1, kInOrder}, {8192, 2, kInOrder})},

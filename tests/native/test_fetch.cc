@@ -35,12 +35,31 @@ TEST(lines_follow_each_other_however_many_are_fetched_at_once) {
   for (size_t i = 3; i + 4 <= lines; i += 4) {
     for (const Fetch* fetch : {&one, &four, &unseen, &skipping}) {
       CHECK_EQ(address(fetch->line), kSomewhere + by_pages(i * kLine));
-      CHECK_EQ(address(fetch->l1_line), 64 + (i - 3) * kLine);
+      CHECK_EQ(fetch->l1_or_part, 64 + (i - 3) * kLine);
     }
     for (size_t j = 0; j < 4; ++j) one.next();
     four.next_of<4>();
     unseen.next_unseen_of<4>();
     skipping.skip(4);
+  }
+}
+
+TEST(tiles_that_share_fetching_leave_no_line_out) {
+  for (const size_t step : {24, 32, 64}) {
+    Fetch one = Fetch::shared_pages(at_address(kSomewhere), step), four = one;
+    Fetch unseen = one, skipping = one;
+    for (size_t used = 0; used < 2000; used += 4) {
+      // The first of every line's uses fetches.
+      const size_t fetched = (used * step + kLine - step) / kLine;
+      for (const Fetch* fetch : {&one, &four, &unseen, &skipping}) {
+        CHECK_EQ(address(fetch->line), kSomewhere + by_pages(fetched * kLine));
+        CHECK(fetch->l1_or_part < kLine);
+      }
+      for (size_t j = 0; j < 4; ++j) one.next();
+      four.next_of<4>();
+      unseen.next_unseen_of<4>();
+      skipping.skip(4);
+    }
   }
 }
 
@@ -50,11 +69,11 @@ TEST(in_order_a_step_may_be_less_than_a_line) {
     for (size_t i = 0; i < 100; i += 2) {
       CHECK_EQ(address(seen.line), kSomewhere + i * 24);
       CHECK_EQ(address(unseen.line), kSomewhere + i * 24);
-      CHECK_EQ(address(unseen.l1_line), address(seen.l1_line));
+      CHECK_EQ(unseen.l1_or_part, seen.l1_or_part);
       seen.next_of<2>();
       unseen.next_unseen_of<2>();
     }
-    CHECK_EQ(address(seen.l1_line), cache == KTK_FETCH_L2_THEN_L1 ? 64 + 100 * 24 : 64);
+    CHECK_EQ(seen.l1_or_part, cache == KTK_FETCH_L2_THEN_L1 ? 64 + 100 * 24 : 64);
   }
 }
 
@@ -79,7 +98,7 @@ TEST(windows_are_whole_between_the_ends_of_a_stream) {
   CHECK_EQ(ktk::stretch_at(little, 640).end, 640 + first);
 }
 
-// Writes down what tiles of one row fetch, a line for each that they use.
+// Writes down what tiles of one row fetch, for each line that they use.
 std::vector<Fetch> asked;
 struct Recorder {
   static constexpr size_t kMr = 1, kNr = 16, kLineProducts = 1, kSlabLines = 5;
@@ -98,56 +117,78 @@ struct Recorder {
   }
 };
 
-TEST(every_line_of_a_stream_is_fetched_and_hardly_any_twice) {
-  constexpr size_t kDepth = 100, kBlocks = 12;
-  constexpr size_t kBlockLines = 1 + kDepth * Recorder::kSlabLines;
-  ktk_matrix matrix = {};
-  matrix.k = kDepth;
-  ktk_prefetch prefetch = {};
-  prefetch.pages_products = 1;
-  float dst[16];
-  ktk_matmul mm = {};
-  mm.matrix = &matrix;
-  mm.weight = at_address(kSomewhere + 17 * kLine);
-  mm.n_end = kBlocks * Recorder::kNr;
-  mm.m = 1;
-  mm.dst = dst;
-  mm.next = at_address(kSomewhere + 40 * kFetchWindow + 9 * kLine);
-  mm.prefetch = &prefetch;
-  for (const uint16_t order : {KTK_FETCH_IN_ORDER, KTK_FETCH_BY_PAGES}) {
-    prefetch.few = prefetch.one = {kFetchWindow, KTK_FETCH_L2_THEN_L1, order};
+// The lines of a stream that begins a few lines behind a window, and the next one, which does too.
+struct Fetched {
+  static constexpr size_t kDepth = 100, kBlocks = 12;
+  static constexpr size_t kBytes = kBlocks * (1 + kDepth * Recorder::kSlabLines) * kLine;
+  static constexpr uintptr_t kBegin = kSomewhere + 17 * kLine;
+  static constexpr uintptr_t kNext = kSomewhere + 40 * kFetchWindow + 9 * kLine;
+  std::map<uintptr_t, size_t> l2, l1;
+  size_t in_pages = 0, missing = 0, twice = 0;
+
+  Fetched(size_t rows, ktk_prefetch prefetch) {
+    ktk_matrix matrix = {};
+    matrix.k = kDepth;
+    std::vector<float> dst(rows * kBlocks * Recorder::kNr);
+    ktk_matmul mm = {};
+    mm.matrix = &matrix;
+    mm.weight = at_address(kBegin);
+    mm.n_end = kBlocks * Recorder::kNr;
+    mm.m = rows;
+    mm.dst = dst.data();
+    mm.dst_stride = mm.n_end;
+    mm.next = at_address(kNext);
+    mm.prefetch = &prefetch;
     asked.clear();
     ktk::gemm<Recorder>(&mm);
-    std::map<uintptr_t, size_t> l2, l1;
-    size_t in_pages = 0;
     for (const Fetch& fetch : asked) {
-      ++l2[address(fetch.line)];
-      ++l1[address(fetch.l1_line)];
-      in_pages += fetch.into == Fetch::kPagesAndL1;
+      const bool by_pages = fetch.into >= Fetch::kPagesAndL1;
+      in_pages += by_pages;
+      if (fetch.into == Fetch::kPages && fetch.l1_or_part + fetch.step < kLine) continue;
+      ++l2[address(fetch.line) / kLine * kLine];
+      if (fetch.into == Fetch::kBoth || fetch.into == Fetch::kPagesAndL1) ++l1[fetch.l1_or_part];
     }
-    // Headers, which the driver fetches itself, may be missing, and a slab where the order changes.
-    const uintptr_t begin = kSomewhere + 17 * kLine, bytes = kBlocks * kBlockLines * kLine;
-    size_t missing = 0, twice = 0;
-    for (uintptr_t line = begin + kFetchWindow; line < begin + bytes; line += kLine) {
+    for (uintptr_t line = kBegin + kFetchWindow; line < kBegin + kBytes; line += kLine) {
       missing += l2[line] == 0;
       twice += l2[line] > 1;
     }
     // Of the next stream all ahead of its first window, which is only begun.
-    for (uintptr_t line = address(static_cast<const char*>(mm.next)); line % kFetchWindow != 0;
-         line += kLine) {
-      missing += l2[line] == 0;
-    }
-    CHECK(missing <= kBlocks + 4 * Recorder::kSlabLines);
-    CHECK(twice <= 4 * Recorder::kSlabLines);
+    for (uintptr_t line = kNext; line % kFetchWindow != 0; line += kLine) missing += l2[line] == 0;
+  }
+};
+
+// Headers, which the driver fetches itself, and slabs where the order changes.
+constexpr size_t kMayMiss = Fetched::kBlocks + 4 * Recorder::kSlabLines;
+
+TEST(every_line_of_a_stream_is_fetched_and_hardly_any_twice) {
+  for (const uint16_t order : {KTK_FETCH_IN_ORDER, KTK_FETCH_BY_PAGES}) {
+    ktk_prefetch prefetch = {};
+    prefetch.few = prefetch.one = {kFetchWindow, KTK_FETCH_L2_THEN_L1, order};
+    prefetch.pages_products = 1;
+    Fetched found(1, prefetch);
+    CHECK(found.missing <= kMayMiss);
+    CHECK(found.twice <= 4 * Recorder::kSlabLines);
     if (order == KTK_FETCH_BY_PAGES) {
-      CHECK(in_pages * kLine > bytes - 3 * kFetchWindow);
+      CHECK(found.in_pages * kLine > Fetched::kBytes - 3 * kFetchWindow);
     } else {
-      CHECK_EQ(in_pages, 0u);
+      CHECK_EQ(found.in_pages, 0u);
     }
     // L1 goes ahead in this stream wherever L2 is.
-    CHECK_EQ(l1[begin + KTK_FETCH_L1_AHEAD + kLine], 1u);
-    CHECK_EQ(l1[begin + bytes - kLine], 1u);
+    CHECK_EQ(found.l1[Fetched::kBegin + KTK_FETCH_L1_AHEAD + kLine], 1u);
+    CHECK_EQ(found.l1[Fetched::kBegin + Fetched::kBytes - kLine], 1u);
   }
+}
+
+TEST(two_tiles_fetch_every_line_by_pages_and_three_in_order) {
+  ktk_prefetch prefetch = {};
+  prefetch.pair = {kFetchWindow, KTK_FETCH_L2, KTK_FETCH_BY_PAGES};
+  prefetch.pages_products = 3;
+  const Fetched two(2, prefetch), three(3, prefetch);
+  CHECK(two.missing <= kMayMiss);
+  CHECK(two.in_pages * kLine > 2 * (Fetched::kBytes - 3 * kFetchWindow));
+  CHECK_EQ(three.in_pages, 0u);
+  prefetch.pages_products = 1;  // products bind
+  CHECK_EQ(Fetched(2, prefetch).in_pages, 0u);
 }
 
 }  // namespace

@@ -31,6 +31,7 @@ TEST(intel_has_a_row_where_amx_may_be_used_and_one_without) {
   CHECK_EQ(std::string(ktk::prefetch_row(kSapphireRapids, KTK_ISA_AVX2)), "default");
   CHECK_EQ(prefetch_for(kSapphireRapids, amx, "").many.order, KTK_FETCH_BY_PAGES);
   CHECK_EQ(prefetch_for(kSapphireRapids, kAvx512, "").few.order, KTK_FETCH_BY_PAGES);
+  CHECK_EQ(prefetch_for(kSapphireRapids, kAvx512, "").pair.order, KTK_FETCH_BY_PAGES);
 }
 
 TEST(a_cpu_whose_products_take_longer_has_more_sums) {

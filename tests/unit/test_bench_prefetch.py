@@ -34,7 +34,7 @@ from prefetch.choose import (
     rank,
     verdict,
 )
-from prefetch.policy import ALL_IN_ORDER, Fetch, Policy, candidates
+from prefetch.policy import ALL_IN_ORDER, CLASSES, Fetch, Policy, candidates, is_done
 from prefetch.row import instruction_sets, row
 from prefetch.timing import Clock, duel, survey
 
@@ -67,7 +67,15 @@ def test_candidates_are_distinct(amx: bool) -> None:
     assert {Fetch(0, 2), Fetch(512, 1), Fetch(65536, 2), Fetch(32768, 3, True)} <= set(tried)
     assert Fetch(2048, 3) not in tried, "into L2 and at once into L1"
     assert (Fetch(8192, 3) in tried) is not amx, "tiles of AMX fetch into one cache"
-    assert (Fetch(32768, 2, True) in tried) is amx, "by pages vectors fetch into both caches"
+    assert (Fetch(32768, 1, True) in tried) is amx
+
+
+def test_classes_meet_only_what_their_kernels_do() -> None:
+    both, l2 = Fetch(32768, 3, True), Fetch(32768, 2, True)
+    assert [is_done(name, both, amx=False) for name in CLASSES] == [True, True, False, False, False]
+    assert [is_done(name, l2, amx=False) for name in CLASSES] == [False, False, True, False, False]
+    assert all(is_done(name, Fetch(8192, 1), amx=False) for name in CLASSES)
+    assert is_done("many", l2, amx=True)
 
 
 def test_an_interval_is_of_the_median() -> None:

@@ -131,7 +131,7 @@ class AmxKernel : public KernelBase<Act> {
     char* to = expanded_;
     for (size_t slab = run.begin; slab < run.end; ++slab) {
       for (size_t at = operands_.offset(slab); at < operands_.codes(slab); at += kLine) {
-        fetch.next();
+        fetch.next_unseen();
       }
       to = expand(run.block + operands_.codes(slab), to, fetch);
     }
@@ -165,7 +165,7 @@ class AmxKernel : public KernelBase<Act> {
           char* tile_row = to + i * half() + row;
           _mm512_store_si512(tile_row, weights(Vnni512::low_nibbles(pairs)));
           _mm512_store_si512(tile_row + kLine, weights(Vnni512::high_nibbles(pairs)));
-          fetch.next();
+          fetch.next_unseen();
         }
       }
     }

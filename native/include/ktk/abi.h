@@ -161,7 +161,7 @@ typedef struct ktk_prefetch {
    * evenly. */
   size_t accumulators;
   /* Up to so many products for each line of weights, vector kernels fetch by pages where an entry
-   * says so. With more, a core computes for longer than it reads in any order. */
+   * says so; 0: never. With more, a core computes for longer than it reads in any order. */
   size_t pages_products;
 } ktk_prefetch;
 

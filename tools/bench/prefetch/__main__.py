@@ -31,7 +31,7 @@ from prefetch.choose import (
     rank,
     verdict,
 )
-from prefetch.policy import ALL_IN_ORDER, CLASSES, Fetch, Policy, candidates
+from prefetch.policy import ALL_IN_ORDER, CLASSES, Fetch, Policy, candidates, is_done
 from prefetch.row import instruction_sets, row
 from prefetch.timing import FULL, QUICK, Clock, Duels, Effort, Layers, duel, survey
 
@@ -84,6 +84,8 @@ class Machine:
         present: Fetch = getattr(self.present, name)
         surveyed = [self.survey(case) for case in cases]
         common = set.intersection(*(set(times) for times in surveyed))
+        amx = any("amx" in case.variant for case in cases)
+        common = {fetch for fetch in common if is_done(name, fetch, amx=amx)}
         ranked = rank([{f: t for f, t in times.items() if f in common} for times in surveyed])
         # Where the class has grown, its entry is new to some of its cases.
         finalists = [fetch for fetch in ranked if moved or fetch != present][:FINALISTS]

@@ -80,12 +80,19 @@ class Policy:
 def candidates(*, amx: bool) -> list[Fetch]:
     """Return what to try: none, and 512 B to 64 KiB ahead into either cache, or both.
 
-    By pages, 32 KiB at a time, tiles of `amx` fetch into either cache, and vector kernels, which
-    AMX variants have too, into both.
+    By pages, 32 KiB at a time, tiles of `amx` fetch into either cache, a tile of vectors into both,
+    and two of them into L2: see `is_done`.
     """
     distances = [512 << i for i in range(8)]
     found = [Fetch(0, 2), *(Fetch(ahead, cache) for cache in (1, 2) for ahead in distances)]
     if not amx:
         found += [Fetch(ahead, 3) for ahead in distances if ahead > L1_AHEAD]
-    caches = (1, 2, 3) if amx else (3,)
+    caches = (1, 2, 3) if amx else (2, 3)
     return found + [Fetch(ahead, cache, True) for cache in caches for ahead in (32768, 65536)]
+
+
+def is_done(name: str, fetch: Fetch, *, amx: bool) -> bool:
+    """Return whether kernels do what a candidate says, or the same in order."""
+    if amx or not fetch.by_pages:
+        return True
+    return fetch.cache == 3 if name in ("few", "one") else name == "pair" and fetch.cache == 2
