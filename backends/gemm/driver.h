@@ -156,11 +156,15 @@ inline void gemm(const ktk_matmul* mm) {
   // By pages: a tile that uses each line once, or two tiles, where products do not bind. Not AMX,
   // which has BulkFetch, nor kernels whose tiles read what prepare_run() decoded.
   constexpr bool kIsVector = row_step<Kernel>() == 1 && !kDecodes && !kNextRun;
+  // What is prepared for a run is used beside each product, which takes about as long again, and
+  // two tiles for so long that fetching in order keeps up.
+  constexpr bool kPrepares = requires(Kernel k, Run r) { k.prepare_run(r); };
+  constexpr size_t kWork = Kernel::kLineProducts * (kPrepares ? 2 : 1);
   const bool is_shared = tiles == 2;
-  const bool in_pages =
-      kIsVector && ahead > 0 && policy.order == KTK_FETCH_BY_PAGES &&
-      mm->m * Kernel::kLineProducts <= mm->prefetch->pages_products &&
-      ((is_shared && cache == KTK_FETCH_L2) || (is_alone && cache == KTK_FETCH_L2_THEN_L1));
+  const bool in_pages = kIsVector && ahead > 0 && policy.order == KTK_FETCH_BY_PAGES &&
+                        mm->m * kWork <= mm->prefetch->pages_products &&
+                        ((is_shared && !kPrepares && cache == KTK_FETCH_L2) ||
+                         (is_alone && cache == KTK_FETCH_L2_THEN_L1));
   // For tiles that fetch `step` bytes for every line that they use, from `offset` on.
   const auto fetch_from = [&](size_t offset, size_t step) {
     const char* const line = stream.at(offset + ahead);

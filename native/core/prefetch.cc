@@ -27,7 +27,7 @@ struct Row {
 constexpr ktk_prefetch policy(uint32_t few_products, uint32_t in_order_products,
                               uint32_t decode_rows, ktk_fetch few, ktk_fetch one, ktk_fetch pair,
                               ktk_fetch many, ktk_fetch decode, uint32_t accumulators = 8,
-                              uint32_t pages_products = 32) {
+                              uint32_t pages_products = 30) {
   return {.struct_size = sizeof(ktk_prefetch),
           .few_products = few_products,
           .in_order_products = in_order_products,
@@ -101,7 +101,7 @@ constexpr Row kRows[] = {
     // alone in all formats with 1 to 4 rows, 0.94 to 1.00 with 8: a core that waits for L2 fetches
     // nothing from memory meanwhile. Of that
     // time, into L2 by pages takes 0.98 with one row, 0.88 with 8 and 0.90 with 12 in bf16, 0.97
-    // and 0.94 in int8, 0.88 and 0.93 in 4 bits, and up to 1.03 with more than 32 products a line;
+    // and 0.94 in int8, 0.88 and 0.93 in 4 bits, and up to 1.06 with more than 30 products a line;
     // at 36, 48 and 64 KiB as much. Two or four pages in turn gain half of it, 16 no more. Two
     // tiles of rows gain nothing from L1, but by pages they take 0.90 to 0.88 with 16 to 24 rows of
     // int8, 0.94 with 13 of bf16; three tiles 0.98 to 1.07. What is not by pages fetches in order,
@@ -168,7 +168,7 @@ constexpr Number kNumbers[] = {{"few_products", &ktk_prefetch::few_products},
       "' in it is neither a CPU (" + rows + ") nor like 'few=4096:l1' or " +
       "'many=32768:l2:pages' (" + entries +
       "with l1, l2 or l2+l1) nor 'few_products=8', 'in_order_products=0', 'decode_rows=13', "
-      "'accumulators=8' nor 'pages_products=32'");
+      "'accumulators=8' nor 'pages_products=30'");
 }
 
 std::vector<std::string_view> split(std::string_view text, char between) {

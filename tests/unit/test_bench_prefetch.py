@@ -41,7 +41,7 @@ from prefetch.timing import Clock, duel, survey
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Fetch(512, 2), Fetch(8192, 2)
 TEXT = "few=512:l2,one=8192:l2,pair=16384:l2,many=32768:l2:pages,decode=8192:l1,"
-TEXT += "few_products=4,in_order_products=3,decode_rows=13,accumulators=8,pages_products=32"
+TEXT += "few_products=4,in_order_products=3,decode_rows=13,accumulators=8,pages_products=30"
 PRESENT = Policy.parse(TEXT)
 
 

@@ -12,7 +12,7 @@ ALL_IN_ORDER = 64
 #: `accumulators` of a CPU whose row does not say: four cycles for a product, two begun in a cycle.
 ACCUMULATORS = 8
 #: `pages_products` of a CPU whose row does not say.
-PAGES_PRODUCTS = 32
+PAGES_PRODUCTS = 30
 
 
 #: `cache` of a Fetch: the last is into L2, and from there into L1, L1_AHEAD bytes before its use.
