@@ -110,8 +110,8 @@ inline bool decodes_once(const ktk_matmul* mm) {
   return rows > 0 && mm->m >= rows;
 }
 
-// What a tile fetches while it computes: for every line of weights that it uses, what lies `step`
-// bytes behind what it fetched last, in order or by pages.
+// What a tile fetches while it computes: for every line of weights that it uses, `step` bytes of
+// what follows what it fetched last, in order or by pages.
 struct Fetch {
   enum Into : uint8_t { kL1 = 1, kL2, kBoth, kPagesAndL1, kPages };
 

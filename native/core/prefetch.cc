@@ -99,13 +99,12 @@ constexpr Row kRows[] = {
     // of memory: 2 % less time for int8 with one row; 7 % more for bf16 with four rows, 2 % for
     // int8 with eight. Into L2 at 8 KiB and then into L1 at 2 takes 0.90 to 0.99 of the time of L2
     // alone in all formats with 1 to 4 rows, 0.94 to 1.00 with 8: a core that waits for L2 fetches
-    // nothing from memory meanwhile. Of that
-    // time, into L2 by pages takes 0.98 with one row, 0.88 with 8 and 0.90 with 12 in bf16, 0.97
-    // and 0.94 in int8, 0.88 and 0.93 in 4 bits, and up to 1.06 with more than 30 products a line;
-    // at 36, 48 and 64 KiB as much. Two or four pages in turn gain half of it, 16 no more. Two
-    // tiles of rows gain nothing from L1, but by pages they take 0.90 to 0.88 with 16 to 24 rows of
-    // int8, 0.94 with 13 of bf16; three tiles 0.98 to 1.07. What is not by pages fetches in order,
-    // no slower from 32 KiB than from 8.
+    // nothing from memory meanwhile. Of that time, into L2 by pages takes 0.98 with one row, 0.88
+    // with 8 and 0.90 with 12 in bf16, 0.97 and 0.94 in int8, 0.88 and 0.93 in 4 bits, and up to
+    // 1.06 with more than 30 products a line; at 36, 48 and 64 KiB as much. Two or four pages in
+    // turn gain half of it, 16 no more. Two tiles of rows gain nothing from L1, but by pages they
+    // take 0.90 and 0.88 with 16 and 24 rows of int8, 0.94 with 13 of bf16; three 0.98 to 1.07.
+    // What is not by pages fetches in order: 0.99 to 1.01 at 32 KiB of what it takes at 8 or 16.
     {"intel", "GenuineIntel", 6, 0, kAnyModel, KTK_ISA_AVX512,
      policy(4, 3, 13, {32768, kL2ThenL1, kByPages}, {32768, kL2ThenL1, kByPages},
             {32768, 2, kByPages}, {16384, 1, kInOrder}, {8192, 2, kInOrder})},
