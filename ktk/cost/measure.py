@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, Protocol
 
+from ktk import _core
 from ktk.cost.table import CostTable, measured_tokens, memory_difference
 from ktk.system import last_level_cache_bytes
 
@@ -34,6 +35,8 @@ class Layer(Protocol):
     def nbytes(self) -> int: ...
     @property
     def loaded(self) -> tuple[int, ...]: ...
+    @property
+    def pool(self) -> _core.WorkerPool | None: ...
     def __call__(self, hidden: Any, topk_ids: Any, topk_weights: Any, *, out: Any) -> Any: ...
 
 
@@ -56,14 +59,18 @@ class Clock:
         self._hidden = rng.standard_normal((_MANY_TOKENS, width), np.float32).astype(np.float16)
         self._out = np.empty_like(self._hidden)
         # Where all weights fit the cache, something else must take their place, as the layers of a
-        # model take each other's.
+        # model take each other's. It is read and not written: lines to be written back would share
+        # the time of the call. Ones, because zeros that nobody wrote have no memory of their own.
         cache = last_level_cache_bytes()
-        self._other = np.zeros(2 * cache, np.uint8) if layer.nbytes < 2 * cache else None
+        self._other = np.ones(2 * cache, np.uint8) if layer.nbytes < 2 * cache else None
 
     def call(self, experts: int, rows: int, tokens: int | None = None) -> float:
         """Return the seconds of a call in which so many experts have so many rows each."""
         import numpy as np
 
+        if self._other is not None:
+            self._other.max()
+            self._wake()
         ids = next(self._turns)
         count = measured_tokens(rows) if tokens is None else tokens
         chosen = np.full((count, experts), -1, np.int64)
@@ -71,12 +78,18 @@ class Clock:
             step = 2 if 2 * rows <= count else 1
             chosen[column % step :: step, column][:rows] = ids[column]
         weights = np.full(chosen.shape, 1 / experts, np.float32)
-        if self._other is not None:
-            self._other += 1
         hidden, out = self._hidden[:count], self._out[:count]
         begin = self._time()
         self._layer(hidden, chosen, weights, out=out)
         return self._time() - begin
+
+    def _wake(self) -> None:
+        """Have the workers do something, as they sleep by now, and in a model they would not.
+
+        A call whose tokens choose no expert would not reach them; this reads no weights either.
+        """
+        row = self._hidden[:1]
+        _core.rms_norm(row, row[0], self._out[:1], 1.0, 0.0, False, self._layer.pool)
 
 
 @dataclass

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,7 @@ import pytest
 
 import ktk
 from ktk.cost import CostTable
-from ktk.cost.measure import _Samples, evaluate, measure
+from ktk.cost.measure import Clock, _Samples, evaluate, measure
 from ktk.errors import CheckpointError
 
 LAYER = {"backend": "BF16", "num_experts_per_tok": 8}
@@ -143,6 +146,7 @@ class Machine:
         self.config = SimpleNamespace(hidden_size=4)
         self.loaded = tuple(range(3, 3 + experts))  # the first ones live elsewhere
         self.nbytes = 1 << 62  # more than a cache holds
+        self.pool = None
         self.used: list[int] = []
         self._chance = random.Random(0)
         self._noise, self._modes = noise, modes
@@ -190,6 +194,61 @@ def test_measured_tables_predict_the_machine(experts: int, modes: Sequence[float
         assert predicted == pytest.approx(machine.takes(rows, tokens, mode), rel=0.15)
 
 
+class Sleeper(Machine):
+    """A layer that fits the cache, and whose workers sleep while something else takes its place."""
+
+    def __init__(self) -> None:
+        super().__init__(21, 0.02, (1.0,))
+        self.nbytes = 100
+        self.asleep = False
+
+    def max(self) -> None:
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
+    def __call__(self, hidden: Any, topk_ids: Any, topk_weights: Any, *, out: Any) -> None:
+        super().__call__(hidden, topk_ids, topk_weights, out=out)
+        self._now += self.asleep * 500e-6
+        self.wake()
+
+
+def test_layers_that_fit_the_cache_are_measured_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Sleeper()
+    monkeypatch.setattr("ktk.cost.measure.last_level_cache_bytes", lambda: 100)
+    monkeypatch.setattr("ktk.cost.measure.Clock", partial(_clock_of, monkeypatch, machine))
+    table = measure(machine, LAYER, time=machine.time)
+    took = machine.takes([1] * 8, 1, 1.0)
+    assert table.seconds([1] * 8, 1) == pytest.approx(took, rel=0.05)
+
+
+def test_waking_reaches_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktk.cost.measure.last_level_cache_bytes", lambda: 1 << 20)
+    clock = Clock(loaded(pool=ktk.WorkerPool(2)), time.perf_counter)
+    clock.call(1, 1)
+    time.sleep(0.1)  # workers look for work for less than that, and then sleep
+    before = switches_of_workers()
+    clock._wake()
+    time.sleep(0.1)
+    assert switches_of_workers() > before
+
+
+def switches_of_workers() -> int:
+    """Return how often threads of all pools have gone to sleep."""
+    tasks = [task.read_text() for task in Path("/proc/self/task").glob("*/status")]
+    texts = (text for text in tasks if text.startswith("Name:\tktk-"))
+    return sum(int(re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", one, re.M)[0]) for one in texts)
+
+
+def _clock_of(monkeypatch: pytest.MonkeyPatch, machine: Sleeper, *arguments: Any) -> Clock:
+    clock = Clock(*arguments)
+    assert clock._other is not None
+    clock._other = machine  # type: ignore[assignment]
+    monkeypatch.setattr(clock, "_wake", machine.wake)
+    return clock
+
+
 def test_calls_that_are_held_up_make_no_impossible_table() -> None:
     chance = random.Random(0)
     for _ in range(100):
@@ -217,12 +276,16 @@ def loaded(**others: Any) -> ktk.MoE:
     return moe
 
 
-def test_layers_predict_when_they_have_been_measured(tmp_path: Path) -> None:
+def test_layers_predict_when_they_have_been_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     moe = layer()
     with pytest.raises(RuntimeError, match="no expert is loaded"):
         moe.measure_cost()
     with pytest.raises(RuntimeError, match=r"call measure_cost\(\) once"):
         moe.cost([1, 0, 0, 0])
+    # A gigabyte of memory read ahead of each call would take as long as all other tests here.
+    monkeypatch.setattr("ktk.cost.measure.last_level_cache_bytes", lambda: 1 << 20)
     moe = loaded()
     table = moe.measure_cost()
     assert moe.cost_table is table

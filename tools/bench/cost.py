@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ktk.bench.records import Subject
 from ktk.bench.runner import load_subject, make_layer
 from ktk.bench.shapes import Shape, find_shape
 from ktk.bench.weights import prepare
+from ktk.system import last_level_cache_bytes
 
 DEFAULT = ["BF16", "AMXINT8", "AMXINT4", "FP8"]
 # Calls whose median is the truth, with other experts each time: so many, and more of short ones,
@@ -39,14 +41,26 @@ REPEATS, SECONDS = 3, 0.02
 CLOSE = 0.15
 
 
-class Cells:
-    """Random calls of a layer, each with the experts first that were not used for longest."""
+class _ByAge:
+    """Numbers from 0 on, those first that were not taken for longest."""
 
-    def __init__(self, moe: ktk.MoE, shape: Shape, seed: int) -> None:
-        self.moe, self.shape = moe, shape
+    def __init__(self, count: int) -> None:
+        self._numbers = torch.arange(count)
+
+    def take(self, count: int) -> torch.Tensor:
+        taken = self._numbers[:count]
+        self._numbers = torch.cat([self._numbers[count:], taken])
+        return taken
+
+
+class Cells:
+    """Random calls of layers in turn, those experts first that were not used for longest."""
+
+    def __init__(self, layers: Sequence[ktk.MoE], shape: Shape, seed: int) -> None:
+        self.shape = shape
         self._chance = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        self._by_age = torch.arange(shape.num_experts)
+        self._turns = cycle((moe, _ByAge(shape.num_experts)) for moe in layers)
 
     def routing(self, tokens: int, skew: float, masked: float) -> torch.Tensor:
         """Return ids [tokens, k] of experts in the order of their numbers; -1 where masked."""
@@ -73,16 +87,15 @@ class Cells:
 
     def call(self, ids: torch.Tensor) -> float:
         """Return the seconds of a call with the same numbers of rows, for other experts."""
+        moe, by_age = next(self._turns)
         used = torch.unique(ids[ids >= 0])
-        count = len(used)
         name = torch.full((self.shape.num_experts + 1,), -1)
-        name[used] = self._by_age[:count]
-        self._by_age = torch.cat([self._by_age[count:], self._by_age[:count]])
+        name[used] = by_age.take(len(used))
         hidden = torch.randn(len(ids), self.shape.hidden_size, generator=self._generator).bfloat16()
         weights = torch.rand(ids.shape, generator=self._generator)
         renamed = name[ids].contiguous()
         begin = time.perf_counter()
-        self.moe(hidden, renamed, weights)
+        moe(hidden, renamed, weights)
         return time.perf_counter() - begin
 
     def typical(self, ids: torch.Tensor) -> float:
@@ -98,13 +111,15 @@ def compare(
 ) -> Iterator[dict[str, Any]]:
     """Yield what was predicted and what is true for each of so many cells."""
     subject, pool = Subject(name), ktk.WorkerPool(threads)
-    moe = make_layer(
-        subject, shape, prepare(load_subject(subject)[1], random_experts(shape, 2)), pool
-    )
+    weights = prepare(load_subject(subject)[1], random_experts(shape, 2))
+    layers = [moe := make_layer(subject, shape, weights, pool)]
+    # As in a model, whose layers do not all fit the cache.
+    while len(layers) * moe.nbytes < 2 * last_level_cache_bytes():
+        layers.append(make_layer(subject, shape, weights, pool))
     begin = time.perf_counter()
     table = moe.measure_cost()
     say(f"{name}, {threads} threads: measured in {time.perf_counter() - begin:.1f} s")
-    drawn = Cells(moe, shape, seed)
+    drawn = Cells(layers, shape, seed)
     slowdown = 1.0
     for _ in range(cells):
         decode, ids = drawn.routing(1, 0.0, 0.0), drawn.cell()
