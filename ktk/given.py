@@ -203,6 +203,8 @@ def read_matrix(name: str, matrix: Matrix, backend: str, accepts: Sequence[Forma
 
 def _prepared(name: str, array: Array) -> Array:
     """Return what the core reads: small floats as bytes, and the elements of a row side by side."""
+    if array is None:
+        return None
     if is_tensor(array):
         if element_of(name, array) in _SMALL.values():
             array = array.view(sys.modules["torch"].uint8)

@@ -41,7 +41,9 @@ class SafetensorsLayer(LayerReader):
 
         Tensors that may leave a matrix without a format are read of all.
         """
-        if any(self._needs_decoding(part, expert) for part, expert in self.names.tensors()):
+        if self.names.scheme.decoded_if and any(
+            self._needs_decoding(part, expert) for part, expert in self.names.tensors()
+        ):
             return FLOAT
         if self.names.scheme.tell is not None:
             return self._told.format

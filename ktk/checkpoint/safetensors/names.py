@@ -12,6 +12,8 @@ from ktk.checkpoint.safetensors.locations import Location
 from ktk.checkpoint.safetensors.scheme import Layout, Scheme
 from ktk.checkpoint.safetensors.storage import PLAIN
 
+_EXPERT = "\0"  # which no name has
+
 
 @dataclass(frozen=True)
 class LayerNames:
@@ -46,12 +48,11 @@ class LayerNames:
 
     def name(self, part: str, expert: int, role: str = "data") -> str:
         """Return the full name of a tensor of a part of an expert."""
-        stored = self.family.parts[part]
-        if is_bias(part):
-            return self.prefix + stored.name.format(e=expert)
-        name = self.scheme.name_of(role, self.stem(part, expert), stored.fused)
-        assert name is not None, "a scheme without shared tensors was not chosen for a fused family"
-        return name
+        # Names of a thousand tensors are asked for five times each on their way into a layer.
+        known = self._names.get((part, role))
+        if known is None:
+            known = self._names[part, role] = self._name_of(part, role)
+        return known.replace(_EXPERT, str(expert))
 
     def stem(self, part: str, expert: int) -> str:
         """Return what the names of the tensors of a matrix begin with."""
@@ -59,7 +60,26 @@ class LayerNames:
 
     def bias_name(self, part: str, expert: int) -> str:
         """Return the name that a bias of a matrix has, or would have."""
-        return self.prefix + self.family.parts[part].bias(depth_of(part)).name.format(e=expert)
+        key = f"{part}_bias", "data"  # as if it were a part, which it is where there are biases
+        known = self._names.get(key)
+        if known is None:
+            bias = self.family.parts[part].bias(depth_of(part))
+            known = self._names[key] = self.prefix + bias.name.format(e=_EXPERT)
+        return known.replace(_EXPERT, str(expert))
+
+    @cached_property
+    def _names(self) -> dict[tuple[str, str], str]:
+        """Names by part and role, with `_EXPERT` for the number of the expert."""
+        return {}
+
+    def _name_of(self, part: str, role: str) -> str:
+        stored = self.family.parts[part]
+        if is_bias(part):
+            return self.prefix + stored.name.format(e=_EXPERT)
+        stem = self.prefix + stored.stem.format(e=_EXPERT)
+        name = self.scheme.name_of(role, stem, stored.fused)
+        assert name is not None, "a scheme without shared tensors was not chosen for a fused family"
+        return name
 
     def tensors(self) -> Iterator[tuple[str, int]]:
         """Yield parts and experts; a tensor that experts share belongs to expert 0."""

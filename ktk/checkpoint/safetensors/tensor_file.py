@@ -130,23 +130,22 @@ def _header(file: File) -> tuple[dict[str, str], dict[str, TensorInfo]]:
     document = parse_object(file.read(8, length).tobytes())
     metadata = table("__metadata__", document.pop("__metadata__", {}))
     strings = {name: text(f"{name} of __metadata__", value) for name, value in metadata.items()}
-    tensors = sorted(_tensors(document), key=lambda tensor: (tensor.begin, tensor.nbytes))
-    end = 0
+    tensors = sorted(_tensors(document, begin), key=lambda tensor: (tensor.begin, tensor.nbytes))
+    end = begin
     for tensor in tensors:
         if tensor.begin != end:
-            raise EntryError(f"tensor {tensor.name} begins at byte {tensor.begin}, expected {end}")
+            raise EntryError(
+                f"tensor {tensor.name} begins at byte {tensor.begin - begin}, expected "
+                f"{end - begin}"
+            )
         end += tensor.nbytes
-    if begin + end != file.size:
-        raise EntryError(f"its tensors end at byte {begin + end}, and it has {file.size}")
-    found = {
-        one.name: TensorInfo(one.name, one.dtype, one.shape, begin + one.begin, one.nbytes)
-        for one in tensors
-    }
-    return strings, found
+    if end != file.size:
+        raise EntryError(f"its tensors end at byte {end}, and it has {file.size}")
+    return strings, {one.name: one for one in tensors}
 
 
-def _tensors(document: dict[str, Any]) -> Iterator[TensorInfo]:
-    """Yield what the header lists, counted from the first tensor."""
+def _tensors(document: dict[str, Any], first: int) -> Iterator[TensorInfo]:
+    """Yield what the header lists; offsets in it are counted from byte `first` of the file."""
     for name, value in document.items():
         if not name.isprintable():
             raise EntryError(f"it has a tensor called {name!a}")
@@ -162,7 +161,7 @@ def _tensors(document: dict[str, Any]) -> Iterator[TensorInfo]:
             raise EntryError(
                 f"tensor {name} is {dtype} {list(shape)} in {end - begin} bytes, which do not fit"
             )
-        yield TensorInfo(name, dtype, shape, begin, end - begin)
+        yield TensorInfo(name, dtype, shape, first + begin, end - begin)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
