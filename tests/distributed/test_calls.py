@@ -44,6 +44,7 @@ def split(rank: int, size: int, say: Any) -> None:
         assert torch.equal(out, in_order_of_ranks(whole, placement, rank, call))
 
 
+@pytest.mark.slow
 def test_tokens_of_each_rank() -> None:
     run(3, split)
 

@@ -146,6 +146,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return files.write(path, files.stacked(dict.fromkeys(files.PARTS, stack)), fields=fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "kept"),
     [("LLAMAFILE", 0), ("BF16", 0), ("BF16", 3)],

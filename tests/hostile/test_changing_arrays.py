@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # With ids that were read twice, the memory of rows was overrun within a second or two.
 CODE = """
 import threading, time
@@ -32,6 +34,7 @@ print("well")
 """
 
 
+@pytest.mark.slow
 def test_ids_that_change_during_a_call() -> None:
     done = subprocess.run(
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=120, check=False

@@ -204,6 +204,7 @@ for library in ("/nowhere/libcuda.so.1", "libm.so.6"):
 """
 
 
+@pytest.mark.slow
 def test_without_a_driver_only_streams_are_missing() -> None:
     command = [sys.executable, "-c", _NO_DRIVER, str(Path(layers.__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

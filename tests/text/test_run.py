@@ -266,6 +266,7 @@ def test_a_wrong_value_in_a_file_is_one_line_that_names_it(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["run", "chat"])
 def test_bytes_that_are_no_text_are_one_line(model: Path, what: str) -> None:
     done = subprocess.run(

@@ -96,6 +96,7 @@ def test_a_client_gets_what_ktk_run_says(served: Served, command: Command) -> No
     assert answer.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_client_gets_text_as_it_comes(served: Served) -> None:
     whole = ask(served).choices[0].message.content
     parts = [part.choices[0].delta.content or "" for part in ask(served, stream=True)]
@@ -103,6 +104,7 @@ def test_a_client_gets_text_as_it_comes(served: Served) -> None:
     assert len([part for part in parts if part]) > 1
 
 
+@pytest.mark.slow
 def test_completions_go_on_with_a_prompt(served: Served) -> None:
     made = served.client.completions.create(
         model=served.model, prompt="Memory is read", max_tokens=TOKENS, temperature=0
@@ -111,6 +113,7 @@ def test_completions_go_on_with_a_prompt(served: Served) -> None:
     assert made.usage.completion_tokens == TOKENS
 
 
+@pytest.mark.slow
 def test_two_clients_at_once_get_their_own_answers(served: Served) -> None:
     def one(question: str) -> str:
         made = served.client.chat.completions.create(

@@ -186,6 +186,7 @@ def test_a_missing_extra_is_one_sentence() -> None:
     assert last == 'ImportError: ktk.transformers needs transformers: pip install "ktk[run]"'
 
 
+@pytest.mark.slow
 def test_importing_ktk_imports_no_transformers() -> None:
     code = "import sys, ktk, ktk.hosts; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

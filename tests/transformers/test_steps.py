@@ -238,6 +238,7 @@ def test_other_calls_are_left_to_transformers(
     assert made.shape[1] == 8
 
 
+@pytest.mark.slow
 def test_compiled_models_take_turns_with_ktk(model: Any, calls: list[int]) -> None:
     """torch.compile traces the stock forward, and a cache goes from one to the other."""
     single = copy.deepcopy(model).float()

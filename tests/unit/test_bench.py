@@ -118,6 +118,7 @@ def run_cli(*arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_tiny_run_prints_json_lines_that_add_up() -> None:
     lines = run_cli("--backend", "BF16", "--backend", "AMXINT8", "--tokens", "1,16")
     assert [(line["backend"], line["tokens"]) for line in lines] == [

@@ -37,6 +37,7 @@ def write_model(folder: Path, layers: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_layers_of_a_checkpoint_are_timed(tmp_path: Path) -> None:
     path = write_model(tmp_path, 3)
 

@@ -114,6 +114,7 @@ def test_shells_can_complete(shell: str) -> None:
     assert run_ktk(**asked).stdout.split() == ["--format"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variable", "what"),
     [
@@ -348,6 +349,7 @@ def test_python_m_ktk_is_the_command() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, f"ktk {version('ktk')}")
 
 
+@pytest.mark.slow
 def test_a_foreseen_error_is_one_sentence(tmp_path: Any) -> None:
     done = run_ktk("demo", "--checkpoint", str(tmp_path / "nowhere"))
     assert done.returncode == 1

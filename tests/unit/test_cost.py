@@ -25,6 +25,10 @@ LAYER = {"backend": "BF16", "num_experts_per_tok": 8}
 TABLE = CostTable(LAYER, (1, 4, 20, 40), (100.0, 100.0, 200.0, 400.0), (5.0, 8.0, 8.0, 16.0), 0.5)
 
 
+def _slow(*parameters: float) -> list[Any]:
+    return [pytest.param(one, marks=pytest.mark.slow) for one in parameters]
+
+
 def test_tables_are_interpolated_and_summed() -> None:
     # One token of 8 experts: the call that is measured has one, so nothing is added for tokens.
     assert TABLE.seconds([1] * 8) == 8 * 100 + 5
@@ -53,7 +57,7 @@ def test_slower_memory_slows_what_waits_for_it() -> None:
     assert TABLE.seconds([40], 80, 3) == pytest.approx(400 + 16)
 
 
-@pytest.mark.parametrize("slowdown", [0.3, 1.0, 1.7, 4.0])
+@pytest.mark.parametrize("slowdown", [0.3, *_slow(1.0, 1.7, 4.0)])
 def test_more_rows_and_slower_memory_never_take_less(slowdown: float) -> None:
     chance = random.Random(1)
     for _ in range(50):

@@ -288,6 +288,7 @@ def test_the_policy_of_prefetching_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "tools/bench/prefetch" in found.advice
 
 
+@pytest.mark.slow
 def test_ktk_prefetch_is_noticed() -> None:
     """In processes of their own: it is read once."""
     command = [sys.executable, "-m", "ktk", "doctor", "--json"]

@@ -47,6 +47,7 @@ def test_a_mask_of_this_process_is_named() -> None:
     assert "CPU mask" in found["in_the_way"]
 
 
+@pytest.mark.slow
 def test_processes_that_use_all_cpus_are_named() -> None:
     """Two for each CPU: whatever else runs, less is left for ktk."""
     cpus = sorted(os.sched_getaffinity(0))

@@ -236,6 +236,7 @@ def test_what_a_child_reads_is_there_or_refused(
         assert result == "fine"
 
 
+@pytest.mark.slow
 def test_a_childs_worker_of_an_engine_has_a_pool_of_its_own() -> None:
     code = """
 import os, numpy as np, ktk

@@ -76,6 +76,7 @@ def test_a_closed_stderr_is_no_fault(
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["2>&-", "2>&- <&-"])
 def test_commands_with_a_display_end_well_with_a_closed_stderr(closed: str, tmp_path: Path) -> None:
     source = made.write(tmp_path / "source")

@@ -16,6 +16,7 @@ def zeros(rows: int, columns: int) -> np.ndarray:
     return np.broadcast_to(np.zeros(columns, np.float16), (rows, columns))
 
 
+@pytest.mark.slow
 def test_a_layer_larger_than_the_address_space_is_refused() -> None:
     moe = ktk.load_backend("BF16").moe(
         num_experts=HUGE, num_experts_per_tok=1, hidden_size=HUGE, intermediate_size=HUGE
