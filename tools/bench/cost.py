@@ -1,6 +1,6 @@
 """Compare what MoE.cost predicts with what calls take: random cells, prediction before truth.
 
-python tools/bench/cost.py                                # 200 cells, two minutes; an idle machine
+python tools/bench/cost.py                                # 200 cells, a minute or two; idle machine
 python tools/bench/cost.py -b BF16 --threads 1 --cells 50
 
 A cell is a call with 1 to 512 tokens, logarithmically spread, that choose experts by a skewed
@@ -112,7 +112,8 @@ def compare(
     """Yield what was predicted and what is true for each of so many cells."""
     subject, pool = Subject(name), ktk.WorkerPool(threads)
     weights = prepare(load_subject(subject)[1], random_experts(shape, 2))
-    layers = [moe := make_layer(subject, shape, weights, pool)]
+    moe = make_layer(subject, shape, weights, pool)
+    layers = [moe]
     # As in a model, whose layers do not all fit the cache.
     while len(layers) * moe.nbytes < 2 * last_level_cache_bytes():
         layers.append(make_layer(subject, shape, weights, pool))

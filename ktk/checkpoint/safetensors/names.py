@@ -54,18 +54,13 @@ class LayerNames:
             known = self._names[part, role] = self._name_of(part, role)
         return known.replace(_EXPERT, str(expert))
 
-    def stem(self, part: str, expert: int) -> str:
+    def stem(self, part: str, expert: int | str) -> str:
         """Return what the names of the tensors of a matrix begin with."""
         return self.prefix + self.family.parts[part].stem.format(e=expert)
 
     def bias_name(self, part: str, expert: int) -> str:
         """Return the name that a bias of a matrix has, or would have."""
-        key = f"{part}_bias", "data"  # as if it were a part, which it is where there are biases
-        known = self._names.get(key)
-        if known is None:
-            bias = self.family.parts[part].bias(depth_of(part))
-            known = self._names[key] = self.prefix + bias.name.format(e=_EXPERT)
-        return known.replace(_EXPERT, str(expert))
+        return self.name(f"{part}_bias", expert)
 
     @cached_property
     def _names(self) -> dict[tuple[str, str], str]:
@@ -73,11 +68,12 @@ class LayerNames:
         return {}
 
     def _name_of(self, part: str, role: str) -> str:
-        stored = self.family.parts[part]
-        if is_bias(part):
-            return self.prefix + stored.name.format(e=_EXPERT)
-        stem = self.prefix + stored.stem.format(e=_EXPERT)
-        name = self.scheme.name_of(role, stem, stored.fused)
+        if is_bias(part):  # a part of the family or not, as the matrix is
+            matrix = part.removesuffix("_bias")
+            bias = self.family.parts[matrix].bias(depth_of(matrix))
+            return self.prefix + bias.name.format(e=_EXPERT)
+        fused = self.family.parts[part].fused
+        name = self.scheme.name_of(role, self.stem(part, _EXPERT), fused)
         assert name is not None, "a scheme without shared tensors was not chosen for a fused family"
         return name
 
