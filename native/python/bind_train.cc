@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/size.h"
@@ -145,8 +146,15 @@ void backward_moe(Layer& layer, const FloatBackend& floats, nb::handle hidden, n
                   nb::handle weights_gradient, const Factors& factor_gradients, size_t first,
                   size_t count, const std::vector<nb::object>& weight_gradients) {
   const Config& config = layer.config();
-  Call call(layer, hidden, ids, weights, mask, gradient, "grad");
+  CallInputs call(layer, hidden, ids, weights, mask);
   const Choice& choice = call.request.choice;
+  const InputRows grad("grad", gradient, config.hidden);
+  if (grad.array.ndim() != 2 || grad.count != choice.tokens) {
+    throw nb::value_error(("grad must have a row for each of " + std::to_string(choice.tokens) +
+                           " tokens, got " + describe_array(grad.array))
+                              .c_str());
+  }
+  call.request.out = grad.rows;
   const GivenLora lora(config, adapters, nb::none(), choice.tokens);
   if (lora.lora.adapters.size() > 1) throw nb::value_error("one adapter is trained at a time");
   call.request.lora = lora.get();

@@ -7,13 +7,12 @@
 
 namespace ktk {
 
-Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle weights_,
-           nb::handle mask_, nb::handle out_, const char* out_name)
+CallInputs::CallInputs(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle weights_,
+                       nb::handle mask_)
     : hidden(input_from("hidden", hidden_)),
       ids(input_from("topk_ids", ids_)),
       weights(input_from("topk_weights", weights_)),
-      mask(optional_input_from("mask", mask_)),
-      out(output_from(out_name, out_)) {
+      mask(optional_input_from("mask", mask_)) {
   const Config& config = layer.config();
   const auto h = static_cast<int64_t>(config.hidden);
   check_array("hidden", hidden, {-1, h});
@@ -22,14 +21,9 @@ Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle w
   const auto k = static_cast<int64_t>(ids.shape(1));  // the caller's: the configured one is usual
   if (k < 1) throw nb::value_error("topk_ids must name at least one expert for each token");
   check_array("topk_weights", weights, {tokens, k});
-  check_array(out_name, out, {tokens, h});
   Request& r = request;
   r.hidden = {const_cast<void*>(hidden.data()), float_of("hidden", hidden.dtype()),
               row_stride(hidden)};
-  r.out = {out.data(), float_of(out_name, out.dtype()), row_stride(out)};
-  if (tokens > 1 && r.out.stride < config.hidden) {
-    throw nb::value_error((std::string(out_name) + " must not overlap itself").c_str());
-  }
   const auto code = static_cast<nb::dlpack::dtype_code>(ids.dtype().code);
   if (code != nb::dlpack::dtype_code::Int || (ids.dtype().bits != 32 && ids.dtype().bits != 64)) {
     throw nb::type_error(("topk_ids must be int32 or int64, got " + describe_array(ids)).c_str());
@@ -60,6 +54,15 @@ Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle w
     }
     r.skip = {static_cast<const uint8_t*>(mask->data()), config.num_experts};
   }
+}
+
+Call::Call(const Layer& layer, nb::handle hidden_, nb::handle ids_, nb::handle weights_,
+           nb::handle mask_, nb::handle out_)
+    : CallInputs(layer, hidden_, ids_, weights_, mask_), out(output_from("out", out_)) {
+  const size_t tokens = request.choice.tokens, h = layer.config().hidden;
+  check_array("out", out, {static_cast<int64_t>(tokens), static_cast<int64_t>(h)});
+  request.out = {out.data(), float_of("out", out.dtype()), row_stride(out)};
+  if (tokens > 1 && request.out.stride < h) throw nb::value_error("out must not overlap itself");
 }
 
 void Call::separate() {

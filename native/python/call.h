@@ -11,24 +11,31 @@ namespace ktk {
 
 using OptArray = std::optional<AnyArray>;
 
-// A call's arrays, checked; the request points into them, `converted` and `copied`.
-struct Call {
+// What a call reads, checked; the request points into these arrays and `converted`.
+struct CallInputs {
   // Throws TypeError or ValueError with what was expected and what came.
+  CallInputs(const Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights,
+             nb::handle mask);
+  CallInputs(const CallInputs&) = delete;
+  CallInputs& operator=(const CallInputs&) = delete;
+
+  AnyArray hidden, ids, weights;
+  OptArray mask;
+  Request request;
+  std::vector<float> converted;  // weights that did not come as f32
+};
+
+// And what it writes.
+struct Call : CallInputs {
   Call(const Layer& layer, nb::handle hidden, nb::handle ids, nb::handle weights, nb::handle mask,
-       nb::handle out, const char* out_name = "out");
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
+       nb::handle out);
 
   // Copies `hidden` where `out` may share some of its memory, unless it is `hidden` itself: workers
   // write rows while others still read theirs.
   void separate();
 
-  AnyArray hidden, ids, weights;
-  OptArray mask;
   AnyOutput out;
-  Request request;
-  std::vector<float> converted;  // weights that did not come as f32
-  std::vector<char> copied;      // rows of `hidden`
+  std::vector<char> copied;  // rows of `hidden`
 };
 
 }  // namespace ktk

@@ -60,9 +60,7 @@ class BackwardRun {
               {gradients_.wanted() ? gradients_.own_bytes() : 0, gradients_.of_weights(),
                inner_.unit_bytes(), weights.down_bias(0) != nullptr}) {}
 
-  size_t max_tokens() const {
-    return plan_.max_tokens(forward_.choice.top_k, forward_.kept.data != nullptr);
-  }
+  size_t max_tokens() const { return plan_.max_tokens(forward_.choice.top_k); }
 
   // `kept` has the products of the chunk's tokens.
   void run(size_t begin, size_t end, const Rows& kept) {

@@ -18,7 +18,7 @@ constexpr size_t kPackedRows = 256;
 constexpr size_t kGroupBytes = size_t{16} << 20, kGroupBytesPerWorker = size_t{8} << 20;
 // A chunk of tokens decodes all weights once, so it should be large.
 constexpr size_t kChunkTokens = 4096, kLeastTokens = 256;
-constexpr size_t kChunkBytes = size_t{256} << 20;
+constexpr size_t kChunkBytes = size_t{512} << 20;
 
 }  // namespace
 
@@ -92,9 +92,9 @@ void BackwardPlan::cut_pieces(bool has_lora) {
   if (has_lora) pieces.push_back({Piece::kFactorsB, 0, 0, 0});
 }
 
-size_t BackwardPlan::max_tokens(size_t top_k, bool kept) const {
+size_t BackwardPlan::max_tokens(size_t top_k) const {
   size_t bytes = sum(product(config_.hidden, sizeof(float)), down[0].act_bytes);
-  const size_t again = kept ? 0 : product(4, sum(config_.intermediate, lora_width_));
+  const size_t again = product(4, sum(config_.intermediate, lora_width_));
   bytes = sum(bytes, product(top_k, sum(again, product(lora_width_, sizeof(float)))));
   return std::clamp(kChunkBytes / bytes, kLeastTokens, kChunkTokens);
 }

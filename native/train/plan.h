@@ -90,9 +90,10 @@ struct BackwardPlan {
   BackwardPlan(const Config& config, const Weights& weights, const Transposing& transposing,
                const BackwardLora* lora, const Sums& sums);
 
-  // The most tokens of `top_k` experts each that a chunk takes, where the products of gate and up
-  // are kept or computed again.
-  size_t max_tokens(size_t top_k, bool kept) const;
+  // The most tokens of `top_k` experts each that a chunk takes, with memory for products of gate
+  // and up that are computed again. Where they were kept it is as many: how tokens are divided is
+  // seen in the sums of gradients.
+  size_t max_tokens(size_t top_k) const;
 
   // Plans for tokens [begin, end) that go as `route` says; `lora` is the constructor's.
   void make(const Route& route, size_t begin, size_t end, int workers, BackwardLora* lora);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,59 @@ def test_what_is_no_option_is_refused(moe: ktk.MoE, options: dict[str, Any], sen
     given = call(3)
     with pytest.raises((TypeError, ValueError), match=sentence.replace(".", r"\.")):
         moe.backward(given[0], *given, **options)
+
+
+def test_a_gradient_is_only_read(moe: ktk.MoE) -> None:
+    """Whatever its strides: `y.sum().backward()` hands out one element for all."""
+    given = call(3)
+    wanted = moe.backward(torch.ones(3, H), *given)
+    ones = np.ones((3, H), np.float32)
+    ones.flags.writeable = False
+    alike = [
+        torch.ones(()).expand(3, H),
+        torch.ones(1, H).expand(3, H),
+        torch.ones(H, 3).T,
+        torch.ones(3, 2 * H)[:, ::2],
+        ones,
+        np.broadcast_to(np.float32(1), (3, H)),
+    ]
+    for grad in alike:
+        found = moe.backward(grad, *given)
+        assert torch.equal(found.hidden, wanted.hidden)
+        assert torch.equal(found.topk_weights, wanted.topk_weights)
+    for wrong in (torch.ones(2, H), torch.ones(3, 1, H), torch.ones(3, H - 1)):
+        with pytest.raises(ValueError, match=r"grad must have .*, got \["):
+            moe.backward(wrong, *given)
+
+
+@pytest.mark.slow
+def test_products_that_were_kept_change_no_bit_of_several_chunks() -> None:
+    """Sums of gradients show where tokens were divided."""
+    experts, hidden, width, top_k, rank, tokens = 2, 16, 2048, 32, 8, 2100
+    made = ktk.load_backend("BF16").moe(
+        num_experts=experts, num_experts_per_tok=2, hidden_size=hidden, intermediate_size=width
+    )
+    for number in range(experts):
+        gate, up, down = (random(width, hidden, seed=3 * number + i) / 4 for i in range(3))
+        made.load_expert(number, gate, up, down.reshape(hidden, width))
+    shapes = {
+        "gate_a": (experts, rank, hidden),
+        "gate_b": (experts, width, rank),
+        "down_a": (experts, rank, width),
+        "down_b": (experts, hidden, rank),
+    }
+    factors: dict[str, Any] = {name: random(*shape) / 8 for name, shape in shapes.items()}
+    lora = ktk.Lora(**factors)
+    # Room for so many experts is what divides tokens; two are named.
+    ids = torch.full((tokens, top_k), -1)
+    ids[:, :2] = torch.tensor([0, 1])
+    given = random(tokens, hidden), ids, random(tokens, top_k, seed=1)
+    _, saved = made.forward_train(*given, lora=lora)
+    grad = random(tokens, hidden, seed=2)
+    found = [made.backward(grad, *given, saved=one, lora=lora) for one in (saved, None)]
+    kept_factors, again_factors = (list(one.lora.factors()) for one in found if one.lora)
+    for kept, again in zip(kept_factors, again_factors, strict=True):
+        assert torch.equal(kept[1], again[1]), kept[0]
 
 
 def test_ids_of_adapters_are_of_either_kind(moe: ktk.MoE) -> None:
