@@ -16,10 +16,11 @@ import torch
 from ktk import _core
 from ktk.arrays import readable
 from ktk.dtypes import FLOAT_DTYPES
+from ktk.hosts.numbered import living
 from ktk.linear import Linear
 
-# Arguments of an operator are tensors and numbers: a layer goes by its number.
-_layers: WeakValueDictionary[int, OpLinear] = WeakValueDictionary()
+#: Each `OpLinear` that lives, by its `number`.
+LAYERS: WeakValueDictionary[int, OpLinear] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
@@ -48,7 +49,7 @@ class OpLinear:
         self.name = name
         self.number = next(_numbers) if number is None else number
         self._together: tuple[_core.LinearGroup, int] | None = None
-        _layers[self.number] = self
+        LAYERS[self.number] = self
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -112,7 +113,7 @@ def compute_together(layers: Sequence[OpLinear]) -> None:
 def _linear(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     """Compute CPU tensors on the layer's pool."""
     out = x.new_empty((*x.shape[:-1], width))
-    _layers[layer]._compute(x.detach(), out)
+    living(LAYERS, layer)._compute(x.detach(), out)
     return out
 
 
@@ -126,7 +127,7 @@ def _linear_shape(x: torch.Tensor, layer: int, width: int) -> torch.Tensor:
 
 def _rows(ids: torch.Tensor, layer: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty((*ids.shape, width), dtype=dtype, device="cpu")
-    _layers[layer].linear.rows(ids.contiguous(), out=out)
+    living(LAYERS, layer).linear.rows(ids.contiguous(), out=out)
     return out
 
 
@@ -140,6 +141,7 @@ def _rows_shape(ids: torch.Tensor, layer: int, width: int, dtype: torch.dtype) -
 
 def _save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     ctx.layer, ctx.width = inputs[1], inputs[0].shape[-1]
+    ctx.known = LAYERS.get(ctx.layer)  # which may be the last that keeps it
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

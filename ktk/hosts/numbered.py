@@ -17,6 +17,25 @@ _FLOATS = tuple(FLOAT_NAMES)
 _IDS = (torch.int64, torch.int32)
 
 
+def living(layers: WeakValueDictionary[int, Any], number: int) -> Any:
+    """Return the layer that a number stands for.
+
+    What torch records keeps the layers of its backward pass; compiled graphs do not.
+
+    Raises
+    ------
+    RuntimeError
+        It is gone.
+    """
+    layer = layers.get(number)
+    if layer is None:
+        raise RuntimeError(
+            "a packed layer that this computation calls is gone: keep the model as long as graphs "
+            "that were compiled from it are called"
+        )
+    return layer
+
+
 def plain_inputs(
     hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

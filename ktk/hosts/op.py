@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from ktk import _core
-from ktk.hosts.numbered import LAYERS, NUMBERS, plain_inputs
+from ktk.hosts.numbered import LAYERS, NUMBERS, living, plain_inputs
 from ktk.hosts.plain import is_plain
 from ktk.hosts.train import train
 from ktk.ktmoe.model import ModelState
@@ -151,7 +151,7 @@ def on_cpu(
 ) -> torch.Tensor:
     """Compute CPU tensors on the layer's pool."""
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu")
-    LAYERS[layer].compute(*plain_inputs(hidden, topk_ids, topk_weights), out=out)
+    living(LAYERS, layer).compute(*plain_inputs(hidden, topk_ids, topk_weights), out=out)
     return out
 
 
@@ -163,7 +163,7 @@ def on_stream(
     stream: int | None = None,
 ) -> torch.Tensor:
     """Let a CUDA stream, by default torch's current one, start the call and wait for it."""
-    known, state = LAYERS[layer], _state()
+    known, state = living(LAYERS, layer), _state()
     if known.compute is not known.moe:
         return elsewhere(hidden, topk_ids, topk_weights, layer)
     tensors = hidden.detach(), topk_ids, topk_weights.detach()
@@ -211,6 +211,7 @@ def _shape(
 def _save(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs[:3])
     ctx.layer = inputs[3]
+    ctx.known = LAYERS.get(ctx.layer)  # which may be the last that keeps it
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from ktk.hosts import linear as linears
-from ktk.hosts.numbered import LAYERS, plain_inputs
+from ktk.hosts.numbered import LAYERS, living, plain_inputs
 from ktk.lora import FACTORS, Lora
 from ktk.training import kept_shape, linear_backward
 
@@ -76,7 +76,7 @@ def _train(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = plain_inputs(hidden.cpu(), topk_ids.cpu(), topk_weights.cpu())
     lora = _lora(factors, targets, scale)
-    out, kept = LAYERS[layer].moe.forward_train(*inputs, lora=lora, save=keep)
+    out, kept = living(LAYERS, layer).moe.forward_train(*inputs, lora=lora, save=keep)
     if kept is None:
         kept = torch.empty(0, dtype=torch.bfloat16, device="cpu")
     return out.to(hidden.device), kept
@@ -87,7 +87,7 @@ def _train_shape(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     _, factors, _, _, layer, keep = others
     rank = factors[0].shape[1] if factors else 0
-    shape = kept_shape(LAYERS[layer].moe.config, topk_ids.shape, rank) if keep else (0,)
+    shape = kept_shape(living(LAYERS, layer).moe.config, topk_ids.shape, rank) if keep else (0,)
     return hidden.new_empty(hidden.shape), hidden.new_empty(
         shape, dtype=torch.bfloat16, device="cpu"
     )
@@ -105,7 +105,7 @@ def _backward(
     layer: int,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     inputs = plain_inputs(hidden.cpu(), topk_ids.cpu(), topk_weights.cpu())
-    found = LAYERS[layer].moe.backward(
+    found = living(LAYERS, layer).moe.backward(
         grad.cpu().contiguous(),
         *inputs,
         saved=kept if kept.numel() else None,
@@ -138,6 +138,7 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(hidden, topk_ids, topk_weights, output[1], *factors)
     ctx.mark_non_differentiable(output[1])
     ctx.rest = rest[:3]
+    ctx.known = LAYERS.get(rest[2])  # which may be the last that keeps it
 
 
 def _pull(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
@@ -150,7 +151,7 @@ def _pull(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 def _linear_backward(grad: torch.Tensor, layer: int, width: int) -> torch.Tensor:
     out = torch.empty((*grad.shape[:-1], width), dtype=grad.dtype, device="cpu")
-    known = linears._layers[layer].linear
+    known = living(linears.LAYERS, layer).linear
     result: torch.Tensor = linear_backward(known, grad.detach().cpu(), out)
     return result.to(grad.device)
 

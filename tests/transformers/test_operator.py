@@ -6,6 +6,8 @@ import copy
 import functools
 import pickle
 import timeit
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 import ktk
 from ktk.hosts import OpLayer
+from ktk.hosts.linear import OpLinear
 
 EXPERTS, H, INTER, K = 6, 64, 96, 3
 
@@ -77,6 +80,37 @@ def test_gradients_are_those_of_the_layer(layer: OpLayer) -> None:
         assert torch.equal(other.grad, wanted.topk_weights)
     with torch.no_grad():
         assert not layer(one, ids, weights).requires_grad
+
+
+@pytest.mark.parametrize("make", ["experts", "dense"])
+def test_what_was_computed_keeps_its_layer(make: str) -> None:
+    """As torch's own modules do: a loss may outlive its model."""
+    weight = torch.eye(H, dtype=torch.bfloat16)
+    x = torch.randn(2, H, requires_grad=True)
+    compute: Callable[..., torch.Tensor]
+    if make == "experts":
+        moe = ktk.load_backend("BF16").moe(
+            num_experts=1, num_experts_per_tok=1, hidden_size=H, intermediate_size=H
+        )
+        known: Any = OpLayer(moe.load(weight[None], weight[None], weight[None]))
+        ids, ones = torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1)
+        compute = functools.partial(torch.ops.ktk.moe, x, ids, ones)
+        out = known(x, ids, ones)
+        del moe
+    else:
+        known = OpLinear(ktk.Linear("BF16", H, H).load(weight), "dense")
+        compute = functools.partial(torch.ops.ktk.linear, x, width=H)
+        out = torch.ops.ktk.linear(x, known.number, H)
+    gone, number = weakref.ref(known), known.number
+    del known
+    assert gone() is not None
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().min() > 0
+    del out
+    assert gone() is None
+    with pytest.raises(RuntimeError, match="layer that this computation calls is gone"):
+        compute(layer=number)
 
 
 @pytest.mark.parametrize("trained", [False, True])
