@@ -47,7 +47,9 @@ class Loading:
     from_files
         Those that are packed from files; transformers loads the others.
     tied
-        Modules that have the weights of others, with the names of these.
+        Modules whose weights are those of others that are packed from files, with the names of
+        these. What else is tied is known when transformers has loaded it: weights that are both in
+        the files, and differ, it does not tie.
     coded
         Dense layers that are stored in codes, if ktk sees to them.
     """
@@ -69,7 +71,9 @@ class Loading:
         for one in self.experts:
             if packed_of(one.module) is None:
                 pack_module(one, config.backend)
-        share(model, self.tied)
+        share(model, {**self.tied, **tied_experts(model)})
+        for one in experts_of(model):  # what was not tied after all
+            pack_module(one, config.backend)
         if self.coded is not None:
             self.coded.finish(model)
         pack_linears(model, config.linears, config.head)
@@ -97,7 +101,7 @@ class ExpertsQuantizer:
             experts = experts_of(model)
             from_files = plan_files(experts, kwargs.get("checkpoint_files"), self.ktk, division)
         tied = tied_experts(model)
-        self._loading = Loading(experts, from_files, tied)
+        self._loading = Loading(experts, from_files, {})
         if not any(map(is_experts, model.modules())):
             say_once(
                 f"{type(model).__name__} has no experts that ktk can compute: transformers "
@@ -110,7 +114,9 @@ class ExpertsQuantizer:
                 drop_weights(one.module, one.name, *(BIASES if division else self._also))
                 one.module._is_hf_initialized = True  # there is nothing to initialise
             names = [one.name for one in taken]
-            drop_tied(model, {name: other for name, other in tied.items() if other in names})
+            dropped = {name: other for name, other in tied.items() if other in names}
+            drop_tied(model, dropped)
+            self._loading = replace(self._loading, tied=dropped)
             self._leave_out(model, names)
         every = [
             name for name, one in model.named_modules() if is_experts(one) and name not in tied

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES
 
 import ktk.transformers
@@ -44,6 +45,26 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Any:
     if request.param == "from files":
         return load(folder, "ktk")
     return ktk.transformers.pack(load(folder, "eager"))
+
+
+@pytest.mark.parametrize("how", ["from files", "in memory"])
+def test_files_with_other_weights_for_each_are_not_tied(
+    folder: Path, tmp_path: Path, how: str
+) -> None:
+    """As of a model whose adapters were merged: transformers does not tie what differs."""
+    state = stored(folder)
+    for name in [name for name in state if name.startswith(DECODER) and ".experts." in name]:
+        state[name.replace(DECODER, ENCODER)] = state[name] * 2
+    shutil.copy(folder / "config.json", tmp_path)
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = load(tmp_path, "ktk" if how == "from files" else "eager")
+    if how == "in memory":
+        ktk.transformers.pack(model)
+    packed = packed_modules(model)
+    assert len(set(packed.values())) == 6
+    for name, one in packed.items():
+        for tensor, value in one.unpacked().items():
+            assert torch.equal(value, state[f"{name}.{tensor}"]), name
 
 
 def test_both_modules_call_what_is_packed_once(model: Any) -> None:
