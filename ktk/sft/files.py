@@ -15,7 +15,7 @@ from ktk.lora import Lora
 from ktk.sft import names
 from ktk.sft.arguments import checked_dtype
 from ktk.sft.experts import packed_experts
-from ktk.sft.folders import CONFIG, KT, PEFT, PREFIX, AdapterError, Written
+from ktk.sft.folders import CONFIG, KT, PARAMETERS, PEFT, PREFIX, AdapterError, Written
 from ktk.sft.names import State
 from ktk.sft.pairs import alike, as_lora
 from ktk.sft.peft_layers import join, take_off, was_read
@@ -23,7 +23,8 @@ from ktk.sft.sharded import check_fits, gathered, is_sharded, leave_parts, writt
 from ktk.transformers import adapter
 from ktk.transformers.layout import Layout
 
-LAYOUTS = ("peft", "peft-fused", "kt")
+LAYOUTS = ("peft", "peft-fused", "kt", "parameters")
+_FILES = {"kt": KT, "parameters": PARAMETERS}
 
 
 def save_adapter(
@@ -42,12 +43,14 @@ def save_adapter(
     layout : str
         ``peft``: a tensor for each expert and matrix, as servers read them; ``peft-fused``: what
         PEFT itself loads into a model that transformers computes, by `target_parameters`, of twice
-        the rank where experts have gates; ``kt``: ``fused_expert_lora.safetensors`` of kt-kernel.
+        the rank where experts have gates; ``kt``: ``fused_expert_lora.safetensors`` of kt-kernel;
+        ``parameters``: what a training goes on with, since ranks and scales that differ between
+        modules stay as they are, where others are filled up to one rank.
 
     Raises
     ------
     ValueError
-        The experts have no adapter, or the layout is none.
+        The experts have no adapter, or the layout is none, or cannot tell two modules apart.
     """
     from safetensors.torch import save_file
 
@@ -64,24 +67,33 @@ def save_adapter(
     if not found:
         raise ValueError("the experts of this model have no adapter: call ktk.sft.add_lora(model)")
     state: State = {}
-    where = ""
-    # Files say one alpha and one rank; what was read from PEFT may have several.
-    loras = alike([mine for _, _, mine in found])
+    loras = [mine for _, _, mine in found]
+    if layout != "parameters":
+        # Files say one alpha and one rank; what was read from PEFT may have several.
+        loras = alike(loras)
     for (plain, packed, _), mine in zip(found, loras, strict=True):
-        where = re.split(r"layers\.\d+\.", plain)[-1]
         if layout == "kt":
-            state |= names.to_kt(plain, mine)
+            named = names.to_kt(plain, mine)
         elif layout == "peft":
-            state |= names.to_peft(plain, mine)
+            named = names.to_peft(plain, mine)
+        elif layout == "parameters":
+            named = names.to_parameters(plain, mine)
         else:
-            state |= names.to_fused(plain, mine, packed.layout, packed.moe.config.zero_expert_num)
+            named = names.to_fused(plain, mine, packed.layout, packed.moe.config.zero_expert_num)
+        if not named.keys().isdisjoint(state):
+            raise AdapterError(
+                f"layer {names.layer_of(plain)} has experts in two modules, which kt-kernel's "
+                'layout does not tell apart: use layout="peft" or "parameters"'
+            )
+        state |= named
+    where = list(dict.fromkeys(re.split(r"layers\.\d+\.", plain)[-1] for plain, _, _ in found))
     config = _config(model, loras[0], found[0][1].layout if layout == "peft-fused" else None, where)
     folder = Path(path)
     with written_once(sharded) as here:
         if not here:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = folder / (KT if layout == "kt" else PEFT)
+        tensors = folder / _FILES.get(layout, PEFT)
         with replaced(folder / CONFIG) as says, replaced(tensors) as has:
             save_file(state, has, metadata={"format": "pt"})
             says.write_text(json.dumps(config, indent=2) + "\n")
@@ -141,7 +153,9 @@ def _plain_name(name: str) -> str:
     return ".".join(words).removeprefix("module.").removeprefix(PREFIX)
 
 
-def _config(model: torch.nn.Module, lora: Lora, fused: Layout | None, where: str) -> dict[str, Any]:
+def _config(
+    model: torch.nn.Module, lora: Lora, fused: Layout | None, where: list[str]
+) -> dict[str, Any]:
     """Return what PEFT reads beside the tensors; `fused`: of a module whose tensors have them."""
     rank = names.fused_rank(lora, fused) if fused else lora.rank
     parts = {name.split("_")[0] for name, _ in lora.factors()}
@@ -158,7 +172,10 @@ def _config(model: torch.nn.Module, lora: Lora, fused: Layout | None, where: str
     if fused:
         first, down = fused.weights
         tensors = [first] * bool(parts & {"gate", "up"}) + [down] * ("down" in parts)
-        found |= {"target_modules": [], "target_parameters": [f"{where}.{t}" for t in tensors]}
+        found |= {
+            "target_modules": [],
+            "target_parameters": [f"{at}.{t}" for at in where for t in tensors],
+        }
     else:
         found["target_modules"] = sorted(f"{part}_proj" for part in parts)
     return found

@@ -16,6 +16,7 @@ PREFIX = "base_model.model."
 CONFIG = "adapter_config.json"
 PEFT = "adapter_model.safetensors"
 KT = "fused_expert_lora.safetensors"
+PARAMETERS = "expert_parameters.safetensors"
 # Options of PEFT with which an adapter is more than B @ A.
 _OTHERS = (
     "use_dora",
@@ -55,9 +56,9 @@ class Written(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, folder: Path) -> None:
-        files = [folder / name for name in (KT, PEFT) if (folder / name).exists()]
+        files = [folder / name for name in (KT, PEFT, PARAMETERS) if (folder / name).exists()]
         if not files:
-            raise FileNotFoundError(f"{folder} has neither {PEFT} nor {KT}")
+            raise FileNotFoundError(f"{folder} has neither {PEFT} nor {KT} nor {PARAMETERS}")
         self.path = folder / CONFIG
         if not self.path.exists():
             raise FileNotFoundError(f"{folder} has no {CONFIG}, which says what alpha is")
@@ -108,6 +109,22 @@ class Written(Mapping[str, torch.Tensor]):
         if found.dtype not in _FLOATS:
             raise AdapterError(f"{self._files[name]}: {name} is of {found.dtype}, not of floats")
         return found
+
+    def number(self, name: str) -> float:
+        """Return the one number that a tensor has, unrounded."""
+        self.take(name)
+        number = float(self._tensors[name])
+        if not math.isfinite(number):
+            raise AdapterError(f"{self._files[name]}: {name} is {number}")
+        return number
+
+    def check_not_taken(self, name: str, several: str) -> None:
+        """Raise AdapterError if a tensor has been taken for another module."""
+        if name in self._taken:
+            raise AdapterError(
+                f"{self._files[name]}: {name} tells no modules apart, and the model has {several}: "
+                'save the adapter with layout="peft" or "parameters"'
+            )
 
     def missing(self, name: str, beside: str) -> AdapterError:
         """Return the error that there is no tensor of a name, where there is another one."""

@@ -9,16 +9,19 @@ layout              tensors of one layer
                     them for transformers' own tensors: A [experts * rank, columns] and
                     B [rows, rank * experts], of gate and up as one matrix, and of down
 ``kt``              ``layers.{i}.experts.{gate,up,down}_lora_{a,b}``, as kt-kernel has them
+``parameters``      ``{module}.{gate,up,down}_lora_{a,b}``, as modules call their parameters, and
+                    ``{module}.lora_scale``, float64: each module keeps its rank and scale
 ==================  ===========================================================================
 
-Modules in the first two begin with ``base_model.model.``, which other writers leave out. Mixtral's
-experts are also found by the names that they had before transformers 5, as
+Modules in ``peft`` and ``peft-fused`` begin with ``base_model.model.``, which other writers leave
+out. Mixtral's experts are also found by the names that they had before transformers 5, as
 ``block_sparse_moe.experts.{e}.{w1,w3,w2}``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import torch
 
@@ -26,6 +29,7 @@ from ktk.config import PARTS, MoEConfig
 from ktk.lora import Lora
 from ktk.sft.folders import PREFIX, AdapterError, Written
 from ktk.sft.pairs import Pair
+from ktk.transformers.adapter import parameter_of
 from ktk.transformers.layout import Layout
 
 # What modules of one expert call these, and where they are, by the name that transformers has now.
@@ -33,6 +37,7 @@ _PROJECTIONS = (
     ("", "", ("gate_proj", "up_proj", "down_proj")),
     (".mlp.experts", ".block_sparse_moe.experts", ("w1", "w3", "w2")),
 )
+_SCALE = "lora_scale"
 _NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 State = dict[str, torch.Tensor]
@@ -103,6 +108,16 @@ def to_kt(name: str, lora: Lora) -> State:
     }
 
 
+def to_parameters(name: str, lora: Lora) -> State:
+    """Return the factors of one module by the names of its parameters, and its scale."""
+    state = {
+        f"{name}.{parameter_of(factor)}": value.detach().contiguous()
+        for factor, value in lora.factors()
+    }
+    state[f"{name}.{_SCALE}"] = torch.tensor(lora.scale, dtype=torch.float64, device="cpu")
+    return state
+
+
 def layer_of(name: str) -> int:
     """Return the number of the layer that a module is in."""
     found = _NUMBER.search(name)
@@ -122,6 +137,7 @@ def pairs_of(name: str, found: Written, config: MoEConfig, layout: Layout) -> di
         Some are missing, or have another shape than the module wants.
     """
     every = (
+        _from_parameters(name, found, config),
         _from_kt(name, found, config),
         _from_peft(name, found, config),
         _from_fused(name, found, config, layout),
@@ -149,6 +165,29 @@ def _both(found: Written, first: str, second: str) -> bool:
     return first in found
 
 
+def _of_all_experts(
+    part: str, found: Written, keys: Sequence[str], config: MoEConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors A and B of a matrix that all experts have."""
+    rows, columns = _extents(part, config)
+    a = found.take(keys[0], config.num_experts, None, columns)
+    return a, found.take(keys[1], config.num_experts, rows, a.shape[1])
+
+
+def _from_parameters(name: str, found: Written, config: MoEConfig) -> dict[str, list[Pair]]:
+    parts = {}
+    for part in config.parts:
+        keys = [f"{name}.{parameter_of(f'{part}_{side}')}" for side in "ab"]
+        if not _both(found, *keys):
+            continue
+        if f"{name}.{_SCALE}" not in found:
+            raise found.missing(f"{name}.{_SCALE}", keys[0])
+        both = _of_all_experts(part, found, keys, config)
+        scale = found.number(f"{name}.{_SCALE}")
+        parts[part] = [Pair(a, b, scale) for a, b in zip(*both, strict=True)]
+    return parts
+
+
 def _from_kt(name: str, found: Written, config: MoEConfig) -> dict[str, list[Pair]]:
     match = _NUMBER.search(name)
     if match is None:
@@ -158,11 +197,10 @@ def _from_kt(name: str, found: Written, config: MoEConfig) -> dict[str, list[Pai
         keys = [f"layers.{match[1]}.experts.{part}_lora_{side}" for side in "ab"]
         if not _both(found, *keys):
             continue
-        rows, columns = _extents(part, config)
-        a = found.take(keys[0], config.num_experts, None, columns)
-        b = found.take(keys[1], config.num_experts, rows, a.shape[1])
-        scale = found.scale(f"{name}.{part}_proj", a.shape[1])
-        parts[part] = [Pair(*both, scale) for both in zip(a, b, strict=True)]
+        found.check_not_taken(keys[0], f"experts in two modules of layer {match[1]}")
+        both = _of_all_experts(part, found, keys, config)
+        scale = found.scale(f"{name}.{part}_proj", both[0].shape[1])
+        parts[part] = [Pair(a, b, scale) for a, b in zip(*both, strict=True)]
     return parts
 
 

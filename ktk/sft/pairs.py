@@ -57,11 +57,12 @@ def as_lora(
     """
     every = [pair for pairs in parts.values() for pair in pairs]
     rank = rank or max(pair.rank for pair in every)
+    scale = every[0].scale if scale is None else scale
     # An alpha of 0 is nothing that can be divided by.
-    scale = scale or every[0].scale or 1.0
-    if dtype is None and any(
-        math.frexp(abs(pair.scale / scale))[0] not in (0, 0.5) for pair in every
-    ):
+    if not scale and any(pair.scale for pair in every):
+        scale = 1.0
+    ratios = {one: one / scale if one != scale else 1.0 for one in {pair.scale for pair in every}}
+    if dtype is None and any(math.frexp(abs(one))[0] not in (0, 0.5) for one in ratios.values()):
         dtype = torch.float32  # B would be rounded
     factors: dict[str, torch.Tensor] = {}
     for part, pairs in parts.items():
@@ -72,7 +73,7 @@ def as_lora(
         b = torch.zeros(len(pairs), rows, rank, dtype=own, device="cpu")
         for expert, pair in enumerate(pairs):
             a[expert, : pair.rank] = pair.a
-            ratio = pair.scale / scale
+            ratio = ratios[pair.scale]
             b[expert, :, : pair.rank] = pair.b if ratio == 1 else pair.b.float() * ratio
         factors |= {f"{part}_a": a, f"{part}_b": b}
     return Lora(**factors, scale=scale)

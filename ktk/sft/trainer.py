@@ -10,11 +10,14 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ktk.lora import FACTORS
 from ktk.sft.files import load_adapter, save_adapter
 from ktk.sft.sharded import is_sharded, leave_parts
+from ktk.transformers.adapter import parameter_of
 
-# A folder of each checkpoint; not in PEFT's layout, which Trainer would take for PEFT's own.
-FOLDER, LAYOUT = "experts", "kt"
+# A folder of each checkpoint; not in PEFT's layout, which Trainer would take for PEFT's own, and
+# which has one rank.
+FOLDER, LAYOUT = "experts", "parameters"
 
 
 class SaveAdapters(TrainerCallback):
@@ -49,7 +52,8 @@ class SaveAdapters(TrainerCallback):
         Raises
         ------
         ValueError
-            That was another checkpoint than is found here, as what was logged until then shows.
+            That was another checkpoint than is found here, as what was logged until then shows; or
+            it has other factors than the training has begun with.
         """
         if not state.global_step:
             return
@@ -60,12 +64,32 @@ class SaveAdapters(TrainerCallback):
                 f"the training goes on from another checkpoint than {checkpoint}: name the one "
                 "that train() is given to SaveAdapters, too, as resume_from"
             )
-        load_adapter(kwargs["model"], checkpoint / FOLDER)
+        model = kwargs["model"]
+        before = _factors(model)
+        load_adapter(model, checkpoint / FOLDER)
+        # The optimizer, which is there by now, trains those that it knows.
+        after = _factors(model)
+        others = [n for n in before | after if before.get(n) is not after.get(n)]
+        if others:
+            raise ValueError(
+                f"{checkpoint / FOLDER} has another {others[0]} than the training has begun with: "
+                "give add_lora the targets, rank and dtype of then, or call "
+                "load_adapter(model, folder) before Trainer is made"
+            )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the adapters of the best checkpoint, if Trainer has read it."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             load_adapter(kwargs["model"], Path(state.best_model_checkpoint) / FOLDER)
+
+
+def _factors(model: Any) -> dict[str, Any]:
+    """Return the parameters of adapters of experts by name."""
+    return {
+        name: one
+        for name, one in model.named_parameters()
+        if name.rpartition(".")[2] in map(parameter_of, FACTORS)
+    }
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

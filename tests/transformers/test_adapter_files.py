@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_families
 import torch
 import training
 from safetensors.torch import load_file, save_file
@@ -16,14 +17,15 @@ from tiny import EXPERTS, FAMILIES, INTER, Family, H, float32, logits, tokens
 from training import forward_error, off_by_token, packed, randomize
 
 import ktk.sft
+import ktk.transformers
 from ktk.sft.folders import AdapterError
 from ktk.transformers import modules
-from ktk.transformers.adapter import lora_of
+from ktk.transformers.adapter import lora_of, put_lora
 from ktk.transformers.packed import packed_modules
 
 folder, model, same_draws = training.folder, training.model, training.same_draws
 
-LAYOUTS = ("peft", "peft-fused", "kt")
+LAYOUTS = ("peft", "peft-fused", "kt", "parameters")
 TENSORS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PREFIX = "base_model.model.model.layers"
 
@@ -294,6 +296,70 @@ def test_one_folder_has_one_adapter(folder: Path, tmp_path: Path) -> None:
     for layout in ("peft", "kt"):
         ktk.sft.save_adapter(model, tmp_path, layout)
     with pytest.raises(AdapterError, match=r"has factors of .* by two kinds of names: remove one"):
+        ktk.sft.load_adapter(model, tmp_path)
+
+
+def test_parameters_keep_the_rank_and_scale_of_each_module(folder: Path, tmp_path: Path) -> None:
+    """A training goes on with them: what is filled up would be other parameters."""
+    model = packed(folder)
+    for layer, rank, scale, dtype in (
+        (model.model.layers[0], 4, 1 / 3, torch.bfloat16),
+        (model.model.layers[1], 2, 0.0, torch.float32),
+    ):
+        shapes = {"up_a": (EXPERTS, rank, H), "up_b": (EXPERTS, INTER, rank)}
+        factors: dict[str, Any] = {n: torch.randn(s).to(dtype) for n, s in shapes.items()}
+        put_lora(layer.mlp.experts, ktk.Lora(**factors, scale=scale))
+    ktk.sft.save_adapter(model, tmp_path, "parameters")
+    other = packed(folder)
+    ktk.sft.load_adapter(other, tmp_path)
+    for mine, again in zip(model.model.layers, other.model.layers, strict=True):
+        wanted, found = lora_of(mine.mlp.experts), lora_of(again.mlp.experts)
+        assert wanted is not None
+        assert found is not None
+        assert found.scale == wanted.scale
+        for (name, one), (same, value) in zip(wanted.factors(), found.factors(), strict=True):
+            assert name == same
+            assert value.dtype == one.dtype
+            assert torch.equal(value, one)
+    file = tmp_path / "expert_parameters.safetensors"
+    state = load_file(file)
+    [scale_of_last] = [name for name in state if name.endswith("1.mlp.experts.lora_scale")]
+    for broken, sentence in (
+        ({scale_of_last: torch.tensor(float("inf"))}, "lora_scale is inf"),
+        ({scale_of_last: torch.ones(2)}, r"lora_scale has shape \[2\]"),
+        ({}, "lora_scale is missing"),
+    ):
+        rest = {name: one for name, one in state.items() if name != scale_of_last}
+        save_file(rest | broken, file)
+        with pytest.raises(AdapterError, match=sentence):
+            ktk.sft.load_adapter(other, tmp_path)
+
+
+def test_two_modules_of_one_layer_keep_their_own(tmp_path: Path) -> None:
+    """DiffusionGemma's encoder and decoder call the same experts, with adapters of their own."""
+    made = tiny_families.FAMILIES["diffusion-gemma"].make(H, INTER).bfloat16()
+    model = ktk.transformers.pack(made)
+    randomize(ktk.sft.add_lora(model, rank=2))
+    wanted = {n: one.detach().clone() for n, one in model.named_parameters() if "_lora_" in n}
+    for layout in ("peft", "parameters"):
+        ktk.sft.save_adapter(model, tmp_path / layout, layout)
+        randomize([one for name, one in model.named_parameters() if name in wanted], seed=9)
+        ktk.sft.load_adapter(model, tmp_path / layout)
+        for name, one in model.named_parameters():
+            assert name not in wanted or torch.equal(one, wanted[name]), name
+    with pytest.raises(AdapterError, match=r"layer \d has experts in two modules.*\"parameters\""):
+        ktk.sft.save_adapter(model, tmp_path / "kt", "kt")
+    assert not (tmp_path / "kt").exists()
+    # Files of kt-kernel's layout that somebody wrote for one of the two.
+    ktk.sft.save_adapter(add(packed(FAMILIES["qwen3-moe"].save(tmp_path / "m"))), tmp_path, "kt")
+    sizes = next(iter(packed_modules(model).values())).moe.config
+    shapes = {
+        "gate_lora_a": (sizes.num_experts, 2, sizes.hidden_size),
+        "gate_lora_b": (sizes.num_experts, sizes.intermediate_size, 2),
+    }
+    state = {f"layers.0.experts.{name}": torch.ones(shape) for name, shape in shapes.items()}
+    save_file(state, tmp_path / "fused_expert_lora.safetensors")
+    with pytest.raises(AdapterError, match="tells no modules apart"):
         ktk.sft.load_adapter(model, tmp_path)
 
 

@@ -22,7 +22,7 @@ from ktk.transformers.packed import packed_modules
 folder, model, same_draws = training.folder, training.model, training.same_draws
 
 
-@pytest.mark.parametrize("layout", ["peft", "peft-fused", "kt"])
+@pytest.mark.parametrize("layout", ["peft", "peft-fused", "kt", "parameters"])
 def test_adapters_are_read_as_they_were_written(folder: Path, tmp_path: Path, layout: str) -> None:
     model, ids = packed(folder), tokens()
     randomize(ktk.sft.add_lora(model, rank=4, alpha=8))

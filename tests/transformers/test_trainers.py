@@ -18,6 +18,7 @@ from training import RATE, STEPS, gradients, packed, packed_by, randomize, seed_
 import ktk
 import ktk.sft
 import ktk.transformers
+from ktk.transformers.adapter import lora_of, put_lora
 
 folder, same_draws = training.folder, training.same_draws
 ROOT = Path(__file__).parents[2]
@@ -109,13 +110,13 @@ class _Stop(transformers.TrainerCallback):
         control.should_training_stop = state.global_step >= self.after
 
 
-def _wrapped(folder: Path) -> Any:
+def _wrapped(folder: Path, rank: int = 2) -> Any:
     """Return a model with adapters of PEFT and of experts in codes, the same ones each time."""
     torch.manual_seed(0)
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     model = peft.get_peft_model(packed_by("AMXINT8", folder), config)
-    ktk.sft.add_lora(model, rank=2)
+    ktk.sft.add_lora(model, rank=rank)
     return model
 
 
@@ -183,6 +184,15 @@ def test_a_training_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, wrap
             peft = pytest.importorskip("peft")
             model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
         ktk.sft.add_lora(model, rank=2)
+        if wrapped:  # as of an adapter of PEFT's that was read: ranks and scales are each module's
+            last = [one for one in model.modules() if lora_of(one) is not None][-1]
+            given = lora_of(last)
+            assert given is not None
+            factors: dict[str, Any] = {
+                n: one.detach()[:, :1] if n.endswith("a") else one.detach()[:, :, :1]
+                for n, one in given.factors()
+            }
+            put_lora(last, ktk.Lora(**factors, scale=1 / 3))
         return model
 
     straight = made()
@@ -198,6 +208,19 @@ def test_a_training_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, wrap
     for name, one in other.named_parameters():
         if name in wanted:
             assert torch.equal(one, wanted[name]), name
+
+
+@pytest.mark.slow
+def test_a_training_does_not_go_on_with_what_its_optimizer_does_not_know(
+    folder: Path, tmp_path: Path
+) -> None:
+    _trainer(_wrapped(folder), tmp_path, 2, ktk.sft.SaveAdapters()).train()
+    again = _trainer(_wrapped(folder, rank=3), tmp_path, 4, ktk.sft.SaveAdapters())
+    # Not the optimizer's file, which would be the first to disagree.
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (tmp_path / "checkpoint-2" / name).unlink()
+    with pytest.raises(ValueError, match=r"experts has another .*gate_lora_a than the training"):
+        again.train(resume_from_checkpoint=True)
 
 
 @pytest.mark.slow
