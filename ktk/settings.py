@@ -10,6 +10,7 @@ import difflib
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from ktk.errors import SettingError
 
 # No configuration is a tenth of that; another file under its name should not fill memory.
 _MOST = 1 << 20
+# Of threads: above any machine; what this one has use for, its pool says.
+_MOST_COUNT = 1_000_000
 #: The source of what `ktk config` wrote.
 FILE = "file"
 
@@ -80,8 +83,8 @@ def _name(value: Any) -> str:
 
 
 def _count(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"must be a number from 1 on, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST_COUNT:
+        raise ValueError(f"must be a number from 1 to {_MOST_COUNT}, got {value!r}")
     return value
 
 
@@ -173,8 +176,7 @@ def setting(name: str, flag: Any = None) -> Setting:
     Raises
     ------
     SettingError
-        A value is none for this key; the message says where it stands. The file has another key,
-        or cannot be read.
+        A value is none for this key; the message says where it stands. Or the file cannot be read.
     """
     key = KEYS[name]
     if flag is not None:
@@ -184,9 +186,31 @@ def setting(name: str, flag: Any = None) -> Setting:
         value = _parsed(key, words, key.variable)
         return Setting(key, value, key.variable)
     stored = _read()
+    for other in stored.keys() - KEYS.keys():
+        warnings.warn(
+            f"{_unknown(other, f'{config_file()}: ')}: it counts for nothing", stacklevel=2
+        )
     if name in stored:
-        return Setting(key, stored[name], FILE)
+        return Setting(key, _checked(key, stored[name], f"{config_file()}: {name}"), FILE)
     return Setting(key)
+
+
+def faults() -> dict[str, str]:
+    """Return the entries of the file that mean nothing by their names, with what is wrong.
+
+    Raises
+    ------
+    SettingError
+        The file cannot be read.
+    """
+    found = {}
+    for name, value in _read().items():
+        where = f"{config_file()}: "
+        try:
+            _checked(find_key(name, where), value, f"{where}{name}")
+        except SettingError as error:
+            found[name] = str(error)
+    return found
 
 
 def save(name: str, words: list[str] | None) -> None:
@@ -195,9 +219,10 @@ def save(name: str, words: list[str] | None) -> None:
     Parameters
     ----------
     name
-        One of `KEYS`.
+        One of `KEYS`; to be taken out, any that is in the file.
     words
-        Of the command line; None takes the key out.
+        Of the command line; None takes the key out. What else the file has stays, even where it
+        means nothing.
 
     Raises
     ------
@@ -206,13 +231,16 @@ def save(name: str, words: list[str] | None) -> None:
     CheckpointError
         Another process is writing the file.
     """
-    key = find_key(name)
-    value = None if words is None else _parsed(key, words, name)
+    value = None if words is None else _parsed(find_key(name), words, name)
     path = config_file()
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent):
-        stored = {**_read(), name: value}
-        kept = {one: stored[one] for one in KEYS if stored.get(one) is not None}
+        stored = _read()
+        if value is None and name not in stored:
+            find_key(name)
+        stored[name] = value
+        order = [*KEYS, *(one for one in stored if one not in KEYS)]
+        kept = {one: stored[one] for one in order if stored.get(one) is not None}
         write_file(path, (json.dumps(kept, indent=2) + "\n").encode())
 
 
@@ -220,9 +248,13 @@ def find_key(name: str, where: str = "") -> Key:
     """Return a key by its name; SettingError with what may be meant where there is none."""
     if name in KEYS:
         return KEYS[name]
+    raise SettingError(_unknown(name, where))
+
+
+def _unknown(name: str, where: str) -> str:
     close = difflib.get_close_matches(name, KEYS, n=1)
     hint = f". Did you mean {close[0]!r}?" if close else ""
-    raise SettingError(f"{where}there is no setting {name!r}; there are {', '.join(KEYS)}{hint}")
+    return f"{where}there is no setting {name!r}; there are {', '.join(KEYS)}{hint}"
 
 
 def _read() -> dict[str, Any]:
@@ -237,10 +269,7 @@ def _read() -> dict[str, Any]:
         raise SettingError(f"{path} cannot be read: {error}. Mend it, or remove it") from None
     if not isinstance(document, dict):
         raise SettingError(f"{path} holds no table of settings: mend it, or remove it")
-    return {
-        name: _checked(find_key(name, f"{path}: "), value, f"{path}: {name}")
-        for name, value in document.items()
-    }
+    return document
 
 
 def _parsed(key: Key, words: list[str], where: str) -> Any:

@@ -28,8 +28,8 @@ def bench(
             "--backend",
             "-b",
             metavar="NAME",
-            help="Backend; may be given several times. Default: all, or for a checkpoint the one "
-            "that its format decides on.",
+            help="Backend; may be given several times. Default: all; for a checkpoint that of ktk "
+            "config, or else the one that its format decides on.",
         ),
     ] = None,
     shape: Annotated[
@@ -64,8 +64,13 @@ def bench(
         ),
     ] = "",
     threads: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Workers; 0: all physical cores.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Workers; 0: all physical cores. Default: as ktk config says, or all.",
+        ),
+    ] = None,
     variant: Annotated[
         list[str] | None,
         typer.Option(
@@ -154,6 +159,9 @@ def bench(
     those of your own model, and the table has the tokens per second that its experts take, without
     attention and the rest.
     """
+    from ktk.settings import setting
+
+    wanted = threads if threads == 0 else setting("threads", threads).value
     counts = _token_counts(tokens or (_PROMPTS if whole else _TOKENS))
     options: dict[str, Any] = {
         "--shape": shape,
@@ -168,7 +176,7 @@ def bench(
         raise typer.BadParameter("needs --whole", param_hint=f"--{given[0]}")
     _refuse_together(checkpoint, layer, options, whole=whole)
     if whole:
-        others["threads"] = threads or None
+        others["threads"] = wanted or None
         _bench_whole(str(checkpoint), backend, others, counts, rounds, as_json=json)
         return
     shapes = [] if checkpoint else [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
@@ -176,12 +184,14 @@ def bench(
         from ktk.bench.plot import require_matplotlib
 
         require_matplotlib()
+        if not plot.parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
     from ktk.bench.records import Settings
     from ktk.bench.runner import run
     from ktk.terminal import doing
 
     settings = Settings(
-        threads=threads,
+        threads=wanted or 0,
         rounds=rounds,
         seconds=seconds,
         rotated_bytes=None if rotate is None else int(rotate * 1e9),
@@ -193,7 +203,7 @@ def bench(
         from ktk.hub import find_model
 
         model = open_model(find_model(checkpoint), layer)
-        backend = backend or [model.default_backend]
+        backend = backend or [setting("backend").value or model.default_backend]
         shapes = [model.shape]
     subjects = _subjects(backend, variant, format)
     results: list[Result] = []
@@ -203,7 +213,7 @@ def bench(
         results += found
         _show_results(found, as_json=json)
         if accuracy:
-            _show_accuracy(subjects, chosen, threads, as_json=json)
+            _show_accuracy(subjects, chosen, settings.threads, as_json=json)
     if plot:
         from ktk.bench.plot import draw_roofline
 

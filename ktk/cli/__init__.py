@@ -186,7 +186,11 @@ def demo(
     """
     from ktk.demo import run_demo
     from ktk.hub import find_model
+    from ktk.pool import set_default_threads
+    from ktk.settings import setting
 
+    if (threads := setting("threads").value) is not None:
+        set_default_threads(threads)
     run_demo(
         checkpoint=checkpoint and find_model(checkpoint),
         layer=layer,

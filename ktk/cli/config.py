@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import typer
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ktk.errors import SettingError
-from ktk.settings import FILE, KEYS, Setting, config_file, find_key, save, setting
+from ktk.settings import FILE, KEYS, Setting, config_file, faults, find_key, save, setting
 from ktk.terminal import plain_table
 
 
@@ -19,22 +20,39 @@ def run_config(key: str | None, words: list[str], *, unset: bool, as_json: bool)
     if key is None:
         if unset:
             raise SettingError(f"--unset needs the name of a setting: {', '.join(KEYS)}")
-        _show([setting(name) for name in KEYS], as_json=as_json)
+        wrong = faults()
+        _show([shown for name in KEYS if (shown := _unless_wrong(name))], as_json=as_json)
+        for name, fault in wrong.items():
+            typer.echo(f"ktk: {fault}; ktk config {name} --unset takes it out", err=True)
+        return
+    if unset and words:
+        raise SettingError(f"--unset takes {key} out of the file, and no value")
+    if unset:
+        save(key, None)
+        if as_json and key in KEYS:
+            _show([setting(key)], as_json=True)
         return
     name = find_key(key).name
-    if unset and words:
-        raise SettingError(f"--unset takes {name} out of the file, and no value")
     if words:
         _check(name, words)
-    if words or unset:
-        save(name, words or None)
+        save(name, words)
     found = setting(name)
     if as_json:
         _show([found], as_json=True)
-    elif not words and not unset:
+    elif not words:
         typer.echo(_text(found))
     elif words and found.source != FILE:
         typer.echo(f"{name} is in {config_file()} now, but {found.source} goes before it")
+
+
+def _unless_wrong(name: str) -> Setting | None:
+    """Return a setting; None where what is set means nothing, as an entry of the file may."""
+    try:
+        return setting(name)
+    except SettingError:
+        if os.environ.get(KEYS[name].variable):
+            raise
+        return None
 
 
 def _check(name: str, words: list[str]) -> None:

@@ -270,6 +270,7 @@ def test_table_and_plot_are_made(tmp_path: Path) -> None:
         (["--tokens", "1,x"], 2, "numbers separated by commas"),
         (["--tokens", "0"], 2, "at least one token"),
         (["--shape", "nope"], 2, "no shape 'nope'"),
+        (["--plot", "/nowhere/x.png"], 2, "there is no folder /nowhere"),
         (["--layer", "3"], 2, "needs --checkpoint"),
         (["--checkpoint", ".", "--shape", "tiny", "--accuracy"], 2, "the model decides"),
         (["--backend", "BF16", "--variant", "nope"], 1, "no variant nope"),
@@ -381,3 +382,12 @@ def test_missing_matplotlib_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'ktk[plot]'" in done.stderr
+
+
+def test_threads_are_those_of_ktk_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KTK_THREADS", "1")
+    at = QUICK.index("--threads")
+    arguments = [*QUICK[:at], *QUICK[at + 2 :], *TINY, "--tokens", "1", "--backend", "BF16"]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    assert {one["threads"] for one in map(json.loads, result.stdout.splitlines())} == {1}

@@ -90,8 +90,8 @@ def test_the_table_says_what_counts_and_where_the_file_is(file: Path) -> None:
             ["thread", "3"],
             "head, device, threads, models. Did you mean 'threads'?",
         ),
-        (["threads", "0"], "threads must be a number from 1 on, got 0"),
-        (["threads", "many"], "threads must be a number from 1 on, got 'many'"),
+        (["threads", "0"], "threads must be a number from 1 to 1000000, got 0"),
+        (["threads", "many"], "threads must be a number from 1 to 1000000, got 'many'"),
         (["threads", "1", "2"], "threads must be one word, got '1 2'"),
         (["backend", "AMXINT88"], "no backend 'AMXINT88'"),
         (["threads", "3", "--unset"], "--unset takes threads out of the file"),
@@ -107,13 +107,8 @@ def test_what_cannot_be_set_is_refused(arguments: list[str], what: str, file: Pa
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (
-            '{"thread": 3}',
-            "there is no setting 'thread'; there are backend, linears, head",
-        ),
-        ('{"threads": "3"}', "threads must be a number from 1 on, got '3'"),
-        ('{"threads": true}', "threads must be a number from 1 on, got True"),
-        ('{"models": "/m"}', "models must be a list of folders, got '/m'"),
+        ('{"threads": "3"}', "threads must be a number from 1 to 1000000, got '3'"),
+        ('{"threads": true}', "threads must be a number from 1 to 1000000, got True"),
         ('{"threads": 3', "cannot be read"),
         ("[3]", "holds no table"),
         ("[" * 100_000, "cannot be read"),
@@ -128,6 +123,36 @@ def test_a_wrong_file_is_named(file: Path, text: str, what: str) -> None:
     assert what in str(caught.value)
     # A value on the command line needs no file.
     assert settings.setting("threads", 2).value == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no setting")
+def test_a_file_is_mended_by_the_command(file: Path) -> None:
+    file.parent.mkdir()
+    file.write_text('{"thread": 3, "models": "/m", "threads": "four", "backend": "AMXINT8"}')
+    result = runner.invoke(app, ["config"], catch_exceptions=False)
+    assert result.exit_code == 0
+    for sentence in (
+        "there is no setting 'thread'; there are backend, linears, head",
+        "Did you mean 'threads'?; ktk config thread --unset takes it out",
+        "models must be a list of folders, got '/m'; ktk config models --unset takes it out",
+        "threads must be a number from 1 to 1000000, got 'four'",
+    ):
+        assert sentence in result.stderr
+    run("threads", "2")
+    run("thread", "--unset")
+    run("models", "--unset")
+    assert json.loads(file.read_text()) == {"backend": "AMXINT8", "threads": 2}
+    assert run() != ""
+    result = runner.invoke(app, ["config", "thread", "--unset"])
+    assert "there is no setting 'thread'" in str(result.exception)
+
+
+def test_entries_that_mean_nothing_hinder_nobody_else(file: Path) -> None:
+    """One of a newer ktk, say."""
+    file.parent.mkdir()
+    file.write_text('{"thread": 3, "models": "/m", "threads": 4}')
+    with pytest.warns(UserWarning, match="there is no setting 'thread'.*it counts for nothing"):
+        assert settings.setting("threads").value == 4
 
 
 def test_a_file_is_replaced_as_a_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from ktk import system
 from ktk.cli.health.finding import NOTE, OK, PROBLEM, WARNING, Finding, count, numbers
 from ktk.cli.health.machine import CPUS, SECONDS, Machine
 from ktk.errors import SettingError
-from ktk.settings import FILE, config_file, setting
+from ktk.settings import FILE, KEYS, Setting, config_file, faults, setting
 
 #: Shares of CPU time from which on others are in the way: below them are editors and daemons.
 _OTHERS, _STOLEN = 0.25, 0.05
@@ -68,9 +68,12 @@ def mask(machine: Machine) -> Iterator[Finding]:
 def threads(machine: Machine) -> Iterator[Finding]:
     """Compare the workers that were asked for with CPUs and cores, and look at torch's threads."""
     try:
-        wanted = setting("threads")
+        wrong = faults()
+        for name, fault in wrong.items():
+            yield Finding("settings", PROBLEM, fault, f"ktk config {name} --unset takes it out")
+        wanted = Setting(KEYS["threads"]) if "threads" in wrong else setting("threads")
     except SettingError as error:
-        yield Finding("settings", PROBLEM, str(error), "ktk config shows and changes settings")
+        yield Finding("settings", PROBLEM, str(error), "ktk config shows settings")
         return
     cores, quota = len(_cores(machine.topology)), system.cpu_quota(machine.root)
     cpus = min(len(machine.cpus), math.ceil(quota.cpus) if quota else len(machine.cpus))
