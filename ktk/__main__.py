@@ -1,18 +1,13 @@
-"""The `ktk` command, also as `python -m ktk`.
-
-Its exit status: 0 fine, 1 a fault, 2 a wrong command line, 130 interrupted; 141 where nobody reads
-the output any more, as of a program that SIGPIPE ends.
-"""
+"""The `ktk` command, also as `python -m ktk`."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
 
-# Errors of ktk are RuntimeErrors.
-_FORESEEN = (RuntimeError, ValueError, OSError, MemoryError, ImportError)
-_INTERRUPTED, _UNREAD = 130, 141
+from ktk.status import INTERRUPTED, UNREAD, status_of
 
 
 def main() -> None:
@@ -21,15 +16,16 @@ def main() -> None:
     So is a warning: of a library that will be slow, say.
     """
     _open_closed_streams()
+    _print_what_can_be()
     warnings.formatwarning = lambda message, *_, **__: f"ktk: {' '.join(str(message).split())}\n"
     try:
-        status = _run()
+        status = status_of(_app)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        status = _INTERRUPTED
+        status = INTERRUPTED
     except BrokenPipeError:
-        status = _UNREAD
-    if status == _UNREAD:
+        status = UNREAD
+    if status == UNREAD:
         # What is left to write has to go somewhere when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(status)
@@ -49,30 +45,18 @@ def _open_closed_streams() -> None:
         setattr(sys, name, os.fdopen(fd, mode, encoding="utf-8", errors="backslashreplace"))
 
 
-def _run() -> int:
-    try:
-        from ktk.cli import app
-
-        app(prog_name="ktk")
-    except SystemExit as stop:
-        # typer and rich make it of a broken pipe as well.
-        if isinstance(stop.__context__, BrokenPipeError):
-            return _UNREAD
-        return stop.code if isinstance(stop.code, int) else _fault(stop.code)
-    except BrokenPipeError:
-        raise
-    except _FORESEEN as error:
-        _fault(error)
-        # A command may say what an interruption left behind.
-        return _INTERRUPTED if isinstance(error.__context__, KeyboardInterrupt) else 1
-    return 0
+def _print_what_can_be() -> None:
+    """Let names of files that are no text come out as the bytes they are, and all else somehow."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            is_unicode = stream.encoding.lower().replace("-", "").startswith("utf")
+            stream.reconfigure(errors="surrogateescape" if is_unicode else "replace")
 
 
-def _fault(error: BaseException | str | None) -> int:
-    if error is not None:
-        text = " ".join(str(error).split()) or type(error).__name__
-        print(f"ktk: {text}", file=sys.stderr)
-    return int(error is not None)
+def _app() -> None:
+    from ktk.cli import app
+
+    app(prog_name="ktk")
 
 
 if __name__ == "__main__":

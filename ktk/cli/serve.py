@@ -39,12 +39,16 @@ def serve(
 
     ktk has no server of its own: this prints and runs the command of one that is installed.
     """
+    from ktk.pool import default_pool, set_default_threads
+    from ktk.registry import find_backend
     from ktk.serving.engines import Request, choose, served_as
     from ktk.settings import setting
+    from ktk.text.load import check_files
     from ktk.text.place import parts_of
 
     choose(engine)  # without a server, nothing has to be looked for
     rest, experts = parts_of(model, source)
+    check_files(rest)
     request = Request(
         model=rest,
         host=host,
@@ -56,13 +60,23 @@ def serve(
         threads=setting("threads", threads).value,
         more=tuple(more or ()),
     )
+    for name in filter(None, (request.backend, request.linears, request.head)):
+        find_backend(name)
+    if request.threads is not None:
+        set_default_threads(request.threads)
+        default_pool()  # which refuses what no machine has
     chosen = choose(engine, request)
+    if chosen.name == "transformers":
+        from ktk.transformers import load_tokenizer
+
+        load_tokenizer(rest)  # which a server would miss when the first client asks
     command, environment = chosen.command(request), chosen.environment(request)
     shown = "python" if command[0] == sys.executable else command[0]
     variables = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
     typer.echo(" ".join([*variables, shlex.join([shown, *command[1:]])]), err=True)
     name = served_as(request)
-    typer.echo(f"clients: base_url=http://{host}:{port}/v1, model={name}", err=True)
+    place = f"[{host}]" if ":" in host else host
+    typer.echo(f"clients: base_url=http://{place}:{port}/v1, model={name}", err=True)
     if not dry_run:
         sys.stdout.flush()
         os.execvpe(command[0], command, {**os.environ, **environment})

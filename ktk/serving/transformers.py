@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from typing import Any
 
+from ktk.status import INTERRUPTED, status_of
 from ktk.system import let_openmp_sleep
 
 
 def main() -> None:
     """Run the command of transformers with what stands behind `--`."""
+    try:
+        sys.exit(status_of(_run))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _run() -> None:
     parser = argparse.ArgumentParser(prog="python -m ktk.serving.transformers")
     parser.add_argument("--backend", help="what computes the experts")
     parser.add_argument("--linears", help="what computes dense layers")
@@ -28,14 +37,22 @@ def main() -> None:
     if given.threads is not None:
         import torch
 
-        from ktk.pool import set_default_threads
+        from ktk.pool import default_pool, set_default_threads
 
-        torch.set_num_threads(given.threads)
         set_default_threads(given.threads)
+        torch.set_num_threads(default_pool().size)  # which refuses what no machine has
     switch_on(given.backend, experts=given.experts, linears=given.linears, head=given.head)
+    import click
     from transformers.cli.transformers import app
 
-    app(given.arguments, prog_name="transformers")
+    try:
+        # By itself it ends an interrupted server as a fault.
+        sys.exit(app(given.arguments, prog_name="transformers", standalone_mode=False))
+    except click.Abort:
+        raise KeyboardInterrupt from None
+    except click.ClickException as wrong:
+        wrong.show()
+        sys.exit(wrong.exit_code)
 
 
 def switch_on(backend: str | None = None, **options: Any) -> None:

@@ -117,6 +117,28 @@ def check_generation(path: Path) -> None:
             raise CheckpointError(f"{path} says {key} {given!r}, which should be {wanted}")
 
 
+def check_files(rest: Path) -> None:
+    """Refuse a folder whose configuration transformers would stumble over.
+
+    Raises
+    ------
+    CheckpointError
+        A file is missing, cannot be read, or has a value of another type; or the folder's name is
+        no text.
+    """
+    try:
+        str(rest.absolute()).encode()
+    except UnicodeError:
+        raise CheckpointError(
+            f"{str(rest)!a} is no path in UTF-8, and tokenizers open no other: rename the "
+            "folder, or give a link to it"
+        ) from None
+    if rest.is_dir() and not is_gguf(rest):
+        read_json(rest / "config.json")  # or a sentence
+        if (generation := rest / "generation_config.json").exists():
+            check_generation(generation)
+
+
 def load_text_model(
     name: str,
     *,
@@ -159,18 +181,15 @@ def load_text_model(
     place = setting("device", device)
     require("transformers", "run")
     rest, experts = parts_of(name, source)
-    if rest.is_dir() and not is_gguf(rest):
-        read_json(rest / "config.json")  # or a sentence
-        if (generation := rest / "generation_config.json").exists():
-            check_generation(generation)
+    check_files(rest)
     import torch
     import transformers
 
     where = found_device(place)
     linears, head = (backend_beside(where, one) for one in others)
     if threads is not None:
-        torch.set_num_threads(threads)
         set_default_threads(threads)
+        torch.set_num_threads(default_pool().size)  # which refuses what no machine has
     # Their bars count tensors, and are done before the experts are read.
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -139,6 +140,68 @@ def test_a_dry_run_prints_the_command_only(model: Path, command: Command) -> Non
     assert (done.returncode, done.stdout) == (0, "")
     expected = f"-- serve {model} --host 127.0.0.1 --port 9 --reasoning off\n"
     assert expected in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["{model}", "-b", "AMXINT9"], "no backend 'AMXINT9'"),
+        (["{model}", "--head", "AMXINT9"], "no backend 'AMXINT9'"),
+        (["{model}", "--threads", "100000"], "100000 threads are more than a machine"),
+        (["{bare}"], "config.json is missing"),
+        (["{untold}"], "has no tokenizer"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_before_a_start(
+    model: Path, tmp_path: Path, arguments: list[str], what: str, command: Command
+) -> None:
+    for package in engines.ENGINES["transformers"].needs:
+        pytest.importorskip(package)
+    for name, left_out in (("bare", "config.json"), ("untold", "token")):
+        (tmp_path / name).mkdir()
+        for path in model.iterdir():
+            if left_out not in path.name:
+                (tmp_path / name / path.name).symlink_to(path)
+    places = {"model": model, "bare": tmp_path / "bare", "untold": tmp_path / "untold"}
+    given = [text.format(**places) for text in arguments]
+    done = command("serve", *given, "--engine", "transformers", "--dry-run")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert what in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_server_ends_as_commands_do(model: Path, tmp_path: Path) -> None:
+    for package in engines.ENGINES["transformers"].needs:
+        pytest.importorskip(package)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path / "log"
+    start = [sys.executable, "-m", "ktk", "serve", str(model), "--engine", "transformers"]
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*start, "--port", str(port), "--threads", "1"],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        end = time.monotonic() + 300
+        while True:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in log.read_text()
 
 
 def test_a_gguf_file_is_named_as_transformers_does() -> None:
