@@ -62,8 +62,8 @@ def _missing(path: Path, shown: str) -> str:
     if not is_hub:
         return f"{shown} is missing: there is no such folder or file"
     return (
-        f"there is no folder {name}. If that is a model of the Hugging Face hub, download it: "
-        f"hf download {name} --local-dir {path.name}"
+        f"there is no folder {name}. If that is a model of the Hugging Face hub, hf download "
+        f"{name} puts it into the hub's cache, where ktk.hub.find_model({name!r}) finds it"
     )
 
 

@@ -36,6 +36,15 @@ def parse_object(data: bytes) -> dict[str, Any]:
     return table("it", document)
 
 
+def object_bytes(document: dict[str, Any]) -> bytes:
+    """Return an object as `parse_object` reads it.
+
+    Names of files may be no text; what is not becomes question marks.
+    """
+    text = json.dumps(document, indent=2, ensure_ascii=False)
+    return f"{text}\n".encode("utf-8", "replace")
+
+
 def integer(name: str, value: Any, least: int = 0, most: int = LARGEST) -> int:
     """Return an integer from `least` to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:

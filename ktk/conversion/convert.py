@@ -26,7 +26,7 @@ from ktk.checkpoint.pieces import digest
 from ktk.closing import Closing
 from ktk.conversion.encode import Encoder, plan_layer
 from ktk.conversion.resume import is_current, joined, merged, read_of, whole
-from ktk.conversion.source import Source
+from ktk.conversion.source import Source, name_of
 from ktk.conversion.stamps import SourceChange
 from ktk.durable import locked, remove_temporaries, write_file
 from ktk.errors import CheckpointError
@@ -166,7 +166,7 @@ class Conversion(Closing):
             backend=self.backend.name,
             group_size=self.group_size,
             source=self._source.fingerprint,
-            source_name=self.source.name,
+            source_name=name_of(self.source),
             layers=tuple(encoder.number for encoder in encoders),
             stamps=self._source.stamps,
         )

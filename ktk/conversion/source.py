@@ -13,6 +13,14 @@ from ktk.conversion.stamps import SourceChange, changed, stamps_of
 from ktk.errors import CheckpointError
 
 
+def name_of(source: Path) -> str:
+    """Return what a checkpoint is called: by the hub, where it lies in the hub's cache."""
+    repository = source.absolute().parent.parent.name
+    if source.absolute().parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return source.name
+
+
 class Source(Closing):
     """An open checkpoint, or a module of one, whose files are watched.
 

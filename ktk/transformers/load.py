@@ -17,6 +17,7 @@ from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.packed.folder import read_index
 from ktk.conversion.fingerprint import fingerprint
 from ktk.errors import CheckpointError
+from ktk.hub import find_model
 from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.damage import naming_damage, reason
 from ktk.transformers.gguf_metadata import read_once
@@ -201,8 +202,9 @@ def _source(packed: Path) -> Path:
     """Find the checkpoint that packed files were made of: attention is only there."""
     index = read_index(packed)
     folder = packed.resolve()
-    for candidate in (folder.parent / index.source_name, folder.parent):
+    for place in (folder.parent / index.source_name, folder.parent, index.source_name):
         try:
+            candidate = find_model(place)
             with open_checkpoint(candidate) as checkpoint:
                 if fingerprint(checkpoint.files()) == index.source:
                     return candidate
@@ -210,5 +212,6 @@ def _source(packed: Path) -> Path:
             continue
     raise CheckpointError(
         f"{packed} holds experts only, and the checkpoint {index.source_name} that they were made "
-        f"of is not beside it: load the checkpoint's folder with experts={str(packed)!r}"
+        f"of is neither beside it nor where models are: load the checkpoint's folder with "
+        f"experts={str(packed)!r}"
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 import ktk
 from ktk.checkpoint import describe, open_checkpoint
+from ktk.checkpoint.packed.folder import read_index
 from ktk.conversion import convert
 from ktk.errors import CheckpointError
 
@@ -36,7 +39,8 @@ def test_a_name_of_a_hub_is_to_be_downloaded(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal("Qwen/Qwen3-30B-A3B").endswith(
-        "hf download Qwen/Qwen3-30B-A3B --local-dir Qwen3-30B-A3B"
+        "hf download Qwen/Qwen3-30B-A3B puts it into the hub's cache, where "
+        "ktk.hub.find_model('Qwen/Qwen3-30B-A3B') finds it"
     )
     # Of a folder that is here, a part is missing.
     (tmp_path / "Qwen").mkdir()
@@ -188,3 +192,29 @@ def test_links_of_a_hub_s_cache_are_followed(tmp_path: Path) -> None:
     with open_checkpoint(snapshot) as checkpoint:
         assert checkpoint.layers() == [0]
     assert sound.read(snapshot).keys() == sound.read(folder).keys()
+
+
+def test_a_folder_whose_name_is_no_text_is_converted(tmp_path: Path) -> None:
+    """Its name goes into files in UTF-8, which have to be read again."""
+    source = sound.safetensors(Path(os.fsdecode(os.fsencode(tmp_path) + b"/l\xe9atin")))
+    for _ in range(2):
+        convert(source, tmp_path / "packed", backend="BF16", resume=True)
+    assert ktk.Model.from_checkpoint(tmp_path / "packed").layers
+    assert read_index(tmp_path / "packed").source_name == "l?atin"
+
+
+def test_a_model_of_the_hub_keeps_its_name(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--acme--some--moe" / "snapshots" / "0123abcd"
+    convert(sound.safetensors(snapshot), tmp_path / "packed", backend="BF16")
+    assert read_index(tmp_path / "packed").source_name == "acme/some--moe"
+
+
+def test_output_that_cannot_be_spelled_is_printed_all_the_same() -> None:
+    code = (
+        "import sys; from ktk.__main__ import _print_what_can_be as prepare; prepare();"
+        "print('\\xb1 1', '\\udce9')"
+    )
+    for encoding, wanted in (("ascii", b"? 1 ?\n"), ("utf-8", b"\xc2\xb1 1 \xe9\n")):
+        environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+        assert done.stdout == wanted, done.stderr

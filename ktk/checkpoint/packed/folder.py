@@ -7,14 +7,13 @@ layer-00003.safetensors     the experts of layer 3
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ktk.checkpoint.detect import PACKED_INDEX
-from ktk.checkpoint.entries import EntryError, integer, integers, items, table, text
+from ktk.checkpoint.entries import EntryError, integer, integers, items, object_bytes, table, text
 from ktk.checkpoint.files import read_json
 from ktk.checkpoint.packed.header import LAST_LAYER, VERSION
 from ktk.durable import write_file
@@ -100,4 +99,4 @@ def read_index(folder: Path) -> Index:
 def write_index(folder: Path, index: Index) -> None:
     """Write what a folder is to hold."""
     entries = {"version": VERSION, **asdict(index)}
-    write_file(folder / PACKED_INDEX, (json.dumps(entries, indent=2) + "\n").encode())
+    write_file(folder / PACKED_INDEX, object_bytes(entries))

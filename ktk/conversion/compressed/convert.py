@@ -35,7 +35,7 @@ from ktk.conversion.compressed.plan import Plan, Unit, plan
 from ktk.conversion.compressed.shard import Shard, ShardWriter
 from ktk.conversion.compressed.state import State, take_over, write_state
 from ktk.conversion.convert import thread_count
-from ktk.conversion.source import Source
+from ktk.conversion.source import Source, name_of
 from ktk.conversion.stamps import SourceChange
 from ktk.durable import locked, remove_temporaries, write_file
 from ktk.errors import CheckpointError
@@ -205,7 +205,7 @@ class CheckpointConversion(Closing):
             to=target.name,
             group_size=target.format.group_k,
             source=source.fingerprint,
-            source_name=self.source.name,
+            source_name=name_of(self.source),
             stamps=source.stamps,
         )
         same = take_over(self.output, state, resume=self._resume)

@@ -6,13 +6,12 @@ and begins anew; hosts do not read it.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ktk.checkpoint.entries import EntryError, integer, integers, table, text
+from ktk.checkpoint.entries import EntryError, integer, integers, object_bytes, table, text
 from ktk.checkpoint.files import read_json
 from ktk.checkpoint.packed.folder import Stamps
 from ktk.conversion.resume import check_empty, check_options
@@ -85,7 +84,7 @@ def take_over(folder: Path, mine: State, *, resume: bool) -> bool:
 def write_state(folder: Path, state: State) -> None:
     """Write what a folder is to hold."""
     entries = {"version": _VERSION, **asdict(state)}
-    write_file(folder / STATE, (json.dumps(entries, indent=2) + "\n").encode())
+    write_file(folder / STATE, object_bytes(entries))
 
 
 def _read(path: Path) -> State:
