@@ -12,6 +12,8 @@ from ktk.sizes import duration, gigabytes
 
 # Seconds after which a step that goes on has a line of its own.
 EVERY = 10.0
+# Bytes after which a rate says something.
+_ENOUGH = 64e6
 
 
 class Progress(Closing):
@@ -98,11 +100,13 @@ class Progress(Closing):
             return
         seconds = max(self._last - self._begin, 1e-9)
         rate = self._done / seconds
-        left = max(self.total - self._done, 0) / rate if rate else 0
+        # From a few small tensors nobody can tell how long all will take.
+        is_told = self._done >= min(_ENOUGH, self.total / 100)
+        left = max(self.total - self._done, 0) / rate if is_told and rate else None
         share = 100 * self._done / self.total if self.total else 100
         print(
             f"{self._step}: {gigabytes(self._done)} of {gigabytes(self.total)}, {share:.0f}%, "
-            f"{gigabytes(rate)}/s, {duration(left)} left",
+            f"{gigabytes(rate)}/s" + (f", {duration(left)} left" if left is not None else ""),
             file=self._stream,
             flush=True,
         )

@@ -93,6 +93,8 @@ def _counts_of(source: Path, strategy: str) -> tuple[Counts, int | None, bool]:
         if not counts:
             raise CheckpointError(f"{source} has counts of no layer")
         return counts, None, True
+    if source.suffix in (".json", ".pt"):
+        raise CheckpointError(f"{source} is missing, or no file")
     if strategy == "frequency":
         raise CheckpointError(
             f"{source} is no file of counts, which frequency needs: ktk.placement.save_counts "

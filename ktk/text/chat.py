@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from ktk.text import report
-from ktk.text.generate import Generator, Sampling
+from ktk.text.generate import ContextFull, Generator, Sampling
 from ktk.text.interrupt import Leave
 from ktk.text.load import Loaded
 from ktk.text.prompt import as_text, chat_tokens, keep_bytes
@@ -47,7 +47,7 @@ class Chat:
         self._generator = Generator(loaded.model, loaded.tokenizer, sampling)
         self._tokenizer = loaded.tokenizer
         self._transcript = transcript
-        self._system = system
+        self._system = None if system is None else as_text(system, "--system")
         self._console = Console(stderr=True, highlight=False)
         self._loaded = loaded
         # Before the user types anything, say if this model cannot chat.
@@ -92,8 +92,12 @@ class Chat:
         except Leave:
             print()
             return False
+        except ContextFull as error:
+            print(f"ktk: {error}; /clear begins a new conversation", file=sys.stderr)
+            messages.pop()
+            return True
         except ValueError as error:
-            # No text, a template that refuses, or a context that is full: the user may /clear it.
+            # No text, or a template that refuses.
             print(f"ktk: {error}", file=sys.stderr)
             if messages and messages[-1] is said:
                 messages.pop()
@@ -120,7 +124,8 @@ def asked() -> Iterator[str]:
     """Yield what the user types, or the lines of a pipe, until the end or Ctrl-C."""
     keep_bytes()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    prompt = _BOLD_PROMPT if Console().color_system else _PROMPT
+    console = Console()
+    prompt = _BOLD_PROMPT if console.color_system and not console.no_color else _PROMPT
     if terminal:
         # Gives input() a history and keys to edit with, where Python was built with it.
         with contextlib.suppress(ImportError):

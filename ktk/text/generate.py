@@ -17,6 +17,10 @@ from ktk.text.stream import Show, Stop, Stream
 from ktk.text.threads import FewThreads
 
 
+class ContextFull(ValueError):
+    """A model takes no more tokens than it was given."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen; None leaves that to the model's generation_config.
@@ -188,8 +192,8 @@ class Generator:
         if context is None:
             return wanted
         if used >= context:
-            raise ValueError(
-                f"the prompt has {used} tokens, and the context of this model ends at {context}"
+            raise ContextFull(
+                f"{used} tokens are too many: the context of this model ends at {context}"
             )
         return min(wanted, context - used)
 

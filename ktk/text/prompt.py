@@ -34,7 +34,7 @@ def keep_bytes() -> None:
         sys.stdin.reconfigure(errors="surrogateescape")
 
 
-def as_text(given: str) -> str:
+def as_text(given: str, what: str = "the prompt") -> str:
     """Return what came from outside as text, whatever encoding Python took it to have.
 
     Raises
@@ -46,9 +46,7 @@ def as_text(given: str) -> str:
         # In the locale C, and where bytes are none of the locale's, Python keeps them escaped.
         return given.encode("utf-8", "surrogateescape").decode()
     except UnicodeError:
-        raise ValueError(
-            "the prompt is not text in UTF-8: convert it, with iconv for one"
-        ) from None
+        raise ValueError(f"{what} is not text in UTF-8: convert it, with iconv for one") from None
 
 
 def has_template(tokenizer: Any) -> bool:
@@ -75,7 +73,7 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         made = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
         )
-    except TemplateError as error:
+    except (TemplateError, ArithmeticError, LookupError, TypeError) as error:
         raise ValueError(f"the chat template of this model refuses the messages: {error}") from None
     return list(made["input_ids"])
 

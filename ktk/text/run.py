@@ -10,7 +10,7 @@ from rich.console import Console
 from ktk.text import report
 from ktk.text.generate import Generator, Reply, Sampling
 from ktk.text.load import Loaded
-from ktk.text.prompt import chat_tokens, has_template, raw_tokens
+from ktk.text.prompt import as_text, chat_tokens, has_template, raw_tokens
 
 # A model may say anything, and a terminal would take some of that for commands.
 _CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")}, "\ufffd")
@@ -41,6 +41,7 @@ def run_prompt(
         Print one JSON object to stdout instead, when the reply has ended.
     """
     tokenizer = loaded.tokenizer
+    system = None if system is None else as_text(system, "--system")
     if raw or not has_template(tokenizer):
         if system is not None:
             raise ValueError(
@@ -55,7 +56,9 @@ def run_prompt(
     generator = Generator(loaded.model, tokenizer, sampling)
     reply = generator.reply(tokens, (lambda text: None) if as_json else write)
     if as_json:
-        print(json.dumps(report.document(loaded, reply), indent=2, ensure_ascii=False))
+        is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+        document = report.document(loaded, reply)
+        print(json.dumps(document, indent=2, ensure_ascii=not is_unicode))
         return reply
     write("\n")
     console = Console(stderr=True, highlight=False)

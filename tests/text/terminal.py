@@ -38,9 +38,9 @@ class Terminal:
         All that was written to the terminal.
     """
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], kind: str = "dumb") -> None:
         self._master, slave = pty.openpty()
-        env = {**os.environ, "TERM": "dumb", "COLUMNS": "80", "LINES": "24"}
+        env = {**os.environ, "TERM": kind, "COLUMNS": "80", "LINES": "24"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ktk", *arguments],
             stdin=slave,

@@ -173,7 +173,7 @@ def test_a_full_context_ends_no_chat(model: Path, tmp_path: Path, command: Comma
     text = f"{'x' * 9000}\n{FIRST}\n"
     done = command("chat", str(model), *SHORT, text=text)
     assert done.returncode == 0
-    assert "the context of this model ends at 8192" in done.stderr
+    assert "model ends at 8192; /clear begins a new conversation" in done.stderr
     assert [role for role, _ in said(kept(tmp_path))][-2:] == ["user", "assistant"]
 
 
@@ -182,6 +182,21 @@ def test_a_line_that_is_no_text_ends_no_chat(model: Path, tmp_path: Path, comman
     assert done.returncode == 0, done.stderr
     assert "the prompt is not text in UTF-8" in done.stderr
     assert done.stdout.strip()
+    done = command("chat", str(model), "--system", "a\udcff", text="hello\n")
+    assert done.returncode == 1
+    assert "--system is not text in UTF-8" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_terminal_that_wants_no_color_gets_none(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    with Terminal(["chat", str(model)], kind="xterm-256color") as terminal:
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.status() == 0
+    assert "\033[1" not in terminal.seen
 
 
 def test_a_model_that_cannot_chat_says_so_at_once(tmp_path: Path, command: Command) -> None:

@@ -45,6 +45,18 @@ def test_a_line_for_each_step_says_what_is_done_and_left() -> None:
     ]
 
 
+def test_from_next_to_nothing_nobody_can_tell_what_is_left() -> None:
+    clock, stream = Clock(), io.StringIO()
+    with Progress(2_600_000_000, shown=True, stream=stream, clock=clock) as progress:
+        for nbytes in (1_000, 100_000_000):
+            clock.now += 11
+            progress.advance(nbytes, "layer 0")
+    assert stream.getvalue().splitlines()[:2] == [
+        "layer 0: 0.0 MB of 2.6 GB, 0%, 0.0 MB/s",
+        "layer 0: 100.0 MB of 2.6 GB, 4%, 4.5 MB/s, 9 min 10 s left",
+    ]
+
+
 def test_a_long_step_has_a_line_every_ten_seconds() -> None:
     clock, stream = Clock(), io.StringIO()
     with Progress(10_000_000_000, shown=True, stream=stream, clock=clock) as progress:
