@@ -446,7 +446,7 @@ class Linear:
 
 
 # torch.compile must run calls rather than trace them: what it traces with has no values.
-for _name in ("__call__", "submit", "rows"):
+for _name in ("__call__", "submit", "rows", "backward"):
     getattr(Linear, _name)._torchdynamo_disable = True
 
 

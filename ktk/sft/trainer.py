@@ -93,7 +93,12 @@ def _factors(model: Any) -> dict[str, Any]:
 
 
 def _checkpoint(args: Any, state: Any) -> Path:
-    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    folder, name = Path(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    if state.is_hyper_param_search:
+        # Each trial has a folder of its own, whose name Trainer does not tell, and has just saved.
+        trials = folder.glob(f"*/{name}")
+        return max(trials, key=lambda one: one.stat().st_mtime_ns, default=folder / name)
+    return folder / name
 
 
 def _same(read: TrainerState, state: TrainerState) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -221,6 +222,22 @@ def test_a_training_does_not_go_on_with_what_its_optimizer_does_not_know(
         (tmp_path / "checkpoint-2" / name).unlink()
     with pytest.raises(ValueError, match=r"experts has another .*gate_lora_a than the training"):
         again.train(resume_from_checkpoint=True)
+
+
+def test_trials_of_a_search_have_folders_of_their_own(folder: Path, tmp_path: Path) -> None:
+    model = packed(folder)
+    ktk.sft.add_lora(model, rank=2)
+    for trial, seconds in (("run-0", 10), ("run-2", 5), ("run-1", 20)):
+        checkpoint = tmp_path / trial / "checkpoint-2"
+        checkpoint.mkdir(parents=True)
+        os.utime(checkpoint, (seconds, seconds))
+    state = transformers.TrainerState(
+        global_step=2, is_hyper_param_search=True, is_world_process_zero=True
+    )
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    ktk.sft.SaveAdapters().on_save(arguments, state, None, model=model)
+    [saved] = tmp_path.glob("**/experts")
+    assert saved.parent.parent.name == "run-1"
 
 
 @pytest.mark.slow
