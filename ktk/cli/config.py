@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from typing import Any
 
 import typer
@@ -21,7 +22,10 @@ def run_config(key: str | None, words: list[str], *, unset: bool, as_json: bool)
         if unset:
             raise SettingError(f"--unset needs the name of a setting: {', '.join(KEYS)}")
         wrong = faults()
-        _show([shown for name in KEYS if (shown := _unless_wrong(name))], as_json=as_json)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of entries that are listed below
+            found = [one for name in KEYS if (one := _unless_wrong(name))]
+        _show(found, as_json=as_json)
         for name, fault in wrong.items():
             typer.echo(f"ktk: {fault}; ktk config {name} --unset takes it out", err=True)
         return
@@ -36,13 +40,13 @@ def run_config(key: str | None, words: list[str], *, unset: bool, as_json: bool)
     if words:
         _check(name, words)
         save(name, words)
-    found = setting(name)
+    now = setting(name)
     if as_json:
-        _show([found], as_json=True)
+        _show([now], as_json=True)
     elif not words:
-        typer.echo(_text(found))
-    elif words and found.source != FILE:
-        typer.echo(f"{name} is in {config_file()} now, but {found.source} goes before it")
+        typer.echo(_text(now))
+    elif words and now.source != FILE:
+        typer.echo(f"{name} is in {config_file()} now, but {now.source} goes before it")
 
 
 def _unless_wrong(name: str) -> Setting | None:

@@ -125,7 +125,6 @@ def test_a_wrong_file_is_named(file: Path, text: str, what: str) -> None:
     assert settings.setting("threads", 2).value == 2
 
 
-@pytest.mark.filterwarnings("ignore:.*there is no setting")
 def test_a_file_is_mended_by_the_command(file: Path) -> None:
     file.parent.mkdir()
     file.write_text('{"thread": 3, "models": "/m", "threads": "four", "backend": "AMXINT8"}')
