@@ -24,6 +24,8 @@ from ktk.moe import MoE
 
 #: Seconds that a rank may be silent where nobody says.
 TIMEOUT = 300.0
+# What sockets and poll() take is more.
+_LONGEST = 1_000_000
 #: Tokens of a rank that are sent and computed at once.
 CHUNK = 1024
 
@@ -50,8 +52,8 @@ class ExpertParallel:
     chunk : int
         Tokens of a rank that are sent and computed at once.
     timeout : float or timedelta
-        How long a rank may be silent, in seconds, before the others give up. It has to be longer
-        than what any rank does between two calls.
+        How long a rank may be silent, in seconds, before the others give up: a million at most. It
+        has to be longer than what any rank does between two calls.
 
     Raises
     ------
@@ -270,8 +272,8 @@ def _problem(
         return f"expert {missing[0]} is this rank's by placement, and is not loaded"
     if chunk < 1:
         return f"chunk must be at least 1, got {chunk}"
-    if not timeout > 0:
-        return f"timeout must be more than 0 seconds, got {timeout}"
+    if not 0 < timeout <= _LONGEST:
+        return f"timeout must be more than 0 and at most {_LONGEST:,} seconds, got {timeout}"
     return ""
 
 

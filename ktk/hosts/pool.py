@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
 
 from ktk._core import WorkerPool, topology
+from ktk.pool import MadeOnce
 
 # What libgomp takes at most.
 _CPUS = 65536
 
 
-@functools.cache
-def worker_pool(rank: int, ranks: int) -> WorkerPool:
+@MadeOnce
+def worker_pool(rank: int, ranks: int, allowed: frozenset[int] = frozenset()) -> WorkerPool:
     """Return the pool of this process.
 
     vLLM, for one, binds the threads of OpenMP to the CPUs of a worker process, and the workers take
@@ -25,10 +25,12 @@ def worker_pool(rank: int, ranks: int) -> WorkerPool:
     ----------
     rank, ranks
         Which of the worker processes on this machine it is.
+    allowed
+        CPUs that this process could use before its engine bound the calling thread to one.
     """
     # OpenMP may have bound this thread, and with it what it starts, to the first of its CPUs.
     before, bound = os.sched_getaffinity(0), bound_cpus(os.environ)
-    os.sched_setaffinity(0, before | set(bound))
+    os.sched_setaffinity(0, before | set(bound) | allowed)
     try:
         # Linux, as OpenMP, passes over CPUs that are not there.
         there = os.sched_getaffinity(0)
@@ -38,10 +40,6 @@ def worker_pool(rank: int, ranks: int) -> WorkerPool:
         return WorkerPool(threads=len(cpus), cpus=cpus)
     finally:
         os.sched_setaffinity(0, before)
-
-
-# A child has none of its parent's threads.
-os.register_at_fork(after_in_child=worker_pool.cache_clear)
 
 
 def bound_cpus(environment: Mapping[str, str]) -> list[int]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
-from functools import cache
 
 from ktk import _core
 from ktk.ktmoe.arguments import at_least
-from ktk.pool import default_pool
+from ktk.pool import MadeOnce, default_pool
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +54,7 @@ def shared_pool(
     return pool
 
 
-@cache
+@MadeOnce
 def _pool(threads: int | None, count: int, numa_nodes: tuple[int, ...] | None) -> _core.WorkerPool:
     nodes = {node["id"]: node for node in _core.topology()["nodes"]}
     ids = list(nodes)
@@ -91,7 +89,3 @@ def _cpus(node: dict[str, list[int]]) -> list[int]:
     """Return a node's CPUs, the first hardware thread of each core before the others."""
     first = node["cores"]
     return [*first, *(cpu for cpu in node["cpus"] if cpu not in set(first))]
-
-
-# A child has none of its parent's threads.
-os.register_at_fork(after_in_child=_pool.cache_clear)

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <atomic>
 #include <cfenv>
@@ -19,6 +18,7 @@
 #include "core/floats.h"
 #include "core/placement.h"
 #include "core/process.h"
+#include "core/signals.h"
 #include "core/sync.h"
 
 namespace ktk {
@@ -35,27 +35,6 @@ struct Part {
   int worker = -1;
 };
 thread_local Part current;
-
-// Threads that are made inside inherit a mask that blocks all signals but those of their own
-// faults (the tests emulate instructions in a SIGILL handler): handlers of the program, Python's
-// for one, run on threads of the program.
-class BlockSignals {
- public:
-  BlockSignals() {
-    sigset_t blocked;
-    sigfillset(&blocked);
-    for (int fault : {SIGILL, SIGSEGV, SIGBUS, SIGFPE, SIGTRAP, SIGSYS, SIGABRT}) {
-      sigdelset(&blocked, fault);
-    }
-    pthread_sigmask(SIG_SETMASK, &blocked, &saved_);
-  }
-  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
-  BlockSignals(const BlockSignals&) = delete;
-  BlockSignals& operator=(const BlockSignals&) = delete;
-
- private:
-  sigset_t saved_;
-};
 
 // Moves the calling thread to some CPUs for as long as it lives.
 class Visit {

@@ -1,9 +1,12 @@
 #include "moe/engine.h"
 
+#include <cfenv>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
+
+#include "core/signals.h"
 
 namespace ktk {
 
@@ -50,6 +53,7 @@ void Engine::enqueue(std::function<void()> job) {
 }
 
 void Engine::start_server() {
+  const BlockSignals block;
   try {
     server_ = std::thread(&Engine::serve, this);
   } catch (const std::system_error& error) {
@@ -59,6 +63,7 @@ void Engine::start_server() {
 }
 
 void Engine::serve() {
+  std::fesetenv(FE_DFL_ENV);  // not its maker's
   std::unique_lock lock(queue_mutex_);
   for (;;) {
     queue_changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });

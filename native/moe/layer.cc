@@ -71,6 +71,7 @@ void Layer::load(size_t expert, const ExpertSource& source) {
   const std::lock_guard change(changing_);
   const Parts<ktk_format> formats = stored_formats(source);
   const bool first = !weights_;
+  const std::vector<int> nodes = nodes_;
   if (first) {
     const size_t most =
         most_shards(config_.intermediate, cut_rules(variant_.tile, formats, source));
@@ -88,7 +89,10 @@ void Layer::load(size_t expert, const ExpertSource& source) {
     weights_->load(expert, source, engine_->pool);
   } catch (...) {
     loaded_ -= before && !is_known();
-    if (first) weights_.reset();  // another expert may decide on formats
+    if (first) {  // another expert may decide on formats, and on shards
+      weights_.reset();
+      nodes_ = nodes;
+    }
     throw;
   }
   left_out_[expert] = 0;

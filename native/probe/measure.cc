@@ -103,9 +103,7 @@ Reader::Reader(size_t bytes, int threads, std::vector<int> cpus)
     void* mapping = mmap(nullptr, part_bytes_ + kHugePage, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapping == MAP_FAILED) {
-      for (Part& made : parts_) {
-        if (made.mapping) munmap(made.mapping, part_bytes_ + kHugePage);
-      }
+      unmap();
       throw std::bad_alloc();
     }
     part.mapping = static_cast<char*>(mapping);
@@ -113,15 +111,24 @@ Reader::Reader(size_t bytes, int threads, std::vector<int> cpus)
     part.begin = part.mapping + (kHugePage - address % kHugePage) % kHugePage;
     madvise(part.begin, part_bytes_, MADV_HUGEPAGE);
   }
-  on_cpus(cpus_, [&](int thread) {
-    const Part& part = parts_[static_cast<size_t>(thread)];
-    // Written, not only read: untouched memory is one shared page of zeros.
-    for (size_t offset = 0; offset < part_bytes_; offset += 64) part.begin[offset] = 1;
-  });
+  try {
+    on_cpus(cpus_, [&](int thread) {
+      const Part& part = parts_[static_cast<size_t>(thread)];
+      // Written, not only read: untouched memory is one shared page of zeros.
+      for (size_t offset = 0; offset < part_bytes_; offset += 64) part.begin[offset] = 1;
+    });
+  } catch (...) {
+    unmap();
+    throw;
+  }
 }
 
-Reader::~Reader() {
-  for (Part& part : parts_) munmap(part.mapping, part_bytes_ + kHugePage);
+Reader::~Reader() { unmap(); }
+
+void Reader::unmap() {
+  for (const Part& part : parts_) {
+    if (part.mapping) munmap(part.mapping, part_bytes_ + kHugePage);
+  }
 }
 
 double Reader::run(const ReadPattern& pattern, double seconds) {

@@ -42,6 +42,7 @@ class Reader {
     size_t position = 0;
   };
   double run(const ReadPattern& pattern, double seconds);
+  void unmap();
 
   std::vector<int> cpus_;
   std::vector<Part> parts_;

@@ -4,9 +4,11 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 
 namespace ktk::probe {
@@ -65,16 +67,28 @@ std::vector<int> choose_cpus(int threads, std::vector<int> cpus) {
 
 void on_cpus(const std::vector<int>& cpus, const std::function<void(int)>& body) {
   std::barrier start(static_cast<std::ptrdiff_t>(cpus.size()));
+  std::atomic<bool> all = true;
   std::vector<std::thread> threads;
   threads.reserve(cpus.size());
-  for (size_t i = 0; i < cpus.size(); i++) {
-    threads.emplace_back([&, i] {
-      pin(cpus[i]);
-      start.arrive_and_wait();
-      body(static_cast<int>(i));
-    });
+  std::string refused;
+  while (threads.size() < cpus.size() && refused.empty()) {
+    try {
+      threads.emplace_back([&, i = threads.size()] {
+        pin(cpus[i]);
+        start.arrive_and_wait();
+        if (all) body(static_cast<int>(i));
+      });
+    } catch (const std::system_error& error) {
+      refused = "the system started " + std::to_string(threads.size()) + " of " +
+                std::to_string(cpus.size()) + " threads, and no more (" + error.code().message() +
+                "): use fewer, or raise the limits (ulimit -u, pids.max)";
+      all = false;
+      // Those that are there wait for the others.
+      for (size_t i = threads.size(); i < cpus.size(); ++i) start.arrive_and_drop();
+    }
   }
   for (std::thread& thread : threads) thread.join();
+  if (!refused.empty()) throw std::runtime_error(refused);
 }
 
 }  // namespace ktk::probe

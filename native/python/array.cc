@@ -102,15 +102,22 @@ Array array_from(const char* name, nb::handle argument, bool written) {
   return array;
 }
 
+void* new_zeros(size_t bytes) {
+  void* const data = ::operator new(std::max<size_t>(bytes, 1), std::align_val_t{KTK_ALIGNMENT});
+  return std::memset(data, 0, bytes);
+}
+void delete_bytes(void* bytes) noexcept {
+  ::operator delete(bytes, std::align_val_t{KTK_ALIGNMENT});
+}
+
+template <typename T>
+nb::ndarray<nb::numpy, T, nb::ndim<2>> owning(T* data, size_t rows, size_t columns) {
+  return {data, {rows, columns}, nb::capsule(data, delete_bytes)};
+}
+
 template <typename T>
 nb::ndarray<nb::numpy, T, nb::ndim<2>> allocate(size_t rows, size_t columns) {
-  const std::align_val_t align{KTK_ALIGNMENT};
-  const size_t bytes = product(rows, columns, sizeof(T));
-  T* data = static_cast<T*>(::operator new(std::max<size_t>(bytes, 1), align));
-  std::memset(data, 0, bytes);
-  nb::capsule owner(
-      data, [](void* p) noexcept { ::operator delete(p, std::align_val_t{KTK_ALIGNMENT}); });
-  return {data, {rows, columns}, owner};
+  return owning(static_cast<T*>(new_zeros(product(rows, columns, sizeof(T)))), rows, columns);
 }
 
 }  // namespace
@@ -194,6 +201,17 @@ template void check_device(const char*, const AnyArray&);
 template void check_aligned(const char*, const AnyArray&);
 template void check_array(const char*, const AnyArray&, const std::vector<int64_t>&);
 template void check_array(const char*, const AnyOutput&, const std::vector<int64_t>&);
+
+ByteRows::ByteRows(size_t rows, size_t columns)
+    : rows_(rows),
+      columns_(columns),
+      data_(static_cast<uint8_t*>(new_zeros(product(rows, columns)))) {}
+
+void ByteRows::Free::operator()(uint8_t* bytes) const { delete_bytes(bytes); }
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> ByteRows::array() && {
+  return owning(data_.release(), rows_, columns_);
+}
 
 F32Matrix new_matrix(size_t rows, size_t columns) { return allocate<float>(rows, columns); }
 

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -55,6 +56,25 @@ template <typename Array>
 size_t row_stride(const Array& array) {
   return array.shape(0) > 1 ? static_cast<size_t>(array.stride(0)) : array.shape(1);
 }
+
+// Bytes in rows that are made without the interpreter, zeros at first.
+class ByteRows {
+ public:
+  ByteRows(size_t rows, size_t columns);
+
+  // NULL where there are none.
+  uint8_t* data() const { return rows_ && columns_ ? data_.get() : nullptr; }
+  size_t columns() const { return columns_; }
+  // A numpy array that has them from now on.
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> array() &&;
+
+ private:
+  struct Free {
+    void operator()(uint8_t* bytes) const;
+  };
+  size_t rows_, columns_;
+  std::unique_ptr<uint8_t[], Free> data_;
+};
 
 // A new numpy array that owns its memory.
 F32Matrix new_matrix(size_t rows, size_t columns);

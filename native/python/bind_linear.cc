@@ -150,42 +150,62 @@ F32Matrix unpack(const Linear& linear) {
 
 // Of each part: data, scales and zero points as bytes, the factor of its products, and the order of
 // its columns.
+//
+// Arrays are made when nothing is held any more: whatever Python runs meanwhile, finalizers of
+// others among it, may ask for the same weight.
 std::vector<nb::tuple> exported(const Linear& linear) {
+  struct Part {
+    size_t rows = 0;
+    std::vector<ByteRows> bytes;
+    float factor = 1;
+    Order order;
+  };
   if (!linear.variant().export_weight) {
     throw nb::value_error((linear.variant().where + " cannot export weights").c_str());
   }
-  const Linear::Loaded weights = linear.weights();
-  if (!weights) throw nb::value_error("no weight is loaded");
-  std::vector<size_t> rows(weights->formats().size());
-  std::vector<float> factors(rows.size(), 1);
-  std::vector<Order> orders(rows.size());
-  for (const DenseShard& shard : weights->shards()) {
-    for (const DenseSlice& slice : shard.slices) {
-      rows[slice.part] += slice.matrix.n;
-      factors[slice.part] = slice.factor;
-      orders[slice.part] = weights->order_of(slice);
+  std::vector<Part> parts;
+  {
+    const Unlocked unlocked;
+    const Linear::Loaded weights = linear.weights();
+    if (!weights) throw std::invalid_argument("no weight is loaded");
+    parts.resize(weights->formats().size());
+    for (const DenseShard& shard : weights->shards()) {
+      for (const DenseSlice& slice : shard.slices) {
+        Part& part = parts[slice.part];
+        part.rows += slice.matrix.n;
+        part.factor = slice.factor;
+        part.order = weights->order_of(slice);
+      }
+    }
+    for (size_t p = 0; p < parts.size(); ++p) {
+      const SourceShape shape = source_shape(weights->formats()[p], parts[p].rows, linear.k());
+      std::vector<ByteRows>& bytes = parts[p].bytes;
+      bytes.emplace_back(parts[p].rows, shape.data_bytes);
+      bytes.emplace_back(shape.groups_n, shape.scale_bytes);
+      bytes.emplace_back(shape.groups_n, shape.zero_bytes);
+      weights->write_part(p, {bytes[0].data(), bytes[1].data(), bytes[2].data(), bytes[0].columns(),
+                              bytes[1].columns(), bytes[2].columns()});
     }
   }
-  std::vector<nb::tuple> parts;
-  for (size_t p = 0; p < rows.size(); ++p) {
-    const SourceShape shape = source_shape(weights->formats()[p], rows[p], linear.k());
-    auto data = new_bytes(rows[p], shape.data_bytes);
-    auto scale = new_bytes(shape.groups_n, shape.scale_bytes);
-    auto zero = new_bytes(shape.groups_n, shape.zero_bytes);
-    const auto given = [](const auto& array) { return array.size() ? array.data() : nullptr; };
-    weights->write_part(
-        p, {given(data), given(scale), given(zero), data.shape(1), scale.shape(1), zero.shape(1)});
-    parts.push_back(nb::make_tuple(data, scale, zero, factors[p], order_array(orders[p])));
+  std::vector<nb::tuple> found;
+  for (Part& part : parts) {
+    auto data = std::move(part.bytes[0]).array(), scale = std::move(part.bytes[1]).array(),
+         zero = std::move(part.bytes[2]).array();
+    found.push_back(nb::make_tuple(data, scale, zero, part.factor, order_array(part.order)));
   }
-  return parts;
+  return found;
 }
 
 // The bias, f32; empty where there is none.
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> bias(const Linear& linear) {
-  const Linear::Loaded weights = linear.weights();
-  const float* const values = weights ? weights->bias() : nullptr;
-  auto found = new_bytes(1, values ? product(linear.n(), sizeof(float)) : 0);
-  if (values) std::memcpy(found.data(), values, found.nbytes());
+  std::vector<float> values;
+  {
+    const Unlocked unlocked;
+    const Linear::Loaded weights = linear.weights();
+    if (weights && weights->bias()) values.assign(weights->bias(), weights->bias() + linear.n());
+  }
+  auto found = new_bytes(1, product(values.size(), sizeof(float)));
+  if (!values.empty()) std::memcpy(found.data(), values.data(), found.nbytes());
   return found;
 }
 

@@ -289,6 +289,8 @@ void write_expert(Layer& layer, size_t expert, const std::vector<RankTarget>& ra
                   bool wide_scales) {
   // Nothing is loaded meanwhile, and who asks what is there need not wait.
   const auto turn = layer.engine()->turn();
+  // What was there when the write was queued may be unloaded since, or of another format.
+  check_write(layer, expert, ranks, wide_scales);
   const Weights& weights = *layer.weights();
   Writer(layer, weights, expert, ranks, wide_scales).run();
 }

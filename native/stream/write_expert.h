@@ -27,7 +27,7 @@ void check_write(const Layer& layer, size_t expert, const std::vector<RankTarget
                  bool wide_scales);
 
 // Writes the stored bytes, with the workers of the layer. `wide_scales`: scales of one byte are
-// written as bf16, those of E4M3 times the factor of their matrix.
+// written as bf16, those of E4M3 times the factor of their matrix. Throws as check_write().
 void write_expert(Layer& layer, size_t expert, const std::vector<RankTarget>& ranks,
                   bool wide_scales);
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import ktmoe_files as files
 import numpy as np
 import pytest
+import torch
 from ktmoe_buffers import Guarded, wanted
 
 import ktk
@@ -35,7 +37,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: files.write(folder / kind, kind) for kind in files.KINDS}
 
 
-def made(method: str, path: Path) -> KTMoEWrapper:
+def made(method: str, path: Path, **options: Any) -> KTMoEWrapper:
     return KTMoEWrapper(
         files.LAYER,
         files.E,
@@ -44,6 +46,7 @@ def made(method: str, path: Path) -> KTMoEWrapper:
         files.INNER,
         weight_path=path,
         method=method,
+        **options,
     )
 
 
@@ -146,3 +149,24 @@ def test_a_file_of_another_method_is_named_and_computed(
     assert not caplog.records
     with pytest.raises(NotImplementedError, match=f"which is method {right}"):
         layer.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])
+
+
+def test_an_expert_that_went_before_its_turn_is_an_error(folders: dict[str, Path]) -> None:
+    """Never zeros in the place of its weights."""
+    layer = made("mxfp8", folders["mxfp8"], gpu_experts_mask=torch.arange(files.E) == 0)
+    written, errors = 0, []
+    for _ in range(20):
+        layer.load_weights()
+        buffers = Guarded(sizes_of("mxfp8", 1))
+        layer.submit_write_weight_scale_to_buffer(1, 0, *buffers.pointers)
+        layer.release_gpu_experts()
+        try:
+            layer.sync_write_weight_scale_to_buffer()
+        except ValueError as error:
+            errors.append(str(error))
+            assert buffers.untouched()
+            continue
+        assert any(part is not None and part.any() for part in buffers.contents()[0])
+        written += 1
+    assert written + len(errors) == 20
+    assert set(errors) <= {"expert 0 is not loaded"}

@@ -3,14 +3,20 @@
 //
 // The build passes -DKTK_VARIANTS as to the bf16 backend's module, links the stub, and names it in
 // KTK_CUDA_LIBRARY.
+#include <pthread.h>
+#include <signal.h>
+
 #include <array>
 #include <atomic>
 #include <bit>
+#include <cfenv>
 #include <cmath>
 #include <deque>
+#include <future>
 #include <memory>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -126,6 +132,22 @@ std::shared_ptr<AsyncCall> make_call(const std::shared_ptr<Layer>& layer, const 
                                      AsyncCall::Options options = {}) {
   options.name = "layer";
   return std::make_shared<AsyncCall>(layer, arrays.request, options, errors);
+}
+
+TEST(queued_jobs_have_a_thread_as_new) {
+  std::fesetround(FE_UPWARD);
+  const auto one = ktk::Engine::make({.threads = 1, .cpus = {}, .pin = false});
+  std::promise<std::pair<int, sigset_t>> found;
+  one->enqueue([&found] {
+    std::pair<int, sigset_t> now{std::fegetround(), {}};
+    pthread_sigmask(SIG_BLOCK, nullptr, &now.second);
+    found.set_value(now);
+  });
+  const auto [rounding, mask] = found.get_future().get();
+  std::fesetround(FE_TONEAREST);
+  CHECK_EQ(rounding, FE_TONEAREST);
+  CHECK_EQ(sigismember(&mask, SIGINT), 1);
+  CHECK_EQ(sigismember(&mask, SIGILL), 0);
 }
 
 TEST(ten_thousand_random_steps_lose_nothing) {

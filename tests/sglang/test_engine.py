@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -186,6 +189,56 @@ def test_processes_share_the_cpus_evenly(made: Engine, patch: pytest.MonkeyPatch
     cpus = set(ktk.WorkerPool().cpus)
     assert pools[0] | pools[1] == cpus
     assert len(cpus) < 2 or not pools[0] & pools[1]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sizes", "processes"),
+    [
+        ("pp_rank", {"pp_size": 2}, 2),
+        ("dp_rank", {}, 2),
+        ("tp_rank", {"tp_size": 2, "pp_size": 2, "nnodes": 2}, 2),
+        ("tp_rank", {"tp_size": 4, "nnodes": 2}, 2),
+    ],
+)
+def test_stages_and_replicas_share_them_too(
+    made: Engine,
+    patch: pytest.MonkeyPatch,
+    parallel: str,
+    sizes: dict[str, int],
+    processes: int,
+) -> None:
+    context = sys.modules["sglang.srt.runtime_context"]
+    arguments = SimpleNamespace(**{"tp_size": 1, "nnodes": 1} | sizes)
+    patch.setattr(context, "get_server_args", lambda: arguments)
+    patch.setattr(place, "worker_pool", lambda mine, all, cpus: (mine, all))
+    found = []
+    for rank in range(processes):
+        ranks = {"tp_rank": 0, "dp_size": processes if parallel == "dp_rank" else 1}
+        now = SimpleNamespace(**ranks | {parallel: rank})
+        patch.setattr(context, "get_parallel", lambda now=now: now)
+        found.append(place.pool_here())
+    assert found == [(rank, processes) for rank in range(processes)]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+def test_a_thread_that_was_bound_does_not_bind_the_workers() -> None:
+    """SGLang binds the threads of OpenMP, and with them the one that loads the model."""
+    code = """
+import os, sys, types
+every = os.sched_getaffinity(0)
+for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["sglang.srt.runtime_context"].get_parallel = lambda: types.SimpleNamespace(tp_rank=0)
+sys.modules["sglang.srt.runtime_context"].get_server_args = lambda: types.SimpleNamespace(
+    tp_size=1, nnodes=1)
+from ktk.sglang import place
+os.sched_setaffinity(0, {min(every)})
+pool = place.pool_here()
+assert len(pool.cpus) > 1 and set(pool.cpus) <= every, pool.cpus
+assert os.sched_getaffinity(0) == {min(every)}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_experts_of_other_ranks_are_not_taken(made: Engine) -> None:

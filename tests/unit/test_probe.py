@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 
 import pytest
 
@@ -92,3 +94,22 @@ def test_bad_arguments_are_named(arguments: tuple[object, ...], message: str) ->
 def test_unknown_unit_lists_the_known() -> None:
     with pytest.raises(ValueError, match="no unit 'mmx'"):
         _probe.peak("mmx", 1, 0.01)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+@pytest.mark.parametrize("spare", [4, 10, 14])
+def test_a_thread_that_the_system_refuses_is_an_error(spare: int) -> None:
+    """Whichever it is: the first, or one that others wait for."""
+    code = f"""
+import resource
+from ktk import _probe
+[pages] = [int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmSize")]
+resource.setrlimit(resource.RLIMIT_AS, (pages * 1024 + ({spare} << 20),) * 2)
+try:
+    _probe.peak(_probe.units()[0], 2, 0.01)
+except RuntimeError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "" or "threads, and no more" in done.stdout

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 
 import ktk
 from ktk import _core
+from ktk.pool import MadeOnce
 
 EXPERTS, HIDDEN, WIDTH, TOP_K, TOKENS = 4, 128, 64, 2, 6
 THREADS = 4
@@ -282,3 +284,58 @@ for name in ktk.backends():
     assert not sys._is_gil_enabled(), name
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_pool_is_made_once_whoever_asks_first() -> None:
+    made = []
+
+    @MadeOnce
+    def make(number: int) -> object:
+        time.sleep(0.01)  # as a pool with many workers
+        made.append(number)
+        return object()
+
+    start, found = threading.Barrier(8), []
+
+    def work() -> None:
+        start.wait()
+        found.append(make(3))
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert made == [3]
+    assert len(set(map(id, found))) == 1
+    make.forget()
+    assert make(3) is not found[0]
+
+
+@pytest.mark.slow
+def test_exports_while_finalizers_run() -> None:
+    """Whatever the collector runs while arrays are made may ask for the same weight."""
+    code = """
+import faulthandler, gc, threading, time
+import torch, ktk
+faulthandler.dump_traceback_later(60, exit=True)
+layer = ktk.Linear("BF16", 64, 64).load(torch.randn(64, 64))
+class Cycle:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        time.sleep(0.00001)  # lets another thread go on
+gc.set_threshold(30)
+end = time.monotonic() + 1.5
+def work():
+    while time.monotonic() < end:
+        Cycle()
+        for _ in range(5):
+            layer._core.exported()
+            layer._core.bias()
+threads = [threading.Thread(target=work) for _ in range(2)]
+for one in threads: one.start()
+for one in threads: one.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
