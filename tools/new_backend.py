@@ -13,6 +13,7 @@ ktk.testing.new_backend.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from pathlib import Path
@@ -106,7 +107,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.package:
         folder = package(options.name, options.package)
-        install = f"pip install --no-build-isolation {folder}"
+        # Without a point, pip looks for a package of that name in an index.
+        here = folder if folder.is_absolute() else f".{os.sep}{folder}"
+        install = f"pip install --no-build-isolation {here}"
     else:
         folder = scaffold(options.name, options.dir)
         install = "pip install --no-build-isolation -e ."

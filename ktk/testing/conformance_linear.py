@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ktk
@@ -23,10 +23,13 @@ def _call(linear: ktk.Linear, x: F32) -> F32:
     return result
 
 
-def _draw(subject: Subject, data: st.DataObject, least: int = 0) -> tuple[Dense, F32]:
+def _draw(
+    subject: Subject, data: st.DataObject, least: int = 0, *, deep: bool = False
+) -> tuple[Dense, F32]:
     if subject.unknown_act:
         pytest.skip(f"the kit does not know {subject.unknown_act}")
-    layer = data.draw(dense.layers(subject.backend, subject.variant), label="layer")
+    drawn = dense.layers(subject.backend, subject.variant, deep=deep)
+    layer = data.draw(drawn, label="layer")
     return layer, data.draw(dense.inputs(layer, least), label="inputs")
 
 
@@ -34,6 +37,16 @@ def _draw(subject: Subject, data: st.DataObject, least: int = 0) -> tuple[Dense,
 def test_dense_layer_is_within_the_propagated_bound(subject: Subject, data: st.DataObject) -> None:
     """A dense layer differs from float64 by no more than its codecs and roundings explain."""
     layer, x = _draw(subject, data)
+    linear = layer.make(subject)
+    expected = layer.expected(subject, linear, x)
+    bounds.check(_call(linear, x), expected.value, expected.error, "output")
+
+
+@settings(max_examples=strategies.FEWEST)
+@given(data=st.data())
+def test_a_matrix_may_be_as_deep_as_those_of_models(subject: Subject, data: st.DataObject) -> None:
+    """What small matrices do not show: offsets that overflow, and blocks of depth."""
+    layer, x = _draw(subject, data, deep=True)
     linear = layer.make(subject)
     expected = layer.expected(subject, linear, x)
     bounds.check(_call(linear, x), expected.value, expected.error, "output")

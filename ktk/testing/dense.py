@@ -90,12 +90,19 @@ class Dense(formats.Summary):
             return total.widened(element.rounding(total.size, up_to=True))
 
 
+#: Depths of models: more elements of a matrix than two bytes count, and many blocks of k.
+DEPTHS = (4128, 8200, 12320)
+
+
 @st.composite
-def layers(draw: st.DrawFn, backend: Any, variant: Any) -> Dense:
-    """Dense layers of one to three parts, half the time of one format."""
+def layers(draw: st.DrawFn, backend: Any, variant: Any, *, deep: bool = False) -> Dense:
+    """Dense layers of one to three parts, half the time of one format.
+
+    `deep`: of one part, and as deep as those of models.
+    """
     pairs = strategies.conversions(backend)
     first = draw(st.sampled_from(pairs), label="conversion")
-    count = draw(st.integers(1, 3), label="parts")
+    count = 1 if deep else draw(st.integers(1, 3), label="parts")
     mixed = draw(st.booleans(), label="mixed")
     chosen = [first] + [
         draw(st.sampled_from(pairs), label="conversion of a part") if mixed else first
@@ -103,9 +110,11 @@ def layers(draw: st.DrawFn, backend: Any, variant: Any) -> Dense:
     ]
     steps = {step for pair in chosen for step in pair.k_steps}
     block = math.lcm(*(pair.fill_bytes(1) for pair in chosen))
-    k = draw(strategies.sizes(variant.k_step, *steps), label="k")
+    k = draw(
+        st.sampled_from(DEPTHS) if deep else strategies.sizes(variant.k_step, *steps), label="k"
+    )
     k = -(-k // block) * block
-    if block > strategies.LARGE_BLOCK:
+    if block > strategies.LARGE_BLOCK and not deep:
         k = min(k, 2 * block)
     kind = draw(st.sampled_from(KINDS), label="kind of weights")
     rng = np.random.default_rng(draw(strategies.seeds(), label="seed of weights"))

@@ -71,7 +71,10 @@ class KtkLinear(nn.Linear):
         self._is_hf_initialized = True  # there is nothing to initialise
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the product, of the dtype of the input."""
+        """Return the product, of the dtype of the input, or of autocast's."""
+        kind = input.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind) and input.dtype != torch.float64:
+            input = input.to(torch.get_autocast_dtype(kind))
         if is_plain(input):
             return self.layer(input)
         result: torch.Tensor = torch.ops.ktk.linear(input, self.number, self.out_features)

@@ -145,8 +145,13 @@ def put_head(model: Any, name: str, layer: OpLinear, dtype: torch.dtype | None =
     put_linear(model, name, layer, dtype)
     if tied is not None:
         where, old = tied
-        # There are no two tensors any more that transformers could tie.
+        # There are no two tensors any more that transformers could tie, now or when it is asked to
+        # look again.
         model.all_tied_weights_keys.pop(f"{name}.weight", None)
+        if isinstance(ties := getattr(model, "_tied_weights_keys", None), dict):
+            model._tied_weights_keys = {
+                target: source for target, source in ties.items() if target != f"{name}.weight"
+            }
         made = KtkEmbedding(layer, old.weight.dtype, old.padding_idx)
         model.set_submodule(where, made.train(old.training))
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.dlpack import to_dlpack  # type: ignore[attr-defined]
 
 from ktk import _core
+from ktk.dtypes import FLOAT_NAMES
 from ktk.hosts.plain import is_plain
 
 #: What modules of transformers call it.
@@ -53,6 +54,7 @@ def faster(stock: Callable[..., _Turned]) -> Callable[..., _Turned]:
             or q.shape[:3:2] != (1, 1)
             or cos.shape[:-1] != (1, 1)
             or (cos.shape[-1] != q.shape[-1] and not partly)
+            or q.dtype not in FLOAT_NAMES
             or not q.dtype == k.dtype == cos.dtype == sin.dtype
         ):
             return stock(q, k, cos, sin, *args, **kwargs)

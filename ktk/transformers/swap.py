@@ -25,8 +25,33 @@ def add_to_class(module: Any, added: type, *, last: bool = False) -> None:
         return
     both = (kind, added) if last else (added, kind)
     if both not in _made:
-        _made[both] = type(kind.__name__, both, {"__module__": kind.__module__})
+        own = {"__module__": kind.__module__, "__reduce_ex__": _reduce}
+        _made[both] = type(kind.__name__, both, own)
     module.__class__ = _made[both]
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Let pickle get to the members, of which packed ones say why they cannot be pickled.
+
+    It finds a class by its name, and under the name is the class that was added to.
+    """
+    reduced: tuple[Any, ...] = object.__reduce_ex__(self, protocol)  # type: ignore[assignment]
+    return (_made_again, (_recipe(type(self)),), *reduced[2:])
+
+
+def _recipe(kind: type) -> Any:
+    """Return the classes that one is made of; itself where it was not made here."""
+    is_made = _made.get(kind.__bases__) is kind
+    return tuple(map(_recipe, kind.__bases__)) if is_made else kind
+
+
+def _class_of(recipe: Any) -> type:
+    return _made[tuple(map(_class_of, recipe))] if isinstance(recipe, tuple) else recipe
+
+
+def _made_again(recipe: Any) -> Any:
+    kind: Any = _class_of(recipe)
+    return kind.__new__(kind)
 
 
 def take_from_class(module: Any, added: type) -> None:

@@ -16,7 +16,8 @@ class Process {
   void check() const {
     if (here()) return;
     throw std::logic_error(
-        "the threads of a WorkerPool do not survive fork(); make a new WorkerPool after fork()");
+        "the threads of a WorkerPool do not survive fork(); make a new WorkerPool after fork(), or "
+        "load the model in the process that computes it");
   }
 
  private:

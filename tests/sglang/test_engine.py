@@ -211,7 +211,7 @@ def test_stages_and_replicas_share_them_too(
     arguments = SimpleNamespace(**{"tp_size": 1, "nnodes": 1} | sizes)
     patch.setattr(context, "get_server_args", lambda: arguments)
     patch.setattr(place, "worker_pool", lambda mine, all, cpus: (mine, all))
-    found = []
+    found: list[Any] = []
     for rank in range(processes):
         ranks = {"tp_rank": 0, "dp_size": processes if parallel == "dp_rank" else 1}
         now = SimpleNamespace(**ranks | {parallel: rank})

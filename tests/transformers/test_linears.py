@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -161,3 +163,30 @@ def test_bytes_that_a_token_reads(saved_tied: Reference) -> None:
     for part in ("linears", "head"):  # a byte for each weight, and 4 for each row
         assert found[part] / 2 < packed[part] < found[part] * 0.6
     assert packed["other"] < found["other"]
+
+
+def test_a_tied_head_is_asked_to_be_tied_again(saved_tied: Reference) -> None:
+    """As scripts for training do, that resize embeddings to what they are."""
+    model = dense(tiny.load(saved_tied.folder), "BF16")
+    ids = tiny.tokens()
+    before = tiny.logits(model, ids)
+    model.tie_weights()
+    model.resize_token_embeddings(model.get_input_embeddings().num_embeddings)
+    assert torch.equal(tiny.logits(model, ids), before)
+
+
+@pytest.mark.parametrize("options", [{"linears": "BF16"}, {"head": "BF16"}, {}], ids=str)
+def test_pickle_is_told_what_cannot_be(saved: Reference, options: dict[str, str]) -> None:
+    model = ktk.transformers.load(saved.folder, **options)
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(model)
+    other = copy.deepcopy(model)
+    assert [type(one) for one in other.modules()] == [type(one) for one in model.modules()]
+    assert torch.equal(tiny.logits(other, tiny.tokens()), tiny.logits(model, tiny.tokens()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_has_the_dtype_of_products(saved: Reference, dtype: torch.dtype) -> None:
+    model = ktk.transformers.load(saved.folder, linears="BF16", head="BF16")
+    with torch.autocast("cpu", dtype=dtype), torch.no_grad():
+        assert model(tiny.tokens()).logits.dtype == dtype

@@ -53,6 +53,14 @@ def test_the_same_bits(
     assert len(seen) == 1
 
 
+def test_a_dtype_that_ktk_lacks_is_computed_by_torch() -> None:
+    """Another model of the kind, in float64 for a reference."""
+    given = inputs(torch.float64, 64)
+    for a, b in zip(stock_of(whole)(*given), faster(stock_of(whole))(*given), strict=True):
+        assert torch.equal(a, b)
+        assert a.dtype == torch.float64
+
+
 def test_special_values_are_torchs() -> None:
     q, k, cos, sin = inputs(torch.bfloat16, 64)
     q[0, :4, 0, 5] = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38])

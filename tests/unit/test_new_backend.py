@@ -73,6 +73,9 @@ def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
     assert f"pip install --no-build-isolation {folder}" in run(
         *new, cwd=tmp_path
     )  # not beside the source tree's ktk
+    # pip looks for a name without a path in an index.
+    other = run(*new[:-1], "other", cwd=tmp_path)
+    assert f"pip install --no-build-isolation .{os.sep}other" in other
 
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     path = os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")]).rstrip(":")
