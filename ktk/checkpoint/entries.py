@@ -14,6 +14,8 @@ from typing import Any
 LARGEST = 1 << 24
 # The most bytes of JSON that are read: what safetensors allows for a header.
 MOST_JSON = 100_000_000
+# Characters of a name that a message shows.
+_MOST_SHOWN = 300
 # Halves of characters beyond 16 bits. On its own, one can be neither printed nor in a file's name.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -96,8 +98,10 @@ def table(name: str, value: Any) -> dict[str, Any]:
 
 
 def printable(name: str) -> str:
-    """Return a name that came from a file as it may stand in a message of one line."""
-    return name if name.isprintable() else ascii(name)
+    """Return a name that came from a file, or its beginning, for a message of one line."""
+    begin = name[:_MOST_SHOWN]
+    shown = begin if begin.isprintable() else ascii(begin)
+    return shown if len(name) <= _MOST_SHOWN else f"{shown}... ({len(name)} characters)"
 
 
 def _wrong(name: str, value: Any, expected: str) -> EntryError:

@@ -22,6 +22,8 @@ class Quantization:
         Who wrote it: fp8, compressed-tensors, gptq, awq, mxfp4 ...
     bits
         Of an integer weight; None where it is not said.
+    mixed
+        Whether groups of modules are said to have weights of several widths.
     is_float
         Whether weights are said to be floats, of any width.
     group_size
@@ -38,6 +40,7 @@ class Quantization:
 
     method: str = ""
     bits: int | None = None
+    mixed: bool = False
     is_float: bool = False
     group_size: int | None = None
     symmetric: bool | None = None
@@ -63,7 +66,8 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
         return Quantization()
     found = table("quantization_config", entry)
     method = text("quant_method", found.get("quant_method") or "")
-    weights = _compressed_tensors(found) if "config_groups" in found else found
+    groups = _groups(found) if "config_groups" in found else [found]
+    weights = _agreed(groups)
     block = weights.get("weight_block_size") or weights.get("block_structure")
     if found.get("dynamic"):
         # GPTQModel's rules for some modules: what is said holds for the others.
@@ -74,6 +78,7 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
     return Quantization(
         method=method,
         bits=None if bits is None else integer("bits", bits, least=1, most=64),
+        mixed=any(one.get("num_bits") != groups[0].get("num_bits") for one in groups),
         is_float=weights.get("type") == "float",
         group_size=_group_size(weights),
         symmetric=_symmetric(weights),
@@ -83,13 +88,17 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
     )
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all groups of modules agree on; the tensors say the rest."""
+def _groups(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what compressed-tensors says of weights, for each group of modules."""
     named = table("config_groups", found["config_groups"])
-    groups = [
+    return [
         table(f"weights of {name}", table(name, group).get("weights") or {})
         for name, group in named.items()
     ]
+
+
+def _agreed(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what all groups of modules agree on; the tensors say the rest."""
     if not groups:
         return {}
     first = groups[0]

@@ -133,6 +133,33 @@ def test_a_safetensors_tensor_that_does_not_fit_is_refused(tmp_path: Path, how: 
     assert str(path) in refused(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("a", {"shape": [2**63 - 1] * 100_000}),
+        ("a", {"shape": [1] * 17}),
+        ("a" * 100_000, {"shape": [2**63 - 1] * 16}),
+        ("a" * 100_000, {"shape": [[]]}),
+        ("a" * 100_000, {"dtype": []}),
+        ("a" * 100_000, {"data_offsets": [4, 0]}),
+        ("a" * 100_000, {"data_offsets": [4, 8]}),
+        ("\n" * 100_000, {}),
+    ],
+    ids=range(8),
+)
+def test_messages_on_headers_of_safetensors_are_short(
+    tmp_path: Path, name: str, entry: dict[str, Any]
+) -> None:
+    """And come at once: the product of so many extents is a number of millions of digits."""
+    path = sound.safetensors(tmp_path / "model") / "model-1.safetensors"
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **entry}}
+    written = json.dumps(header).encode()
+    path.write_bytes(struct.pack(U64, len(written)) + written + bytes(8))
+    message = refused(path.parent)
+    assert str(path) in message
+    assert len(message) < len(str(path)) + 1500
+
+
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**63 - 8, 100_000_001])
 def test_the_length_of_a_safetensors_header_is_not_believed(tmp_path: Path, length: int) -> None:
     folder = sound.safetensors(tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,19 @@ def write(folder: Path, sizes: made.Sizes = (made.E, made.H, made.I), **config: 
     for name in (*OTHERS, *LEFT):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(f"what is in {name}")
+    return folder
+
+
+def put(folder: Path, stem: str, made: Mapping[str, torch.Tensor]) -> Path:
+    """Give a matrix of the first file other tensors, by what follows its name."""
+    file = folder / "one.safetensors"
+    rest = {name: one for name, one in load_file(file).items() if not name.startswith(f"{stem}.")}
+    save_file(rest | {stem + suffix: one.contiguous() for suffix, one in made.items()}, file)
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    kept = {name: place for name, place in places.items() if not name.startswith(f"{stem}.")}
+    kept |= dict.fromkeys((stem + suffix for suffix in made), file.name)
+    index.write_text(json.dumps({"weight_map": kept}))
     return folder
 
 

@@ -146,6 +146,19 @@ def test_all_else_stays_as_it_is(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(one.nbytes for one in after.values())
 
 
+def test_no_model_in_config_keeps_what_it_said_of_codes(tmp_path: Path) -> None:
+    """However deep: readers take what is nearest to the experts."""
+    old = {"quant_method": "gptq", "bits": 8, "checkpoint_format": "marlin"}
+    deep = {"a": 1, "text_config": {"quantization_config": old, "b": [{"compression_config": old}]}}
+    source = models.write(tmp_path / "source", thinker_config=deep)
+    convert_checkpoint(source, tmp_path / "to", to="int4")
+    config = json.loads((tmp_path / "to" / "config.json").read_text())
+    assert config["thinker_config"] == {"a": 1, "text_config": {"b": [{}]}}
+    with SafetensorsCheckpoint(tmp_path / "to") as checkpoint:
+        assert checkpoint.config.quantization.method == "compressed-tensors"
+        checkpoint.layer(0)
+
+
 def test_what_config_says(tmp_path: Path) -> None:
     old = {"quant_method": "compressed-tensors", "config_groups": {}}
     source = models.write(

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ktk.conversion import convert
 from ktk.conversion.compressed import CheckpointConversion, convert_checkpoint
+from ktk.conversion.compressed.others import other_files
 from ktk.durable import locked
 from ktk.errors import CheckpointError
 
@@ -74,6 +75,27 @@ def test_finished_files_are_kept_and_damaged_ones_made_again(tmp_path: Path) -> 
             pass
     assert models.contents(output) == before
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+
+
+def test_what_was_converted_may_be_a_source(tmp_path: Path) -> None:
+    """Each folder says what it was begun from itself, not what its source was."""
+    source, middle, output = (tmp_path / name for name in ("source", "middle", "to"))
+    convert_checkpoint(models.write(source), middle, to="fp8")
+    options: dict[str, Any] = {"to": "int4", "shard_nbytes": 200_000}
+    convert_checkpoint(middle, output, **options)
+    before = models.contents(output)
+    said = json.loads(before["ktk_conversion.json"])
+    assert (said["to"], said["source_name"]) == ("int4", "middle")
+    min(output.glob("*.safetensors")).unlink()
+    convert_checkpoint(middle, output, resume=True, **options)
+    assert models.contents(output) == before
+
+
+def test_what_conversions_say_of_their_folders_is_not_copied(tmp_path: Path) -> None:
+    source = models.write(tmp_path / "source")
+    for name in ("ktk_conversion.json", "ktk_packed.json"):
+        (source / name).write_text("{}")
+    assert {str(path) for path in other_files(source, tmp_path / "to")} == set(models.OTHERS)
 
 
 def test_an_unfinished_folder_is_no_model(tmp_path: Path) -> None:

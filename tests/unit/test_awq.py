@@ -147,6 +147,30 @@ def test_zero_points_that_are_none_are_refused(tmp_path: Path) -> None:
             layer.expert(0)
 
 
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        (-1, "-1 to 15"),
+        (16, "0 to 16"),
+        (300, "0 to 300"),
+        (np.inf, "has zero points .* expected codes of 0 to 15"),
+    ],
+)
+def test_zero_points_that_are_no_codes_are_refused(
+    tmp_path: Path, zero: float, message: str
+) -> None:
+    def made(codes: Any, points: Any, scale: Any, group: int) -> Tensors:
+        points = points.astype(np.float32)
+        points[:, :3] = 0, 15, zero
+        return gemv_fast(codes, points, scale, group)
+
+    write(tmp_path, made, WIDE, 32, version="gemv_fast")
+    with open_checkpoint(tmp_path) as checkpoint:
+        layer = checkpoint.layer(3)
+        with pytest.raises(CheckpointError, match=rf"qweight in .* {message}"):
+            layer.expert(0)
+
+
 @pytest.mark.parametrize("packing", ["marlin", "bitblas", "llm-awq"])
 def test_other_packings_are_refused_by_name(tmp_path: Path, packing: str) -> None:
     write(tmp_path, gemv, WIDE, 32, version=packing)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,10 @@ from written import Integers, all_random, gptq, stream, values
 import ktk
 from ktk import Format
 from ktk.checkpoint import describe, open_checkpoint
+from ktk.checkpoint.quantization import Quantization
+from ktk.checkpoint.safetensors.integers import int8
+from ktk.checkpoint.safetensors.scheme import Layout, StorageError
+from ktk.checkpoint.safetensors.tensors import read_tensors
 from ktk.errors import CheckpointError
 
 
@@ -270,6 +276,42 @@ def test_int8_that_is_not_packed(tmp_path: Path, group: int, zeros: bool) -> Non
                 np.testing.assert_array_equal(matrix.data, want)
     moe = ktk.MoE.from_checkpoint(tmp_path, 3)
     assert moe.backend.name == ("BF16" if zeros or group else "AMXINT8")
+
+
+# Of rows, all of them, and all of them in other words.
+WHOLE: list[tuple[int, ...]] = [(160, 1), (160,), (1,), (1, 1), ()]
+
+
+@pytest.mark.parametrize("scale", WHOLE, ids=str)
+@pytest.mark.parametrize("zero", WHOLE, ids=str)
+def test_zero_points_of_int8_may_be_for_other_rows_than_scales(
+    scale: tuple[int, ...], zero: tuple[int, ...]
+) -> None:
+    n, k = 160, 32
+    codes = torch.arange(n * k).reshape(n, k).to(torch.int8)
+    scales = torch.linspace(0.25, 2, n)[: math.prod(scale)]
+    zeros = torch.arange(1, n + 1)[: math.prod(zero)].to(torch.int8)
+    made = {"weight": codes, "weight_scale": scales.reshape(scale)}
+    made["weight_zero_point"] = zeros.reshape(zero)
+    found = read_tensors(made, n, k, Quantization())
+    want = (codes.double() - zeros.double().reshape(-1, 1)) * scales.double().reshape(-1, 1)
+    assert torch.equal(found.data, want.float())
+
+
+def test_int8_with_zero_points_for_groups_that_scales_have_not() -> None:
+    codes = {"data": torch.ones(4, 32, dtype=torch.int8)}
+    layout = Layout(4, 32, 0, Quantization())
+    for scale, zero, message in (
+        ((4, 1), (4, 2), "has 1 scales and 2 zero points in a row"),
+        ((4, 4), (4, 2), "has 4 scales and 2 zero points in a row"),
+        ((3, 1), (4, 1), "has scales or zero points for 3 rows, and 4 rows"),
+        ((4, 1), (8,), "has scales or zero points for 8 rows, and 4 rows"),
+    ):
+        made = {**codes, "scale": torch.ones(scale), "zero": torch.ones(zero)}
+        with pytest.raises(StorageError, match=f"^{message}$"):
+            int8(made, layout)
+    made = {**codes, "scale": torch.ones(4, 2), "zero": torch.ones(1)}
+    assert not int8(made, replace(layout, group=16)).data.any()
 
 
 def test_other_widths_are_refused_by_name(tmp_path: Path) -> None:

@@ -142,6 +142,21 @@ def test_zero_points_of_int8_that_are_all_zero_change_nothing(tmp_path: Path) ->
     assert_reads(tmp_path, matrices, fmt)
 
 
+@pytest.mark.parametrize("shape", [(1,), (H,), (H, 1)])
+def test_zero_points_of_int8_are_read_whatever_shape_scales_have(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    fmt, make, config = SCHEMES["int8 by rows"]
+    tensors = tensors_of(sources(fmt), make)
+    tensors[f"{DOWN1}.weight_zero_point"] = torch.full(shape, 3).char()
+    write(tmp_path, tensors, config)
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
+        found = checkpoint.layer(3).values(1, torch.float64).down.data
+    codes = tensors[f"{DOWN1}.weight"].double() - 3
+    want = codes * tensors[f"{DOWN1}.weight_scale"].double()
+    assert torch.equal(found, want.float().double())
+
+
 def test_another_group_size_is_named(tmp_path: Path) -> None:
     message = broken(tmp_path, "gptq", {}, group_size=64)
     assert ".scales in " in message or ".qzeros in " in message
@@ -200,3 +215,7 @@ def test_groups_that_differ_are_left_to_the_tensors() -> None:
     }
     found = read_quantization({"quantization_config": {"config_groups": groups}})
     assert (found.bits, found.group_size, found.symmetric) == (4, None, True)
+    assert not found.mixed
+    groups["group_1"]["weights"]["num_bits"] = 8
+    found = read_quantization({"quantization_config": {"config_groups": groups}})
+    assert (found.bits, found.mixed) == (None, True)

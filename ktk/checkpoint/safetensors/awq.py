@@ -32,6 +32,7 @@ from ktk.checkpoint.safetensors.scheme import Layout, StorageError, Tensors, as_
 from ktk.expert import Matrix
 
 _BITS = 4
+_MOST = (1 << _BITS) - 1
 # Where column i of eight is in a word of gemm.
 _GEMM_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -58,8 +59,8 @@ def gemv_fast(t: Tensors, layout: Layout) -> Matrix:
     Raises
     ------
     StorageError
-        Zero points are none: their products with the scales are not those that AutoAWQ stores; or
-        the sizes are none that it has.
+        Zero points are none: their products with the scales are not those that AutoAWQ stores, or
+        they are no codes; or the sizes are none that it has.
     """
     layout = _checked(layout)
     if layout.n % 4 or layout.k % 64:
@@ -69,6 +70,9 @@ def gemv_fast(t: Tensors, layout: Layout) -> Matrix:
     zero = torch.where(scale == 0, 0, torch.round(-product / scale.float()))
     if not torch.equal((-scale.float() * zero).half().float(), product):
         raise StorageError("has zero points that are no whole codes; ktk reads AWQ's own only")
+    least, most = zero.min().item(), zero.max().item()
+    if least < 0 or most > _MOST:
+        raise StorageError(f"has zero points {least:g} to {most:g}, expected codes of 0 to {_MOST}")
     codes = unpack(as_bytes(t["data"]), _BITS, 4 * layout.k)
     rows = codes.reshape(layout.n // 4, -1, 4, 64).transpose(1, 2)
     straight = rows.reshape(-1, 8, 4).transpose(1, 2)

@@ -51,14 +51,6 @@ _PACKINGS = {
 _KINDS = {NAMES[element]: DTYPES[element] for element in ("bf16", "f16")}
 
 
-def sizes(shape: torch.Tensor) -> tuple[int, ...]:
-    """Return rows and columns of a matrix, by its tensor `shape`."""
-    extents = tuple(shape.flatten().tolist())
-    if len(extents) != 2 or min(extents) < 1:
-        raise StorageError(f"is {list(extents)}, which are no rows and columns")
-    return extents
-
-
 def tell(
     headers: Mapping[str, Header], layout: Layout, read: Callable[[str], torch.Tensor]
 ) -> Told:

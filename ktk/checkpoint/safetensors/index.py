@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -21,13 +22,21 @@ INDEX = "model.safetensors.index.json"
 class TensorIndex(Closing):
     """The tensors of a folder of safetensors files.
 
-    The header of a file is read when the first of its tensors is asked for.
+    The header of a file is read when the first of its tensors is asked for. Then a tensor that the
+    folder's index does not list, of a module that it lists others of, is an error: other programs
+    read all that is in a file, and what belongs to a matrix, its bias, would be missed without a
+    word. Of a tensor in several files the index says which is meant.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._opened: dict[Path, TensorFile] = {}
-        self._files = self._listed() if (folder / INDEX).exists() else self._scanned()
+        self._has_index = (folder / INDEX).exists()
+        self._files = self._listed() if self._has_index else self._scanned()
+
+    @cached_property
+    def _modules(self) -> set[str]:
+        return {name.rpartition(".")[0] for name in self._files}
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
@@ -91,6 +100,16 @@ class TensorIndex(Closing):
         """Return the like of `tensor` without values, on the device meta, without reading it."""
         return self._holder(name).stand_in(name, expert, joined)
 
+    def look_beside(self, names: Iterable[str]) -> None:
+        """Look for tensors that the index does not list in the files that are to hold some.
+
+        A file that is missing is left to whoever reads it.
+        """
+        if self._has_index:
+            for path in {self._files[name]: None for name in names}:
+                if path.exists():
+                    self._open(path)
+
     def look_at(self, path: Path) -> None:
         """Read the header of a file, if that was not done."""
         self._open(path)
@@ -116,7 +135,7 @@ class TensorIndex(Closing):
         opened = self._opened.get(path)
         if opened is None:
             try:
-                opened = self._opened[path] = TensorFile(path)
+                opened = TensorFile(path)
             except MissingFile as error:
                 listed = os.path.lexists(self.folder / INDEX)
                 why = f"though {INDEX} names it" if listed else "though a link leads there"
@@ -125,7 +144,24 @@ class TensorIndex(Closing):
                 raise CheckpointError(
                     f"{path} is damaged or truncated: {error}. Download it again"
                 ) from error
+            if self._has_index:
+                self._check_listed(opened)
+            self._opened[path] = opened
         return opened
+
+    def _check_listed(self, opened: TensorFile) -> None:
+        left = [
+            name
+            for name in opened.tensors
+            if name not in self._files and name.rpartition(".")[0] in self._modules
+        ]
+        if left:
+            more = f" and {len(left) - 1} more" if left[1:] else ""
+            raise CheckpointError(
+                f"{opened.path} holds the tensor {left[0]}{more}, which {INDEX} does not list: the "
+                "index is of other files. Download it again, or remove it, and ktk reads all that "
+                "the files hold"
+            )
 
     def _listed(self) -> dict[str, Path]:
         path = self.folder / INDEX

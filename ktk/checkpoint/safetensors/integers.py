@@ -193,15 +193,25 @@ def zeros(layout: Layout, zero: torch.Tensor) -> torch.Tensor | None:
 
 
 def int8(t: Tensors, layout: Layout) -> Matrix:
-    """Decode ``int-quantized``: int8 as such, with a scale for rows, groups or all."""
-    scale = t["scale"].float().reshape(-1, t["scale"].shape[-1] if t["scale"].ndim > 1 else 1)
-    scale = scale.expand(layout.n, -1).contiguous()
+    """Decode ``int-quantized``: int8 as such, with a scale for rows, groups or all.
+
+    Zero points may be for all where scales are for rows or groups, and so on.
+
+    Raises
+    ------
+    StorageError
+        Zero points and scales are for other groups or rows, or zero points are missing.
+    """
+    scale = _by_group(t["scale"], layout.n).contiguous()
     fmt = Format("i8", "f32", "none", 1, layout.group if scale.shape[1] > 1 else 0)
     if "zero" not in t and layout.quantization.symmetric is False:
         raise StorageError("has no zero points, though config.json says that it is not symmetric")
     if "zero" not in t or not t["zero"].any():
         return Matrix(fmt, t["data"], scale)
-    zero = t["zero"].float().reshape(t["scale"].shape).reshape(-1, scale.shape[1])
+    zero = _by_group(t["zero"], layout.n)
+    if zero.shape[1] not in (1, scale.shape[1]):
+        raise StorageError(f"has {scale.shape[1]} scales and {zero.shape[1]} zero points in a row")
+    zero = zero.expand(-1, scale.shape[1])
 
     def values() -> torch.Tensor:
         columns = -(-layout.k // scale.shape[1]) if not fmt.group_k else fmt.group_k
@@ -209,3 +219,17 @@ def int8(t: Tensors, layout: Layout) -> Matrix:
         return (t["data"].float() - zero[:, group]) * scale[:, group]
 
     return decoded(layout, t["data"], values)
+
+
+def _by_group(one: torch.Tensor, n: int) -> torch.Tensor:
+    """Return scales or zero points [n, groups] of a tensor that has them for rows, groups or all.
+
+    Raises
+    ------
+    StorageError
+        They are for other rows.
+    """
+    found = one.float().reshape(-1, one.shape[-1] if one.ndim > 1 else 1)
+    if len(found) not in (1, n):
+        raise StorageError(f"has scales or zero points for {len(found)} rows, and {n} rows")
+    return found.expand(n, -1)

@@ -139,8 +139,8 @@ class Scheme:
         Tensors whose values may leave the matrix without a `Format`, so that it becomes f32; and
         what finds that out.
     sizes
-        Tensors whose values say how many rows and columns there are, where no shape does; and what
-        reads that of them.
+        Tensors whose values say how many rows and columns there are, where no shape does, or none
+        for sure; and what reads that of them.
     tell
         Where neither config.json nor the first matrix speaks for all: says what each is read as,
         by the headers of its tensors, and by what it reads of them, by role.
@@ -172,6 +172,20 @@ def decoded(layout: Layout, data: torch.Tensor, values: Callable[[], torch.Tenso
     if data.is_meta:
         return Matrix(FLOAT, torch.empty(layout.n, layout.k, device="meta", dtype=torch.float32))
     return Matrix(FLOAT, values())
+
+
+def rows_and_columns(shape: torch.Tensor) -> tuple[int, ...]:
+    """Return rows and columns of a matrix, by the tensor that holds them.
+
+    Raises
+    ------
+    StorageError
+        It holds something else.
+    """
+    extents = tuple(shape.flatten().tolist())
+    if len(extents) != 2 or min(extents) < 1:
+        raise StorageError(f"is {list(extents)}, which are no rows and columns")
+    return extents
 
 
 def header_of(tensor: torch.Tensor) -> Header:

@@ -93,6 +93,11 @@ def find_matrix(index: TensorIndex, stem: str, quantization: Quantization) -> St
         The name of the matrix, without ".weight".
     quantization
         What config.json says of codes.
+
+    Raises
+    ------
+    CheckpointError
+        A tensor that says how many rows and columns there are does not, or nothing does.
     """
     for scheme in SCHEMES:
         if scheme is not PLAIN and (found := _as(scheme, index, stem, quantization)):
@@ -139,9 +144,17 @@ def _sizes_of(
     headers: Mapping[str, Header],
     quantization: Quantization,
 ) -> tuple[int, int]:
-    """Return rows and columns: as a tensor says, or the shape of the elements; zeros if none do."""
+    """Return rows and columns: as a tensor says, or the shape of the elements; zeros if none do.
+
+    Raises
+    ------
+    CheckpointError
+        The tensor says something else, or there is none and codes may have several widths.
+    """
     for role, read in scheme.sizes.items():
         name = stem + scheme.tensors[role].suffix
+        if name not in index:
+            continue
         try:
             n, k = read(index.tensor(name))
         except StorageError as error:
@@ -156,6 +169,11 @@ def _sizes_of(
         product, _, divisor = word.partition("/")
         axis, _, bits = product.partition("*")
         if axis in sizes:
+            if bits and quantization.mixed:
+                raise CheckpointError(
+                    f"{index.where(stem + data.suffix)} holds codes of a width that nothing tells: "
+                    "config.json has several, and no weight_shape is beside it"
+                )
             each = (quantization.bits or USUAL_BITS) if bits else 1
             sizes[axis] = extent * int(divisor or 1) // each
     return sizes["N"], sizes["K"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from ktk.checkpoint.safetensors import awq, bitsandbytes, floats, hqq, integers, torchao
-from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, Tensors
+from ktk.checkpoint.safetensors.scheme import Layout, Part, Scheme, Tensors, rows_and_columns
 from ktk.expert import Matrix
 
 _FLOATS = ("F32", "BF16", "F16")
@@ -66,7 +66,15 @@ def _compressed_tensors(name: str, found: str, shape: str, dtypes: tuple[str, ..
         "shape": Part(".weight_shape", "2", ("I64", "I32"), optional=True),
         "order": Part(".weight_g_idx", "K", ("I32", "I64"), optional=True),
     }
-    return Scheme(name, found, tensors, integers.compressed_tensors, decoded_if=_ORDER)
+    return Scheme(
+        name,
+        found,
+        tensors,
+        integers.compressed_tensors,
+        decoded_if=_ORDER,
+        # Where config.json has several widths, the shape of the codes does not tell the columns.
+        sizes={"shape": rows_and_columns},
+    )
 
 
 def _four_bits(kind: str) -> Scheme:
@@ -243,7 +251,7 @@ SCHEMES = (
             },
         },
         hqq.hqq,
-        sizes={"shape": hqq.sizes},
+        sizes={"shape": rows_and_columns},
         tell=hqq.tell,
     ),
     _torchao("Int8Tensor", ("N K", ("I8",)), _BY_ROW, ("I8", *_FLOATS), integers.int8),

@@ -12,9 +12,11 @@ from functools import cache
 
 from ktk.checkpoint.safetensors.families import FAMILIES
 
-# What quantised activations are made with, since ktk encodes activations its own way; and what the
-# router adds to its scores.
-_HARMLESS = re.compile(r"[._](?:input_\w+|activation_scale|qscale_act)|\.e_score_correction_bias")
+#: What quantised activations are made with, since ktk encodes activations its own way: a pattern
+#: for what follows the name of a matrix.
+OF_ACTIVATIONS = r"[._](?:input_\w+|activation_scale|qscale_act)"
+# These, and what the router adds to its scores.
+_HARMLESS = re.compile(rf"{OF_ACTIVATIONS}|\.e_score_correction_bias")
 
 
 def surplus(names: Iterable[str], prefix: str, read: Collection[str]) -> list[str]:

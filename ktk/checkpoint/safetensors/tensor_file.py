@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from ktk.checkpoint.dtypes import TORCH_DTYPES
-from ktk.checkpoint.entries import MOST_JSON, EntryError, integers, parse_object, table, text
+from ktk.checkpoint.entries import (
+    MOST_JSON,
+    EntryError,
+    integers,
+    parse_object,
+    printable,
+    table,
+    text,
+)
 from ktk.checkpoint.files import File
 from ktk.errors import CheckpointError
 from ktk.unread import Unread
@@ -26,6 +34,8 @@ from ktk.unread import Unread
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 # Bytes of a file, rather than extents.
 _ANY = 1 << 63
+# The product of very many extents takes hours.
+_MOST_AXES = 16
 
 
 @dataclass(frozen=True)
@@ -110,8 +120,8 @@ class TensorFile:
             return TORCH_DTYPES[info.dtype]
         except KeyError:
             raise CheckpointError(
-                f"tensor {info.name} in {self.path} has elements of type {info.dtype}, "
-                "which ktk does not read"
+                f"tensor {printable(info.name)} in {self.path} has elements of type "
+                f"{printable(info.dtype)}, which ktk does not read"
             ) from None
 
 
@@ -135,7 +145,7 @@ def _header(file: File) -> tuple[dict[str, str], dict[str, TensorInfo]]:
     for tensor in tensors:
         if tensor.begin != end:
             raise EntryError(
-                f"tensor {tensor.name} begins at byte {tensor.begin - begin}, expected "
+                f"tensor {printable(tensor.name)} begins at byte {tensor.begin - begin}, expected "
                 f"{end - begin}"
             )
         end += tensor.nbytes
@@ -148,18 +158,23 @@ def _tensors(document: dict[str, Any], first: int) -> Iterator[TensorInfo]:
     """Yield what the header lists; offsets in it are counted from byte `first` of the file."""
     for name, value in document.items():
         if not name.isprintable():
-            raise EntryError(f"it has a tensor called {name!a}")
+            raise EntryError(f"it has a tensor called {printable(name)}")
         entry = table(f"tensor {name}", value)
         dtype = text(f"dtype of tensor {name}", entry.get("dtype"))
         shape = integers(f"shape of tensor {name}", entry.get("shape"), most=_ANY)
+        shown = printable(name)
+        if len(shape) > _MOST_AXES:
+            raise EntryError(
+                f"tensor {shown} has {len(shape)} dimensions, and ktk reads {_MOST_AXES} at most"
+            )
         offsets = entry.get("data_offsets")
         begin, end = integers(f"data_offsets of tensor {name}", offsets, 2, most=_ANY)
         if end < begin:
-            raise EntryError(f"tensor {name} ends at byte {end}, before it begins at {begin}")
+            raise EntryError(f"tensor {shown} ends at byte {end}, before it begins at {begin}")
         known = TORCH_DTYPES.get(dtype)
         if known is not None and math.prod(shape) * known.itemsize != end - begin:
             raise EntryError(
-                f"tensor {name} is {dtype} {list(shape)} in {end - begin} bytes, which do not fit"
+                f"tensor {shown} is {dtype} {list(shape)} in {end - begin} bytes, which do not fit"
             )
         yield TensorInfo(name, dtype, shape, first + begin, end - begin)
 

@@ -28,10 +28,7 @@ def converted_config(
     kept
         Modules of experts that are as they were.
     """
-    plain = {
-        key: _without(value) if isinstance(value, dict) else value
-        for key, value in _without(entries).items()
-    }
+    plain = {key: _without(value) for key, value in entries.items() if key not in _OLD}
     group = {
         "targets": ["Linear"],
         "weights": dict(target.weights),
@@ -53,5 +50,10 @@ def converted_config(
     return plain
 
 
-def _without(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in entries.items() if key not in _OLD}
+def _without(value: Any) -> Any:
+    """Return a value of config.json without what models in it say of codes, however deep."""
+    if isinstance(value, list):
+        return [_without(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: _without(one) for key, one in value.items() if key not in _OLD}

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from ktk.checkpoint.detect import PACKED_INDEX
+from ktk.conversion.compressed.state import STATE
+
 # Weights, of this conversion's source or in other forms.
 _WEIGHTS = (
     ".safetensors",
@@ -18,7 +21,15 @@ _WEIGHTS = (
     ".index.json",
 )
 # Are written anew, or describe weights that are not copied.
-_OWN = ("config.json", "hf_quant_config.json", "quantize_config.json", "quant_config.json")
+_OWN = (
+    "config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    # Of the conversion that made the source.
+    STATE,
+    PACKED_INDEX,
+)
 
 
 def other_files(source: Path, output: Path) -> Iterator[Path]:

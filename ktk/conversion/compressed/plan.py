@@ -24,7 +24,8 @@ from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.layer import SafetensorsLayer
 from ktk.checkpoint.safetensors.names import LayerNames, is_bias, weight_parts
 from ktk.checkpoint.safetensors.single import StoredMatrix, find_matrix
-from ktk.checkpoint.safetensors.storage import SCHEMES
+from ktk.checkpoint.safetensors.storage import PLAIN, SCHEMES
+from ktk.checkpoint.safetensors.surplus import OF_ACTIVATIONS
 from ktk.checkpoint.safetensors.tensor_file import dtype_name
 from ktk.conversion.compressed.formats import Target, TensorSpec
 from ktk.conversion.compressed.shard import CHUNK, Shard
@@ -36,6 +37,25 @@ _DIVIDED = ("fused", "fused-transposed", "stacked")
 _MODULES = (".mlp.", ".feed_forward.", ".mixer.")
 _FLOATS = tuple(map(dtype_name, (torch.float64, torch.float32, torch.bfloat16, torch.float16)))
 _CODES = re.compile(r".*\.(?:weight|weight_packed|qweight|W_q|_weight_qdata)")
+# What may follow the name of a matrix in codes: what is added to products, and stays; and scales of
+# activations and KV caches, which do nothing to a matrix of floats.
+_ADDED = (".bias", ".e_score_correction_bias")
+_OF_CACHES = r"[._](?:[qkv]|kv|prob|output)_(?:global_)?(?:scale|zero_point)"
+_HARMLESS = re.compile(f"{OF_ACTIVATIONS}|{_OF_CACHES}")
+# Of schemes whose codes may be in elements that are called floats: what follows a matrix's name in
+# that of its codes, and in those of the tensors beside them.
+_AS_FLOATS = tuple(
+    (
+        scheme.tensors["data"].suffix,
+        tuple(
+            part.suffix
+            for role, part in scheme.tensors.items()
+            if role != "data" and not part.optional
+        ),
+    )
+    for scheme in SCHEMES
+    if scheme is not PLAIN and set(scheme.tensors["data"].dtypes) & set(_FLOATS)
+)
 
 
 class Unit(ABC):
@@ -161,8 +181,8 @@ def plan(
     Raises
     ------
     CheckpointError
-        There are no experts, some that compressed-tensors has no names for, or other weights in
-        codes that ktk does not read.
+        There are no experts, some that compressed-tensors has no names for, other weights in codes
+        that ktk does not read, or something beside such codes that may change what they mean.
     """
     index = checkpoint.index
     layers = [checkpoint.layer(number) for number in checkpoint.layers()]
@@ -183,7 +203,7 @@ def plan(
             unit = _experts(owners[name], target)
         elif is_beside(name):
             continue
-        elif (matrix := _owner(name, matrices)) is not None:
+        elif (matrix := _owner(index, name, matrices)) is not None:
             key, unit = matrix.stem, [Decoded(matrix, dtype)]
         else:
             _check_floats(index, name)
@@ -201,7 +221,7 @@ def _in_codes(checkpoint: SafetensorsCheckpoint, names: Iterable[str]) -> dict[s
     suffixes = sorted({scheme.tensors["data"].suffix for scheme in SCHEMES})
     found = {}
     for name in names:
-        if checkpoint.index.dtype(name) in _FLOATS:
+        if not _may_be_codes(checkpoint.index, name):
             continue
         for suffix in suffixes:
             stem = name.removesuffix(suffix)
@@ -212,12 +232,42 @@ def _in_codes(checkpoint: SafetensorsCheckpoint, names: Iterable[str]) -> dict[s
     return found
 
 
-def _owner(name: str, matrices: Mapping[str, StoredMatrix]) -> StoredMatrix | None:
-    """Return the matrix in codes that a tensor belongs to; biases stay as they are."""
-    if name.endswith(".bias"):
-        return None
+def _may_be_codes(index: TensorIndex, name: str) -> bool:
+    """Whether a tensor is of no float type, or is beside others as only codes are."""
+    if index.dtype(name) not in _FLOATS:
+        return True
+    return any(
+        name.endswith(suffix) and name.removesuffix(suffix) + one in index
+        for suffix, beside in _AS_FLOATS
+        for one in beside
+    )
+
+
+def _owner(
+    index: TensorIndex, name: str, matrices: Mapping[str, StoredMatrix]
+) -> StoredMatrix | None:
+    """Return the matrix in codes that a tensor belongs to; biases stay as they are.
+
+    Raises
+    ------
+    CheckpointError
+        The tensor is beside such a matrix, and its scheme has none of this name.
+    """
     ends = (match.start() for match in re.finditer(r"\.", name))
-    return next((matrices[name[:end]] for end in ends if name[:end] in matrices), None)
+    matrix = next((matrices[name[:end]] for end in ends if name[:end] in matrices), None)
+    if matrix is None:
+        return None
+    rest = name.removeprefix(matrix.stem)
+    if rest in _ADDED:
+        return None
+    known = any(rest == part.suffix for part in matrix.scheme.tensors.values())
+    if not known and not _HARMLESS.fullmatch(rest):
+        raise CheckpointError(
+            f"{index.where(name)} is beside the matrix {matrix.stem}, which is stored as "
+            f"{matrix.scheme.name}, and nobody knows what it does to that: give the checkpoint "
+            "that this one was made from"
+        )
+    return matrix
 
 
 def _modules(units: Iterable[Unit]) -> set[str]:
@@ -265,10 +315,11 @@ def _beside(layers: Iterable[SafetensorsLayer]) -> Callable[[str], bool]:
 
 
 def _check_floats(index: TensorIndex, name: str) -> None:
-    if _CODES.fullmatch(name) and index.dtype(name) not in _FLOATS:
+    if _CODES.fullmatch(name) and _may_be_codes(index, name):
+        what = "holds codes in elements" if index.dtype(name) in _FLOATS else "is"
         raise CheckpointError(
-            f"{index.where(name)} is of type {index.dtype(name)}, and ktk knows no scheme that it "
-            "is part of: give a checkpoint that has all but experts as bf16, f16 or f32"
+            f"{index.where(name)} {what} of type {index.dtype(name)}, and ktk knows no scheme that "
+            "it is part of: give a checkpoint that has all but experts as bf16, f16 or f32"
         )
 
 
