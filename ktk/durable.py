@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
+import itertools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ktk.errors import CheckpointError
 
-# What a file is called until it is complete; whoever holds the lock may remove it.
-TEMPORARY = ".part"
+# What the name of a file ends with until it is complete. Nobody else's files end so.
+TEMPORARY = ".ktk-part"
 LOCK = ".ktk.lock"
+
+# Tells apart what this process writes.
+_numbers = itertools.count()
 
 
 class PendingFile:
@@ -24,9 +29,7 @@ class PendingFile:
 
     def __init__(self, path: Path, size: int) -> None:
         self.path = path
-        self._temporary = path.with_name(path.name + TEMPORARY)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        self._fd = os.open(self._temporary, flags, 0o666)
+        self._temporary, self._fd = _begun(path)
         try:
             _allocate(self._fd, size)
         except BaseException:
@@ -43,8 +46,9 @@ class PendingFile:
     def commit(self) -> None:
         """Bring the file to the disk, then give it its name."""
         os.fsync(self._fd)
-        self._close()
+        # Still open, and so locked: else another writer might take it for a dead one's.
         os.replace(self._temporary, self.path)
+        self._close()
         # A new name is safe when its folder is.
         sync_folder(self.path.parent)
 
@@ -74,9 +78,10 @@ def write_file(path: Path, data: bytes) -> None:
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield where to write a file of any size, which has its name when the block ends well."""
-    temporary = path.with_name(path.name + TEMPORARY)
+    temporary, held = _begun(path)
     try:
         yield temporary
+        # The block may have made another file of this name.
         fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -85,6 +90,7 @@ def replaced(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         sync_folder(path.parent)
     finally:
+        os.close(held)
         temporary.unlink(missing_ok=True)
 
 
@@ -98,9 +104,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove what an interrupted process left; only under the lock."""
-    for path in folder.glob(f"*{TEMPORARY}"):
-        path.unlink()
+    """Remove what interrupted processes left."""
+    _remove_dead(folder, "*")
 
 
 @contextmanager
@@ -124,6 +129,41 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _begun(path: Path) -> tuple[Path, int]:
+    """Make an empty file beside `path` that is this call's alone; returns it, open and locked.
+
+    Several processes may write the same path, and the last to end has it. What a killed one left
+    goes here, with the next writer of the path.
+    """
+    _remove_dead(path.parent, f"{glob.escape(path.name)}.*")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    while True:
+        made = path.with_name(f"{path.name}.{os.getpid()}-{next(_numbers)}{TEMPORARY}")
+        try:
+            fd = os.open(made, flags, 0o666)
+        except FileExistsError:  # a process of another container has this number, too
+            continue
+        # File systems without locks keep what killed processes left.
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.path.lexists(made):
+            return made, fd
+        os.close(fd)  # somebody took it for a dead one's before it was locked
+
+
+def _remove_dead(folder: Path, names: str) -> None:
+    """Remove the temporary files whose writers are gone, and their locks with them."""
+    for path in folder.glob(f"{names}{TEMPORARY}"):
+        # What cannot be opened, locked or removed is another's.
+        with suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(fd)
 
 
 def _allocate(fd: int, size: int) -> None:

@@ -23,6 +23,8 @@ _SENTENCE = re.compile(
     r"([\w:]+) with (\w+) scales(?: and (\w+) zero points)? per (\d+|n) x (\d+|k)"
 )
 _GROUP = re.compile(r"(?P<row>row)|g(?P<columns>\d+)|(?P<n>\d+|n)x(?P<k>\d+|k)")
+# Of rows and columns, what the core counts to.
+_MOST = 2**32 - 1
 _USUAL_SCALE = {"e2m1": "ue8m0", "u4": "bf16", "i4": "bf16"}
 
 
@@ -122,11 +124,17 @@ def _of_words(element: str, words: list[str]) -> Format:
     scale = words[0] if words else _USUAL_SCALE.get(element, "f32")
     if group["n"]:
         return Format(element, scale, zero, _extent(group["n"]), _extent(group["k"]))
-    return Format(element, scale, zero, 1, int(group["columns"] or 0))
+    return Format(element, scale, zero, 1, _extent(group["columns"] or "k"))
 
 
 def _extent(text: str) -> int:
-    return int(text) if text.isdigit() else 0
+    """Return rows or columns of a group; 0 for a letter, which means all of them."""
+    if not text.isdigit():
+        return 0
+    # Python makes no integer of thousands of digits.
+    if len(text) > len(str(_MOST)) or int(text) > _MOST:
+        raise ValueError(f"a group has at most {_MOST} rows and columns")
+    return int(text)
 
 
 def is_blocks(fmt: Format) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -70,10 +71,19 @@ def experts_of_slots(
         raise TypeError(f"physical_to_logical_map must be a sequence of ints, got {order!r}")
     if len(order) != slots:
         raise ValueError(f"physical_to_logical_map has {len(order)} entries, expected {slots}")
-    for expert in (experts := [int(expert) for expert in order]):
+    for expert in (experts := [_whole(expert) for expert in order]):
         if not 0 <= expert < count:
             raise ValueError(f"physical_to_logical_map names expert {expert} of {count}")
     return experts
+
+
+def _whole(expert: Any) -> int:
+    try:
+        return operator.index(expert)
+    except TypeError:
+        raise TypeError(
+            f"physical_to_logical_map must be a sequence of ints, got {expert!r} in it"
+        ) from None
 
 
 def expert_of(

@@ -336,8 +336,8 @@ class Linear:
 
         The file has the codes, scales and bias as a checkpoint would give them, or in fewer bytes
         where the backend stores fewer and gives them back: it depends neither on this CPU nor on
-        threads or shards. It appears when it is complete; a process that dies
-        before leaves the file that was there, and PATH.part.
+        threads or shards. It appears when it is complete; a process that dies before leaves the
+        file that was there, and one beside it, ``.ktk-part``, which the next that saves removes.
 
         Parameters
         ----------

@@ -56,6 +56,8 @@ WEIGHT_ON_INPUT = ("llama4", "llama4_text")
 
 # Clamps of what SiLU returns, for some layers: Ling 3.0, Step 3.7.
 _LIMITS_OF_LAYERS = ("expert_swiglu_limit_list", "swiglu_limits")
+_LIMIT = "swiglu_limit"
+_ALPHA = "swiglu_alpha"
 
 # Of gate and up: Inkling-2, whose hidden_act says silu, and Kimi-K3, whose says situ.
 _SOFTCAPS = ("mlp_gate_softcap", "mlp_up_softcap")
@@ -139,7 +141,9 @@ class ExpertConfig(MoEConfig):
         return MoEConfig(**{one.name: getattr(config, one.name) for one in fields(MoEConfig)})
 
 
-def read_config(folder: Path, module: str | None = None) -> ExpertConfig:
+def read_config(
+    folder: Path, module: str | None = None, activation: str | None = None
+) -> ExpertConfig:
     """Read `folder`/config.json.
 
     Parameters
@@ -148,6 +152,9 @@ def read_config(folder: Path, module: str | None = None) -> ExpertConfig:
         Of the checkpoint.
     module
         What has the experts, if not the language model: its entries are those that count.
+    activation
+        The activation function, if not what it says: what it says of that, limits and so on, does
+        not hold for another.
 
     Raises
     ------
@@ -155,17 +162,26 @@ def read_config(folder: Path, module: str | None = None) -> ExpertConfig:
         It is missing, unreadable, or describes no routed experts.
     """
     path = folder / "config.json"
-    entries = read_json(path)
+    entries = entries_of(read_json(path), module)
+    try:
+        return _config(entries, activation)
+    except EntryError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def entries_of(entries: dict[str, Any], module: str | None = None) -> dict[str, Any]:
+    """Return what config.json says of the language model, or of a module, and of all of them.
+
+    The innermost entry counts; those that are null say nothing.
+    """
     for name in _nested(module):
         inner = entries.get(name)
         if isinstance(inner, dict):
             # That of DBRX's experts is empty.
             kind = inner.get("model_type") or entries.get("model_type")
-            entries = {**entries, **inner} | ({} if kind is None else {"model_type": kind})
-    try:
-        return _config(entries)
-    except EntryError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+            said = {key: value for key, value in inner.items() if value is not None}
+            entries = {**entries, **said} | ({} if kind is None else {"model_type": kind})
+    return entries
 
 
 def _nested(module: str | None) -> tuple[str, ...]:
@@ -176,7 +192,7 @@ def _nested(module: str | None) -> tuple[str, ...]:
     return (*own, *_NESTED[1:])
 
 
-def _config(entries: dict[str, Any]) -> ExpertConfig:
+def _config(entries: dict[str, Any], activation: str | None) -> ExpertConfig:
     model_type = text("model_type", entries.get("model_type", "unknown"))
     if reason := refusal(model_type):
         raise EntryError(reason)
@@ -187,7 +203,7 @@ def _config(entries: dict[str, Any]) -> ExpertConfig:
         model_type=model_type,
         num_layers=None if layers is None else integer("num_hidden_layers", layers),
         **sizes,
-        **_activation(entries),
+        **_activation(entries if activation is None else _with_activation(entries, activation)),
         gated=model_type not in _UNGATED,
         apply_router_weight_on_input=model_type in WEIGHT_ON_INPUT,
         zero_expert_num=_zero_experts(entries),
@@ -229,6 +245,30 @@ def _zero_experts(entries: dict[str, Any]) -> int:
 
 
 def _activation(entries: dict[str, Any]) -> dict[str, Any]:
+    name = _function(entries)
+    limits = _limits(entries)
+    if limits and name == "silu":
+        return {"activation": name, "limits": limits}
+    if name == "situ":
+        softcapped = entries.get(_SOFTCAPS[0]) is not None
+        caps = [number(key, entries.get(key)) for key in (_SOFTCAPS if softcapped else _SITU)]
+        return {"activation": name, "gate_softcap": caps[0], "up_softcap": caps[1]}
+    limit, alpha = (
+        None if value is None else number(key, value)
+        for key in (_LIMIT, _ALPHA)
+        for value in [entries.get(key)]
+    )
+    if name == "swigluoai":
+        return {
+            "activation": name,
+            "activation_limit": _OAI_LIMIT if limit is None else limit,
+            "activation_alpha": _OAI_ALPHA if alpha is None else alpha,
+        }
+    return {"activation": name, "activation_limit": limit}
+
+
+def _function(entries: dict[str, Any]) -> str:
+    """Return which activation function the entries mean, by ktk's name if it has one."""
     # Nemotron-H has an activation for experts and one for Mamba layers.
     names = (
         *("mlp_hidden_act", "hidden_act", "hidden_activation"),
@@ -237,23 +277,42 @@ def _activation(entries: dict[str, Any]) -> dict[str, Any]:
     usual = _ACTIVATION.get(entries.get("model_type", ""), "silu")
     said = next(filter(None, map(entries.get, names)), usual)
     name = text("hidden_act", said.get("name") if isinstance(said, dict) else said)
+    known = activation_called(name) or name
+    if known == "silu" and _limits(entries):
+        return known
+    if entries.get(_SOFTCAPS[0]) is not None:
+        return "situ"
+    if known == "situ":
+        return known
+    if entries.get("model_type") == "gpt_oss" or entries.get(_ALPHA) is not None:
+        return "swigluoai"
+    return known
+
+
+def _limits(entries: dict[str, Any]) -> tuple[float, ...]:
+    """Return the clamp of each layer; nothing where none has one."""
     for key in _LIMITS_OF_LAYERS:
         limits = tuple(number(key, one or 0) for one in items(key, entries.get(key) or []))
-        if any(limits) and activation_called(name) == "silu":
-            return {"activation": "silu", "limits": limits}
-    softcapped = entries.get(_SOFTCAPS[0]) is not None
-    if softcapped or name == "situ":
-        caps = [number(key, entries.get(key)) for key in (_SOFTCAPS if softcapped else _SITU)]
-        return {"activation": "situ", "gate_softcap": caps[0], "up_softcap": caps[1]}
-    limit, alpha = (
-        None if value is None else number(key, value)
-        for key in ("swiglu_limit", "swiglu_alpha")
-        for value in [entries.get(key)]
-    )
-    if entries.get("model_type") == "gpt_oss" or name == "swigluoai" or alpha is not None:
-        return {
-            "activation": "swigluoai",
-            "activation_limit": _OAI_LIMIT if limit is None else limit,
-            "activation_alpha": _OAI_ALPHA if alpha is None else alpha,
-        }
-    return {"activation": name, "activation_limit": limit}
+        if any(limits):
+            return limits
+    return ()
+
+
+def _with_activation(entries: dict[str, Any], activation: str) -> dict[str, Any]:
+    """Return the entries that say what an activation is that somebody gives."""
+    own, wanted = _function(entries), activation_called(activation) or activation
+    if own == wanted:
+        return entries
+    kept = (*_SITU, *((_LIMIT, *_LIMITS_OF_LAYERS) if limits_hold(own, wanted) else ()))
+    # An empty name by itself would say nothing, and is to be refused.
+    return {key: entries[key] for key in kept if key in entries} | {"hidden_act": {"name": wanted}}
+
+
+def limits_hold(own: str, wanted: str) -> bool:
+    """Whether the clamps that files say for their activation hold for the one that is wanted.
+
+    They do for that one, for what somebody says about a name that ktk does not know, and between
+    SiLU and `swiglustep`, which is SiLU with its clamp elsewhere.
+    """
+    pair = {own, wanted}
+    return own not in ACTIVATIONS or len(pair) == 1 or pair == {"silu", "swiglustep"}

@@ -27,14 +27,16 @@ def open_checkpoint(
         some. By default those of the language model.
     activation
         The activation function, where it is not what the files say, or ktk does not know it: of a
-        GGUF file whose architecture is new. As `MoEConfig` or config.json calls it.
+        GGUF file whose architecture is new. As `MoEConfig` or config.json calls it. What the files
+        say of another function, its limits and softcaps, then does not hold.
     top_k
         Of GGUF files, experts that a token goes to, where the metadata does not say it.
 
     Raises
     ------
     CheckpointError
-        There is no such thing under this path; the message says what to give instead.
+        There is no such thing under this path, or an argument is for other files; the message says
+        what to give instead.
     """
     check_path(path)
     if module is not None and (is_packed(path) or is_gguf(path)):
@@ -44,6 +46,11 @@ def open_checkpoint(
     if is_packed(path) and (activation is not None or top_k is not None):
         raise CheckpointError(
             f"{path} is packed: its activation function and top-k were said when it was converted"
+        )
+    if top_k is not None and not is_gguf(path):
+        raise CheckpointError(
+            f"{path} has a config.json, which says how many experts a token goes to: top_k= "
+            "(--top-k) is for GGUF files"
         )
     if is_packed(path):
         from ktk.checkpoint.packed import PackedCheckpoint

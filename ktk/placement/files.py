@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from ktk.durable import write_file
 from ktk.errors import CheckpointError
 
 _VERSION = 1
+# As `write_document` writes it: '03' might be there beside '3'.
+_LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 def write_document(path: Path, kind: str, content: Mapping[str, Any]) -> None:
@@ -52,8 +55,9 @@ def layers_in(
         raise CheckpointError(f"{path} has no layers")
     found = {}
     for name, row in layers.items():
-        if not name.isdecimal() or not name.isascii():
-            raise CheckpointError(f"{path} has a layer {name!r}, expected a number")
+        if not _LAYER.fullmatch(name):
+            shown = repr(name) if len(name) <= 20 else f"{name[:20]!r}..."
+            raise CheckpointError(f"{path} has a layer {shown}, expected a number such as '3'")
         entries = row if isinstance(row, list) else [row]
         wrong = [one for one in entries if entries is not row or not right(one)]
         if wrong:

@@ -6,6 +6,7 @@ without experts have zeros.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ktk.durable import write_file
 from ktk.errors import CheckpointError
 
 
@@ -32,15 +34,36 @@ def save_for_sglang(
         it is told their number.
     num_layers : int, optional
         Layers of the model, dense ones too; by default up to the last one that has counts.
+
+    Raises
+    ------
+    ValueError
+        There are no layers, their number is another, or they have different numbers of experts.
+    CheckpointError
+        The file cannot be written.
     """
     rows = {number: np.asarray(one) for number, one in counts.items()}
+    if not rows:
+        raise ValueError("there are no layers whose counts could be written")
+    sizes = {row.shape for row in rows.values()}
+    if len(sizes) != 1 or len(next(iter(sizes))) != 1:
+        raise ValueError(
+            f"layers have counts of shapes {sorted(map(list, sizes))}, expected [experts], alike"
+        )
+    if min(rows) < 0:
+        raise ValueError(f"layer {min(rows)} has counts, and layers are counted from 0 on")
     total = max(rows) + 1 if num_layers is None else num_layers
     if total <= max(rows):
         raise ValueError(f"layer {max(rows)} has counts, and the model {total} layers")
-    made = torch.zeros(1, total, len(next(iter(rows.values()))), dtype=torch.int64, device="cpu")
+    made = torch.zeros(1, total, *sizes.pop(), dtype=torch.int64, device="cpu")
     for number, one in rows.items():
         made[0, number] = torch.from_numpy(one.astype(np.int64))
-    torch.save({"logical_count": made}, path)
+    data = io.BytesIO()
+    torch.save({"logical_count": made}, data)
+    try:
+        write_file(Path(path), data.getvalue())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def counts_of_recorder(path: Path) -> dict[int, npt.NDArray[np.int64]]:

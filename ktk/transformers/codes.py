@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ktk.backend import Backend
+from ktk.checkpoint.config import entries_of
 from ktk.checkpoint.entries import EntryError
 from ktk.checkpoint.files import read_json
 from ktk.checkpoint.quantization import Quantization, read_quantization
@@ -187,11 +188,7 @@ def _of_experts(name: str) -> bool:
 
 
 def _quantization(folder: Path) -> Quantization:
-    entries = read_json(folder / "config.json")
-    for name in ("text_config", "llm_config", "language_config"):
-        if isinstance(entries.get(name), dict):
-            entries = {**entries[name], **entries}
-    return read_quantization(entries)
+    return read_quantization(entries_of(read_json(folder / "config.json")))
 
 
 def _renaming(model: Any) -> Callable[[str], str]:

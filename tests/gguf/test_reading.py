@@ -317,6 +317,27 @@ def test_a_backend_that_takes_neither_blocks_nor_floats_is_told(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
+    ("arch", "activation", "expected"),
+    [
+        ("deepseek4", "gelu", ("gelu", None)),
+        ("deepseek4", "swish", ("silu", 10.0)),
+        ("step35", "silu", ("swiglustep", 10.0)),
+        ("minimax-m3", "silu", ("silu", None)),
+        ("newmoe", "gelu", ("gelu", 10.0)),
+    ],
+)
+def test_the_clamp_is_of_the_activation_that_the_architecture_means(
+    tmp_path: Path, arch: str, activation: str, expected: tuple[object, ...]
+) -> None:
+    fields = {**FIELDS, "swiglu_clamp_exp": [9.0, 10.0]}
+    tensors = files.stacked(files.experts(), 1)
+    path = files.write(tmp_path / "m.gguf", tensors, arch=arch, fields=fields)
+    backend = RecordingBackend("f32")
+    load_moe(path, 1, backend, activation=activation)  # type: ignore[arg-type]
+    assert (backend.options["activation"], backend.options["activation_limit"]) == expected
+
+
+@pytest.mark.parametrize(
     ("arch", "fields", "expected"),
     [
         ("qwen3moe", {}, ("silu", None)),

@@ -183,6 +183,15 @@ def test_the_index_leads_nowhere_else(tmp_path: Path, file: object) -> None:
     assert "expected a file in the same folder" in message or "expected a string" in message
 
 
+def test_arguments_for_other_files_are_refused(tmp_path: Path) -> None:
+    folder = sound.safetensors(tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"model has a config\.json.* top_k= .* GGUF files"):
+        ktk.MoE.from_checkpoint(folder, 0, top_k=1)
+    convert(folder, tmp_path / "packed", backend="BF16")
+    with pytest.raises(CheckpointError, match="top-k were said when it was converted"):
+        open_checkpoint(tmp_path / "packed", top_k=1)
+
+
 def test_links_of_a_hub_s_cache_are_followed(tmp_path: Path) -> None:
     folder = sound.safetensors(tmp_path / "blobs")
     snapshot = tmp_path / "snapshots" / "main"

@@ -143,6 +143,21 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, resume: bool) 
     assert made.contents(source) == before
 
 
+def test_unfinished_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    """Browsers and players end the names of such with .part."""
+    source = made.write(tmp_path / "source")
+    output = tmp_path / "packed"
+    output.mkdir()
+    (output / "holiday.mkv.part").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"is not empty, it holds holiday\.mkv\.part"):
+        convert(source, output, backend="AMXINT8")
+    (output / "holiday.mkv.part").unlink()
+    convert(source, output, backend="AMXINT8")
+    (output / "holiday.mkv.part").write_bytes(b"half")
+    convert(source, output, backend="AMXINT8", resume=True)
+    assert (output / "holiday.mkv.part").read_bytes() == b"half"
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source")
     output = tmp_path / "packed"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import checkpoints as made
 import gguf_files as files
+import models
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,8 @@ from ktk.checkpoint import verify
 from ktk.checkpoint.packed import PackedCheckpoint
 from ktk.cli import app
 from ktk.conversion import convert
+from ktk.conversion.compressed import convert_checkpoint
+from ktk.errors import CheckpointError
 from ktk.ggml import F32, FLOATS, block, not_finite
 from ktk.testing import ggml
 
@@ -48,6 +51,25 @@ def messages(path: Path) -> list[str]:
         assert fault.file is None or fault.file in fault.message
         assert fault.tensor is None or fault.tensor in fault.message
     return [fault.message for fault in result.faults]
+
+
+def test_tensors_that_no_index_lists_are_found(tmp_path: Path) -> None:
+    """In files without experts, too."""
+    source = models.write(tmp_path / "source")
+    assert messages(source) == []
+    tensors = {"model.norm.weight": torch.ones(4), "rotary.inv_freq": torch.ones(4)}
+    save_file(tensors, source / "norms")
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.norm.weight"] = "norms"
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    # Of a module that is listed nowhere, as older programs left some.
+    assert messages(source) == []
+    save_file(tensors | {"model.norm.bias": torch.ones(4)}, source / "norms")
+    (message,) = messages(source)
+    assert message.startswith(f"{source / 'norms'} holds the tensor model.norm.bias, which ")
+    with pytest.raises(CheckpointError, match="norms holds the tensor model.norm.bias, which"):
+        convert_checkpoint(source, tmp_path / "to", to="fp8")
+    assert not (tmp_path / "to").exists()
 
 
 def flip(path: Path, at: int) -> None:

@@ -19,12 +19,13 @@ from safetensors.torch import load_file
 
 import ktk
 import ktk.transformers
+from ktk.checkpoint.config import read_config
 from ktk.checkpoint.quantization import Quantization
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.single import find_matrix
 from ktk.errors import CheckpointError
 from ktk.testing import formats
-from ktk.transformers import modules
+from ktk.transformers import codes, modules
 from ktk.transformers.dense import packed_linears
 
 # How attention is stored, beside experts stored so, and who computes it.
@@ -149,6 +150,22 @@ def test_what_packages_write_needs_none_of_them(
     said = "decoded and rounded for BF16: no backend has such codes" in caplog.text
     assert said == (backend == "BF16")
     check_linears(model, tiny.tokens())
+
+
+def test_what_is_said_of_codes_is_said_to_experts_and_dense_layers(tmp_path: Path) -> None:
+    said = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "d_ff": 32}
+    nothing = {"quantization_config": None}
+    for entries in (
+        {**sizes, "quantization_config": said, "text_config": nothing},
+        {**sizes, **nothing, "text_config": {"quantization_config": said}},
+        {"thinker_config": {**sizes, "quantization_config": said, "text_config": nothing}},
+        {**sizes, "quantization_config": {"bits": 8}, "llm_config": {"quantization_config": said}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(entries))
+        found = codes._quantization(tmp_path)
+        assert found == read_config(tmp_path).quantization
+        assert (found.bits, found.zero_offset) == (4, 0)
 
 
 def test_sizes_that_are_none_are_named(tmp_path: Path) -> None:

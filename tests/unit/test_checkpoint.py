@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import unread_experts
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ktk import Format
 from ktk.checkpoint import describe
@@ -363,6 +363,60 @@ def test_an_index_that_lies_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=rf"model-00001.* lacks the tensor {GATE2}"):
         SafetensorsCheckpoint(tmp_path).layer(0)
+
+
+BIAS = "model.layers.0.mlp.experts.2.up_proj.bias"
+
+
+def unlisted(folder: Path, file: str, more: Tensors, listed: Tensors | None = None) -> None:
+    """Add tensors to a file, and those of them that are `listed` to the index."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] |= dict.fromkeys(listed or {}, file)
+    path.write_text(json.dumps(index))
+    there = load_file(folder / file) if (folder / file).exists() else {}
+    save_file({**there, **more, **(listed or {})}, folder / file)
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_bias_that_the_index_does_not_list_is_not_left_out(tmp_path: Path, shard: int) -> None:
+    write(tmp_path, qwen3(), shards=2)
+    file = f"model-{shard:05d}-of-00002.safetensors"
+    biases = experts(bias=True)["up_bias"]
+    more = {BIAS.replace("2", str(e)): one.clone() for e, one in enumerate(biases)}
+    unlisted(tmp_path, file, more)
+    with pytest.raises(CheckpointError) as caught:
+        SafetensorsCheckpoint(tmp_path).layer(0)
+    assert str(caught.value) == (
+        f"{tmp_path / file} holds the tensor {next(iter(more))} and 2 more, which "
+        "model.safetensors.index.json does not list: the index is of other files. Download it "
+        "again, or remove it, and ktk reads all that the files hold"
+    )
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert_reads(tmp_path, {**experts(), "up_bias": biases})
+
+
+def test_such_a_bias_is_found_where_the_rest_of_its_layer_lies(tmp_path: Path) -> None:
+    """Writers fill one file after the other, so a bias may be in one without other experts."""
+    norm = {"model.layers.0.input_layernorm.weight": random(H)}
+    write(tmp_path, {**qwen3(), **qwen3("model.layers.1.")}, shards=2)
+    unlisted(tmp_path, "norms.safetensors", {BIAS: random(I)}, listed=norm)
+    with SafetensorsCheckpoint(tmp_path) as checkpoint:
+        with pytest.raises(CheckpointError, match=rf"norms\.safetensors holds the tensor {BIAS}, "):
+            checkpoint.layer(0)
+        checkpoint.layer(1)
+    # Who has fetched the files of experts only may go on.
+    (tmp_path / "norms.safetensors").unlink()
+    SafetensorsCheckpoint(tmp_path).layer(0)
+
+
+def test_the_index_says_which_of_two_copies_is_meant(tmp_path: Path) -> None:
+    tensors = qwen3()
+    write(tmp_path, tensors, shards=2)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    (other,) = set(index.values()) - {index[GATE2]}
+    unlisted(tmp_path, other, {GATE2: torch.ones(2, 2)})
+    assert_reads(tmp_path, experts())
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:

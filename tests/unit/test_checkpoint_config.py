@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ktk.checkpoint.config import ExpertConfig, read_config
+from ktk.config import MoEConfig
 from ktk.errors import CheckpointError
 
 from .test_checkpoint import CONFIG, H, I, K
@@ -111,6 +112,62 @@ def test_sizes_of_the_language_model_are_found_where_it_is(
     (tmp_path / "config.json").write_text(json.dumps(inner))
     config = read_config(tmp_path)
     assert (config.hidden_size, config.model_type, config.num_layers) == (H, "qwen3_moe", 5)
+
+
+def test_entries_that_are_null_say_nothing(tmp_path: Path) -> None:
+    """transformers writes all that a configuration has, also what nobody set."""
+    said = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}
+    inner = {**CONFIG, "quantization_config": None, "num_hidden_layers": None}
+    outer = {"quantization_config": said, "num_hidden_layers": 5, "hidden_size": 7}
+    config = read(tmp_path, {**outer, "text_config": inner})
+    assert (config.quantization.method, config.quantization.zero_offset) == ("gptq", 0)
+    assert (config.num_layers, config.hidden_size) == (5, H)
+
+
+def other(folder: Path, entries: dict[str, Any], activation: str) -> list[MoEConfig]:
+    """Return two layers of a model whose user says the activation function."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **entries}))
+    config = read_config(folder, activation=activation)
+    return [config.of_layer(number).layer() for number in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"swiglu_limits": [7.0, 0]},
+        {"swiglu_limit": 7.0},
+        {"hidden_act": "swigluoai"},
+        {"model_type": "gpt_oss"},
+        {"swiglu_alpha": 1.5, "swiglu_limit": 6.0},
+        {"mlp_gate_softcap": 4, "mlp_up_softcap": 25.0},
+        {"hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
+        {"hidden_act": "situ"},
+    ],
+)
+def test_limits_go_with_the_activation_that_they_are_of(
+    tmp_path: Path, entries: dict[str, Any]
+) -> None:
+    plain = replace(read(tmp_path, CONFIG).layer(), activation="gelu")
+    assert other(tmp_path, entries, "gelu") == [plain, plain]
+
+
+def test_limits_stay_with_their_activation_under_another_name(tmp_path: Path) -> None:
+    limits = {"swiglu_limits": [7.0, 0]}
+    own = [read(tmp_path, {**CONFIG, **limits}).of_layer(number).layer() for number in (0, 1)]
+    assert other(tmp_path, limits, "swish") == own
+    assert [one.activation for one in own] == ["swiglustep", "silu"]
+    # Clamped after SiLU, not before.
+    (one, _) = other(tmp_path, {"swiglu_limit": 10.0}, "swiglustep")
+    assert (one.activation, one.activation_limit) == ("swiglustep", 10.0)
+    # What the name means that ktk does not know, the user says.
+    (one, _) = other(tmp_path, {"hidden_act": "swiglu_new", "swiglu_limit": 10.0}, "silu")
+    assert (one.activation, one.activation_limit) == ("silu", 10.0)
+    sizes = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25}
+    (one, _) = other(tmp_path, sizes, "situ")
+    assert (one.gate_softcap, one.up_softcap) == (4.0, 25.0)
+    for nothing in ("", "mish"):
+        with pytest.raises(CheckpointError, match=f"uses the activation '{nothing}'"):
+            other(tmp_path, {}, nothing)
 
 
 def test_a_list_with_an_entry_per_layer_is_one_number(tmp_path: Path) -> None:

@@ -208,7 +208,13 @@ def test_every_format_has_a_name(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "e9m9", "e4m3-f32", "u4-bf16-zero", "u4-bf16-f16-g32", "e4m3 128 x 128", "u4-gx"]
+    "text",
+    [
+        *("", "e9m9", "e4m3-f32", "u4-bf16-zero", "u4-bf16-f16-g32", "e4m3 128 x 128", "u4-gx"),
+        *("u4-bf16-g4294967296", f"u4-bf16-g{'9' * 5000}", "e4m3-f32-4294967297x128"),
+        "e4m3 with f32 scales per 1 x 99999999999",
+    ],
+    ids=lambda text: text[:40],
 )
 def test_what_is_no_format_is_said_with_names_of_such(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not the name of a format .* such as bf16"):

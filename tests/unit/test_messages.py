@@ -15,7 +15,7 @@ import torch
 
 import ktk
 from ktk import _core
-from ktk.config import ACTIVATIONS
+from ktk.config import ACTIVATIONS, PARTS
 
 E, K, H, I = 3, 2, 64, 32  # noqa: E741
 
@@ -128,9 +128,15 @@ def test_all_experts(moe: ktk.MoE) -> None:
         ({"gate": None}, "gate is missing, and the experts of this layer have one"),
         ({"down_bias": 0.5}, "down_bias must have an entry for each expert, got 0.5"),
         ({"physical_to_logical_map": 2}, "physical_to_logical_map must be a sequence of ints"),
+        ({"physical_to_logical_map": [0, 1.9, 2]}, "must be a sequence of ints, got 1.9 in it"),
+        ({"physical_to_logical_map": ["0", 1, 2]}, "must be a sequence of ints, got '0' in it"),
+        ({"physical_to_logical_map": torch.ones(3)}, "must be a sequence of ints, got tensor"),
     ):
         with pytest.raises(TypeError, match=message):
             moe.load(**stacks | wrong)
+    orders: list[Any] = [(0, np.int64(2), 1), np.array([0, 2, 1], np.uint8), torch.arange(3)]
+    for order in orders:
+        moe.load(*map(stacks.get, PARTS), physical_to_logical_map=order)
 
 
 @pytest.mark.parametrize("use", [ktk.MoE.leave_out, ktk.MoE.unpack_expert])

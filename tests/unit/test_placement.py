@@ -117,6 +117,8 @@ MASKS = {"format": "ktk.gpu_experts", "version": 1, "num_experts": 4, "layers": 
         (GOOD | {"version": 2}, "has version 2 of ktk.expert_counts, this ktk reads 1"),
         (GOOD | {"layers": {}}, "has no layers"),
         (GOOD | {"layers": {"x": [1, 2]}}, "has a layer 'x', expected a number"),
+        (GOOD | {"layers": {"3": [1], "03": [2]}}, "has a layer '03', expected a number"),
+        (GOOD | {"layers": {"9" * 5000: [1]}}, "has a layer '99999999999999999999'..., expected"),
         (GOOD | {"layers": {"0": [1, -2]}}, "layer 0: -2 is no such number"),
         (GOOD | {"layers": {"0": [1.5, 2]}}, "layer 0: 1.5 is no such number"),
         (GOOD | {"layers": {"0": [2**64]}}, "is no such number"),
@@ -175,6 +177,18 @@ def test_other_files_that_cannot_be_used(tmp_path: Path) -> None:
         save_counts(tmp_path / "counts.json", {})
     with pytest.raises(ValueError, match=r"layers have \[1, 2\] experts"):
         place({0: [1], 1: [1, 2]}, 1)
+    wrong_counts: list[tuple[dict[int, Any], str]] = [
+        ({}, "no layers whose counts"),
+        ({0: [1, 2], 1: [1, 2, 3]}, r"shapes \[\[2\], \[3\]\], expected \[experts\], alike"),
+        ({0: [[1, 2]]}, r"shapes \[\[1, 2\]\], expected"),
+        ({0: [1], -1: [1]}, "layer -1 has counts"),
+    ]
+    for counts, message in wrong_counts:
+        with pytest.raises(ValueError, match=message):
+            save_for_sglang(tmp_path / "some.pt", counts)
+    with pytest.raises(CheckpointError, match=r"none/some\.pt cannot be written: No such file"):
+        save_for_sglang(tmp_path / "none" / "some.pt", {0: [1]})
+    assert not (tmp_path / "some.pt").exists()
     for number in (-1, 2.5):
         with pytest.raises(ValueError, match="num_gpu_experts must be an integer of at least 0"):
             place({0: [1, 2]}, number)  # type: ignore[arg-type]

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from gguf.constants import Keys
 
-from ktk.checkpoint.config import UNKNOWN, WEIGHT_ON_INPUT, ExpertConfig, refusal
+from ktk.checkpoint.config import UNKNOWN, WEIGHT_ON_INPUT, ExpertConfig, limits_hold, refusal
 from ktk.checkpoint.entries import EntryError, integer, number
+from ktk.config import activation_called
 from ktk.errors import CheckpointError
 
 _SILU = (
@@ -117,8 +118,11 @@ class Metadata:
         self, layer: int, num_experts: int, hidden_size: int, intermediate_size: int, *, gated: bool
     ) -> ExpertConfig:
         """Describe the experts of a layer."""
-        activation = self._activation or ACTIVATIONS.get(self.architecture, UNKNOWN)
+        own = _called(ACTIVATIONS.get(self.architecture, UNKNOWN))
+        activation = _called(self._activation or own)
         limit = self._of_layer(_CLAMP, layer, _CLAMP_OF_OLD_FILES.get(self.architecture, 0)) or None
+        if not limits_hold(own, activation):
+            limit = None
         if activation == "swigluoai":
             limit = _OAI_LIMIT
         elif limit and activation == "silu" and self.architecture not in _CLAMPED_BEFORE:
@@ -178,3 +182,7 @@ class Metadata:
             return number(name, value)
         except EntryError as error:
             raise CheckpointError(f"{self._path}: {error}") from None
+
+
+def _called(name: str) -> str:
+    return activation_called(name) or name

@@ -34,10 +34,15 @@ class Checker:
 
     def faults(self, layer: LayerNames) -> Iterator[CheckpointError]:
         """Yield all that `check` could raise."""
+        yield from _caught(self._check_files, layer)
         for part, expert in layer.tensors():
             yield from _caught(self._check_part, layer, part, expert)
         yield from _caught(self._check_count, layer)
         yield from _caught(self._check_surplus, layer)
+
+    def _check_files(self, layer: LayerNames) -> None:
+        """Refuse files with tensors that nobody lists: what follows looks at those listed only."""
+        self.index.look_beside(self._locations().names(layer.location))
 
     def _check_part(self, layer: LayerNames, part: str, expert: int) -> None:
         """Compare the tensors of one part with what config.json and the tables mean."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from ktk.checkpoint.config import ExpertConfig, read_config
@@ -32,9 +31,7 @@ class SafetensorsCheckpoint(CheckpointReader):
         self, path: str | Path, module: str | None = None, activation: str | None = None
     ) -> None:
         self.path = Path(path)
-        self.config: ExpertConfig = read_config(self.path, module)
-        if activation is not None:
-            self.config = replace(self.config, activation=activation)
+        self.config: ExpertConfig = read_config(self.path, module, activation)
         self.index = TensorIndex(self.path)
         self._finder = Finder(self.index, self.config, module)
         self._checker = Checker(self.index, lambda: self._finder.locations)

@@ -1,0 +1,96 @@
+"""Several processes may write one file, and what they leave when they are killed goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ktk.durable import TEMPORARY, PendingFile, remove_temporaries, replaced, write_file
+
+A, B = b"A" * 10, b"B" * 20
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """A file that a killed process has left, of the path `tmp_path`/file."""
+    program = f"""
+import os, pathlib, signal
+from ktk.durable import PendingFile
+PendingFile(pathlib.Path({str(tmp_path / "file")!r}), 10).write(b"half", 0)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (found,) = tmp_path.iterdir()
+    assert found.name.startswith("file.")
+    assert found.name.endswith(TEMPORARY)
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_writers_do_not_mix(tmp_path: Path, first: int) -> None:
+    path = tmp_path / "file"
+    writers = [(PendingFile(path, len(data)), data) for data in (A, B)]
+    for pending, data in writers:
+        pending.write(data, 0)
+    for pending, data in (writers[first], writers[1 - first]):
+        pending.commit()
+        assert path.read_bytes() == data
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def give_up(path: Path) -> None:
+    with replaced(path) as written:
+        written.write_bytes(b"half")
+        raise ZeroDivisionError
+
+
+def test_one_that_gives_up_leaves_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with replaced(path) as written:
+        PendingFile(path, 3).discard()
+        write_file(path, B)
+        written.write_bytes(A)
+        with pytest.raises(ZeroDivisionError):
+            give_up(path)
+        assert path.read_bytes() == B
+    assert path.read_bytes() == A
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_the_next_writer_removes_what_a_killed_one_left(left: Path) -> None:
+    write_file(left.with_name("another"), A)
+    assert left.exists(), "it is of another path"
+    write_file(left.with_name("file"), A)
+    assert sorted(os.listdir(left.parent)) == ["another", "file"]
+
+
+def test_what_was_left_is_found_without_its_path(left: Path) -> None:
+    alive = PendingFile(left.with_name("alive"), len(A))
+    remove_temporaries(left.parent)
+    assert not left.exists()
+    alive.write(A, 0)
+    alive.commit()
+    assert os.listdir(left.parent) == ["alive"]
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    names = ["file.part", "file.1-0.part", f"elsewhere{TEMPORARY}x"]
+    for name in names:
+        (tmp_path / name).write_bytes(A)
+    (tmp_path / f"file.1-0{TEMPORARY}").mkdir()
+    (tmp_path / f"file.1-1{TEMPORARY}").symlink_to(tmp_path / "file.part")
+    write_file(tmp_path / "file", B)
+    remove_temporaries(tmp_path)
+    assert {name for name in names if (tmp_path / name).read_bytes() == A} == set(names)
+
+
+def test_a_name_with_signs_of_patterns_is_a_name(tmp_path: Path) -> None:
+    for name in ("[a]*", "[a]*b"):
+        write_file(tmp_path / name, A)
+    assert sorted(os.listdir(tmp_path)) == ["[a]*", "[a]*b"]
