@@ -67,7 +67,7 @@ def test_tensors_that_no_index_lists_are_found(tmp_path: Path) -> None:
     save_file(tensors | {"model.norm.bias": torch.ones(4)}, source / "norms")
     (message,) = messages(source)
     assert message.startswith(f"{source / 'norms'} holds the tensor model.norm.bias, which ")
-    with pytest.raises(CheckpointError, match="norms holds the tensor model.norm.bias, which"):
+    with pytest.raises(CheckpointError, match=r"norms holds the tensor model\.norm\.bias, which"):
         convert_checkpoint(source, tmp_path / "to", to="fp8")
     assert not (tmp_path / "to").exists()
 
