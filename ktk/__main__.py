@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import sys
@@ -46,11 +47,21 @@ def _open_closed_streams() -> None:
 
 
 def _print_what_can_be() -> None:
-    """Let names of files that are no text come out as the bytes they are, and all else somehow."""
+    """Let names of files that are no text come out as the bytes they are, and all else escaped."""
+    codecs.register_error("ktk", _as_bytes)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            is_unicode = stream.encoding.lower().replace("-", "").startswith("utf")
-            stream.reconfigure(errors="surrogateescape" if is_unicode else "replace")
+            stream.reconfigure(errors="ktk")
+
+
+def _as_bytes(error: UnicodeError) -> tuple[bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    found = b""
+    for one in error.object[error.start : error.end]:
+        is_byte = 0xDC80 <= ord(one) <= 0xDCFF  # as Python keeps them
+        how = "surrogateescape" if is_byte else "backslashreplace"
+        found += one.encode("ascii", how)
+    return found, error.end
 
 
 def _app() -> None:

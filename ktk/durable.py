@@ -7,6 +7,7 @@ import fcntl
 import glob
 import itertools
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -153,10 +154,27 @@ def _begun(path: Path) -> tuple[Path, int]:
         os.close(fd)  # somebody took it for a dead one's before it was locked
 
 
+def _has_writer(path: Path) -> bool:
+    """Whether the process lives that a temporary file is named after."""
+    match = re.search(rf"\.(\d+)-\d+{re.escape(TEMPORARY)}$", path.name)
+    if match is None:
+        return False
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
+
+
 def _remove_dead(folder: Path, names: str) -> None:
     """Remove the temporary files whose writers are gone, and their locks with them."""
     for path in folder.glob(f"{names}{TEMPORARY}"):
-        # What cannot be opened, locked or removed is another's.
+        # What cannot be opened, locked or removed is another's. What a block of `replaced` made
+        # anew has no lock.
+        if _has_writer(path):
+            continue
         with suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

@@ -53,14 +53,27 @@ def default_pool() -> WorkerPool:
 
 
 def set_default_threads(threads: int) -> None:
-    """Let the pool of this process have so many workers.
+    """Let the pool of this process have so many workers, from now on.
 
     Layers that are there already keep the pool they have.
+
+    Raises
+    ------
+    RuntimeError, ValueError
+        The system starts no such number of threads, or no machine has use for so many. Nothing has
+        changed then.
     """
     global _threads
-    if threads != _threads:
-        _threads = threads
+    if threads == _threads:
+        return
+    before, _threads = _threads, threads
+    default_pool.forget()
+    try:
+        default_pool()
+    except BaseException:
+        _threads = before
         default_pool.forget()
+        raise
 
 
 def set_default_cpus(cpus: Sequence[int]) -> None:

@@ -39,7 +39,7 @@ def serve(
 
     ktk has no server of its own: this prints and runs the command of one that is installed.
     """
-    from ktk.pool import default_pool, set_default_threads
+    from ktk.pool import set_default_threads
     from ktk.registry import find_backend
     from ktk.serving.engines import Request, choose, served_as
     from ktk.settings import setting
@@ -63,8 +63,7 @@ def serve(
     for name in filter(None, (request.backend, request.linears, request.head)):
         find_backend(name)
     if request.threads is not None:
-        set_default_threads(request.threads)
-        default_pool()  # which refuses what no machine has
+        set_default_threads(request.threads)  # which refuses what no machine has
     chosen = choose(engine, request)
     if chosen.name == "transformers":
         from ktk.transformers import load_tokenizer

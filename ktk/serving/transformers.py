@@ -37,17 +37,18 @@ def _run() -> None:
     if given.threads is not None:
         import torch
 
-        from ktk.pool import default_pool, set_default_threads
+        from ktk.pool import set_default_threads
 
         set_default_threads(given.threads)
-        torch.set_num_threads(default_pool().size)  # which refuses what no machine has
+        torch.set_num_threads(given.threads)
     switch_on(given.backend, experts=given.experts, linears=given.linears, head=given.head)
     import click
     from transformers.cli.transformers import app
 
     try:
         # By itself it ends an interrupted server as a fault.
-        sys.exit(app(given.arguments, prog_name="transformers", standalone_mode=False))
+        code = app(given.arguments, prog_name="transformers", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
     except click.Abort:
         raise KeyboardInterrupt from None
     except click.ClickException as wrong:

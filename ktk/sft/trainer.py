@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ktk.lora import FACTORS
 from ktk.sft.files import load_adapter, save_adapter
+from ktk.sft.folders import KT, PEFT
 from ktk.sft.sharded import is_sharded, leave_parts
 from ktk.transformers.adapter import parameter_of
 
@@ -44,7 +45,11 @@ class SaveAdapters(TrainerCallback):
         leave_parts(model)
         # What is divided among ranks is gathered by all of them.
         if state.is_world_process_zero or is_sharded(list(model.modules())):
-            save_adapter(model, _checkpoint(args, state) / FOLDER, LAYOUT)
+            folder = _checkpoint(args, state) / FOLDER
+            save_adapter(model, folder, LAYOUT)
+            # Of an earlier training in the same place, by a ktk that had another layout.
+            for name in (KT, PEFT):
+                (folder / name).unlink(missing_ok=True)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the adapters of the checkpoint that Trainer has read.
@@ -94,7 +99,7 @@ def _factors(model: Any) -> dict[str, Any]:
 
 def _checkpoint(args: Any, state: Any) -> Path:
     folder, name = Path(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    if state.is_hyper_param_search:
+    if getattr(state, "is_hyper_param_search", False):
         # Each trial has a folder of its own, whose name Trainer does not tell, and has just saved.
         trials = folder.glob(f"*/{name}")
         return max(trials, key=lambda one: one.stat().st_mtime_ns, default=folder / name)

@@ -17,7 +17,8 @@ def pool_here() -> WorkerPool:
     """Return the workers of this process: those of one machine share its CPUs evenly.
 
     A machine has the ranks of some stages of the pipeline, or a part of those of one, and of each
-    replica (data parallelism) as many. Attention by data parallelism has no processes of its own.
+    replica (data parallelism) as many. Attention by data parallelism has no processes of its own:
+    versions that do not tell its groups from replicas call these by the same names.
     """
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
@@ -29,8 +30,13 @@ def pool_here() -> WorkerPool:
     here = stages_here * ranks_here
     mine = _number(parallel, "pp_rank", 0) % stages_here * ranks_here
     mine += int(parallel.tp_rank) % ranks_here
-    replica, replicas = _number(parallel, "dp_rank", 0), _number(parallel, "dp_size", 1)
-    return worker_pool(replica % replicas * here + mine, replicas * here, _CPUS)
+    if hasattr(parallel, "attn_dp_size"):
+        replicas = _number(parallel, "dp_size", 1)
+    else:
+        is_attention = getattr(arguments, "enable_dp_attention", False)
+        replicas = 1 if is_attention else _number(arguments, "dp_size", 1)
+    replica = _number(parallel, "dp_rank", 0) % replicas
+    return worker_pool(replica * here + mine, replicas * here, _CPUS)
 
 
 def _number(owner: Any, name: str, default: int) -> int:

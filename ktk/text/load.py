@@ -189,7 +189,7 @@ def load_text_model(
     linears, head = (backend_beside(where, one) for one in others)
     if threads is not None:
         set_default_threads(threads)
-        torch.set_num_threads(default_pool().size)  # which refuses what no machine has
+        torch.set_num_threads(threads)
     # Their bars count tensors, and are done before the experts are read.
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()

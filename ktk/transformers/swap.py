@@ -24,10 +24,21 @@ def add_to_class(module: Any, added: type, *, last: bool = False) -> None:
     if isinstance(module, added):
         return
     both = (kind, added) if last else (added, kind)
+    module.__class__ = _class(both, kind)
+
+
+def _class(both: tuple[type, ...], kind: type) -> type:
     if both not in _made:
-        own = {"__module__": kind.__module__, "__reduce_ex__": _reduce}
+        own: dict[str, Any] = {"__module__": kind.__module__}
+        if all(map(_is_reduced_as_objects_are, both)):
+            own["__reduce_ex__"] = _reduce
         _made[both] = type(kind.__name__, both, own)
-    module.__class__ = _made[both]
+    return _made[both]
+
+
+def _is_reduced_as_objects_are(kind: Any) -> bool:
+    usual = (object.__reduce_ex__, _reduce)
+    return kind.__reduce__ is object.__reduce__ and kind.__reduce_ex__ in usual
 
 
 def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
@@ -42,11 +53,15 @@ def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
 def _recipe(kind: type) -> Any:
     """Return the classes that one is made of; itself where it was not made here."""
     is_made = _made.get(kind.__bases__) is kind
-    return tuple(map(_recipe, kind.__bases__)) if is_made else kind
+    return (kind.__name__, *map(_recipe, kind.__bases__)) if is_made else kind
 
 
-def _class_of(recipe: Any) -> type:
-    return _made[tuple(map(_class_of, recipe))] if isinstance(recipe, tuple) else recipe
+def _class_of(recipe: Any) -> Any:
+    if not isinstance(recipe, tuple):
+        return recipe
+    name, *bases = recipe
+    both = tuple(map(_class_of, bases))
+    return _class(both, next(one for one in both if one.__name__ == name))
 
 
 def _made_again(recipe: Any) -> Any:

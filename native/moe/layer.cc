@@ -71,12 +71,12 @@ void Layer::load(size_t expert, const ExpertSource& source) {
   const std::lock_guard change(changing_);
   const Parts<ktk_format> formats = stored_formats(source);
   const bool first = !weights_;
-  const std::vector<int> nodes = nodes_;
+  std::vector<int> nodes = nodes_;
   if (first) {
     const size_t most =
         most_shards(config_.intermediate, cut_rules(variant_.tile, formats, source));
-    if (shards_chosen_ && nodes_.size() > most) nodes_ = shard_nodes(engine_->pool, most);
-    weights_ = std::make_unique<Weights>(config_, variant_, formats, source, nodes_);
+    if (shards_chosen_ && nodes.size() > most) nodes = shard_nodes(engine_->pool, most);
+    weights_ = std::make_unique<Weights>(config_, variant_, formats, source, nodes);
     for (size_t e = 0; e < left_out_.size(); ++e) {
       if (left_out_[e]) weights_->discard(e, Weights::State::kLeftOut);
     }
@@ -89,12 +89,10 @@ void Layer::load(size_t expert, const ExpertSource& source) {
     weights_->load(expert, source, engine_->pool);
   } catch (...) {
     loaded_ -= before && !is_known();
-    if (first) {  // another expert may decide on formats, and on shards
-      weights_.reset();
-      nodes_ = nodes;
-    }
+    if (first) weights_.reset();  // another expert may decide on formats, and on shards
     throw;
   }
+  nodes_ = std::move(nodes);
   left_out_[expert] = 0;
   loaded_ += !before;
 }

@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <atomic>
 #include <barrier>
+#include <exception>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <thread>
 
 namespace ktk::probe {
@@ -78,9 +78,9 @@ void on_cpus(const std::vector<int>& cpus, const std::function<void(int)>& body)
         start.arrive_and_wait();
         if (all) body(static_cast<int>(i));
       });
-    } catch (const std::system_error& error) {
+    } catch (const std::exception& error) {  // the system, or memory
       refused = "the system started " + std::to_string(threads.size()) + " of " +
-                std::to_string(cpus.size()) + " threads, and no more (" + error.code().message() +
+                std::to_string(cpus.size()) + " threads, and no more (" + error.what() +
                 "): use fewer, or raise the limits (ulimit -u, pids.max)";
       all = false;
       // Those that are there wait for the others.

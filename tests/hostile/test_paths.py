@@ -223,7 +223,7 @@ def test_output_that_cannot_be_spelled_is_printed_all_the_same() -> None:
         "import sys; from ktk.__main__ import _print_what_can_be as prepare; prepare();"
         "print('\\xb1 1', '\\udce9')"
     )
-    for encoding, wanted in (("ascii", b"? 1 ?\n"), ("utf-8", b"\xc2\xb1 1 \xe9\n")):
+    for encoding, wanted in (("ascii", rb"\xb1 1 " + b"\xe9\n"), ("utf-8", b"\xc2\xb1 1 \xe9\n")):
         environment = {**os.environ, "PYTHONIOENCODING": f"{encoding}:strict"}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
         assert done.stdout == wanted, done.stderr

@@ -195,7 +195,7 @@ def test_processes_share_the_cpus_evenly(made: Engine, patch: pytest.MonkeyPatch
     ("parallel", "sizes", "processes"),
     [
         ("pp_rank", {"pp_size": 2}, 2),
-        ("dp_rank", {}, 2),
+        ("dp_rank", {"dp_size": 2}, 2),
         ("tp_rank", {"tp_size": 2, "pp_size": 2, "nnodes": 2}, 2),
         ("tp_rank", {"tp_size": 4, "nnodes": 2}, 2),
     ],
@@ -213,14 +213,28 @@ def test_stages_and_replicas_share_them_too(
     patch.setattr(place, "worker_pool", lambda mine, all, cpus: (mine, all))
     found: list[Any] = []
     for rank in range(processes):
-        ranks = {"tp_rank": 0, "dp_size": processes if parallel == "dp_rank" else 1}
-        now = SimpleNamespace(**ranks | {parallel: rank})
+        now = SimpleNamespace(**{"tp_rank": 0} | {parallel: rank})
         patch.setattr(context, "get_parallel", lambda now=now: now)
         found.append(place.pool_here())
     assert found == [(rank, processes) for rank in range(processes)]
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+@pytest.mark.parametrize("told", [False, True], ids=["older", "newer"])
+def test_attention_by_data_parallelism_shares_nothing(
+    made: Engine, patch: pytest.MonkeyPatch, told: bool
+) -> None:
+    context = sys.modules["sglang.srt.runtime_context"]
+    arguments = SimpleNamespace(tp_size=4, nnodes=1, dp_size=4, enable_dp_attention=True)
+    parallel = SimpleNamespace(tp_rank=3, dp_rank=3, dp_size=4)
+    if told:
+        parallel = SimpleNamespace(tp_rank=3, dp_rank=None, dp_size=1, attn_dp_size=4)
+    patch.setattr(context, "get_server_args", lambda: arguments)
+    patch.setattr(context, "get_parallel", lambda: parallel)
+    patch.setattr(place, "worker_pool", lambda mine, all, cpus: (mine, all))
+    found: Any = place.pool_here()
+    assert found == (3, 4)
+
+
 def test_a_thread_that_was_bound_does_not_bind_the_workers() -> None:
     """SGLang binds the threads of OpenMP, and with them the one that loads the model."""
     code = """
@@ -233,12 +247,16 @@ sys.modules["sglang.srt.runtime_context"].get_server_args = lambda: types.Simple
     tp_size=1, nnodes=1)
 from ktk.sglang import place
 os.sched_setaffinity(0, {min(every)})
-pool = place.pool_here()
-assert len(pool.cpus) > 1 and set(pool.cpus) <= every, pool.cpus
+print(*sorted(place.pool_here().cpus))
 assert os.sched_getaffinity(0) == {min(every)}
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    own = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
+    environment = {name: value for name, value in os.environ.items() if name not in own}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(cpu) for cpu in sorted(ktk.WorkerPool().cpus)]
 
 
 def test_experts_of_other_ranks_are_not_taken(made: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from terminal import Command, Done
+
+from ktk import pool
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +39,14 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = (f"KTK_{name}" for name in ("BACKEND", "DEVICE", "LINEARS", "HEAD", "MODELS"))
     for variable in (*own, "HF_HUB_CACHE", "NO_COLOR"):
         monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Leave the pool of this process to other tests as it was."""
+    monkeypatch.setattr(pool, "_threads", pool._threads)
+    yield
+    pool.default_pool.forget()
 
 
 @pytest.fixture

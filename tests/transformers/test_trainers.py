@@ -225,6 +225,7 @@ def test_a_training_does_not_go_on_with_what_its_optimizer_does_not_know(
 
 
 def test_trials_of_a_search_have_folders_of_their_own(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
     model = packed(folder)
     ktk.sft.add_lora(model, rank=2)
     for trial, seconds in (("run-0", 10), ("run-2", 5), ("run-1", 20)):

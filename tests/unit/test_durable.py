@@ -94,3 +94,15 @@ def test_a_name_with_signs_of_patterns_is_a_name(tmp_path: Path) -> None:
     for name in ("[a]*", "[a]*b"):
         write_file(tmp_path / name, A)
     assert sorted(os.listdir(tmp_path)) == ["[a]*", "[a]*b"]
+
+
+def test_a_file_that_a_block_makes_anew_stays_its_own(tmp_path: Path) -> None:
+    """As safetensors' save_file does: the lock stays with the file that was there before."""
+    path = tmp_path / "adapter"
+    with replaced(path) as temporary:
+        (tmp_path / "new").write_bytes(b"block")
+        (tmp_path / "new").replace(temporary)
+        code = "import sys; from pathlib import Path; from ktk.durable import write_file;"
+        code += "write_file(Path(sys.argv[1]), b'other')"
+        subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert path.read_bytes() == b"block"

@@ -10,7 +10,7 @@ from ktk import system
 from ktk.cli.health.finding import NOTE, OK, PROBLEM, WARNING, Finding, count, numbers
 from ktk.cli.health.machine import CPUS, SECONDS, Machine
 from ktk.errors import SettingError
-from ktk.settings import FILE, KEYS, Setting, config_file, faults, setting
+from ktk.settings import FILE, config_file, faults, setting
 
 #: Shares of CPU time from which on others are in the way: below them are editors and daemons.
 _OTHERS, _STOLEN = 0.25, 0.05
@@ -71,9 +71,14 @@ def threads(machine: Machine) -> Iterator[Finding]:
         wrong = faults()
         for name, fault in wrong.items():
             yield Finding("settings", PROBLEM, fault, f"ktk config {name} --unset takes it out")
-        wanted = Setting(KEYS["threads"]) if "threads" in wrong else setting("threads")
     except SettingError as error:
         yield Finding("settings", PROBLEM, str(error), "ktk config shows settings")
+        return
+    try:
+        wanted = setting("threads")
+    except SettingError as error:
+        if "threads" not in wrong:  # of the variable
+            yield Finding("settings", PROBLEM, str(error), "unset it, or give another number")
         return
     cores, quota = len(_cores(machine.topology)), system.cpu_quota(machine.root)
     cpus = min(len(machine.cpus), math.ceil(quota.cpus) if quota else len(machine.cpus))
