@@ -12,7 +12,7 @@ import operator
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -277,9 +277,11 @@ class Conversion(Closing):
             read[expert] = digest(layer.pieces(expert))
             writer.put(expert, plan.encoder.expert(expert))
 
-        tasks = [pool.submit(make, expert) for expert in range(experts)]
+        tasks: list[Future[None]] = []
         done = 0
         try:
+            for expert in range(experts):
+                tasks.append(pool.submit(make, expert))  # noqa: PERF401 - where one fails, others are
             for done, task in enumerate(as_completed(tasks), 1):
                 task.result()
                 if done % self.threads == 0:

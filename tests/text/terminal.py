@@ -9,12 +9,15 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 _SECONDS = 300
+# Where termios has its local modes.
+_LOCAL = 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Terminal:
 
     def __init__(self, arguments: Sequence[str], kind: str = "dumb") -> None:
         self._master, slave = pty.openpty()
+        # Ctrl-C else throws away what was written and not read yet.
+        modes = termios.tcgetattr(slave)
+        modes[_LOCAL] |= termios.NOFLSH
+        termios.tcsetattr(slave, termios.TCSANOW, modes)
         env = {**os.environ, "TERM": kind, "COLUMNS": "80", "LINES": "24"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ktk", *arguments],

@@ -17,7 +17,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,8 +249,10 @@ class CheckpointConversion(Closing):
                 writer.append(name, data)
             return unit.nbytes
 
-        tasks = [pool.submit(make, unit) for unit in one.units]
+        tasks: list[Future[int]] = []
         try:
+            for unit in one.units:
+                tasks.append(pool.submit(make, unit))  # noqa: PERF401 - where one fails, others are
             for done, task in enumerate(as_completed(tasks), 1):
                 if done % self.threads == 0:
                     # Files that were read count as memory of this process.
