@@ -176,7 +176,10 @@ def bench(
         raise typer.BadParameter("needs --whole", param_hint=f"--{given[0]}")
     _refuse_together(checkpoint, layer, options, whole=whole)
     if whole:
-        others["threads"] = _all_cores() if wanted == 0 else wanted
+        from ktk._core import WorkerPool
+
+        # As many as layers get, which a quota may hold down; the setting does not count.
+        others["threads"] = WorkerPool().size if wanted == 0 else wanted
         _bench_whole(str(checkpoint), backend, others, counts, rounds, as_json=json)
         return
     shapes = [] if checkpoint else [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
@@ -343,12 +346,6 @@ def _show_results(results: list[Result], *, as_json: bool) -> None:
 
     console = Console()
     console.print(results_table(results, width=console.width))
-
-
-def _all_cores() -> int:
-    from ktk._core import topology
-
-    return sum(len(node["cores"]) for node in topology()["nodes"])
 
 
 def _show_accuracy(subjects: list[Subject], shape: Shape, threads: int, *, as_json: bool) -> None:

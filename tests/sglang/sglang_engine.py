@@ -43,8 +43,6 @@ class Nothing:
 
 
 NOTHING = Nothing()
-#: Which process of how many this is.
-RANKS = {"rank": 0, "ranks": 1}
 
 
 class _Class(type):
@@ -113,8 +111,8 @@ def standins() -> dict[str, dict[str, Any]]:
             "QuantizeMethodBase": Base,
         },
         "sglang.srt.runtime_context": {
-            "get_parallel": lambda: SimpleNamespace(tp_rank=RANKS["rank"]),
-            "get_server_args": lambda: SimpleNamespace(tp_size=RANKS["ranks"], nnodes=1),
+            "get_parallel": lambda: SimpleNamespace(tp_rank=0),
+            "get_server_args": lambda: SimpleNamespace(tp_size=1, nnodes=1),
         },
         "sglang.kernels.fused_op": {"BaseFusedOp": type("BaseFusedOp", (), {})},
         "sglang.srt.layers.moe.token_dispatcher": {"StandardCombineInput": gpu.Combine},

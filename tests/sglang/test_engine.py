@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +21,7 @@ from sglang_engine import Engine, of_quantization
 import ktk
 from ktk.hosts.choice import Mode
 from ktk.quantize import quantize
-from ktk.sglang import choice, engine, experts, linears, place
+from ktk.sglang import choice, engine, experts, linears
 from ktk.testing import bounds, formats, reference
 from ktk.testing.formats import as_float64
 from ktk.testing.subject import Subject
@@ -178,85 +175,6 @@ def test_ranks_have_their_rows_and_columns(made: Engine) -> None:
     method.process_weights_after_loading(whole)
     want = expected(whole, "fp8 by blocks", inputs)
     bounds.check((parts[0] + parts[1]).numpy(), want.value, want.error, "two ranks")
-
-
-def test_processes_share_the_cpus_evenly(made: Engine, patch: pytest.MonkeyPatch) -> None:
-    pools = []
-    for rank in range(2):
-        patch.setitem(sglang_engine.RANKS, "rank", rank)
-        patch.setitem(sglang_engine.RANKS, "ranks", 2)
-        pools.append(set(place.pool_here().cpus))
-    cpus = set(ktk.WorkerPool().cpus)
-    assert pools[0] | pools[1] == cpus
-    assert len(cpus) < 2 or not pools[0] & pools[1]
-
-
-@pytest.mark.parametrize(
-    ("parallel", "sizes", "processes"),
-    [
-        ("pp_rank", {"pp_size": 2}, 2),
-        ("dp_rank", {"dp_size": 2}, 2),
-        ("tp_rank", {"tp_size": 2, "pp_size": 2, "nnodes": 2}, 2),
-        ("tp_rank", {"tp_size": 4, "nnodes": 2}, 2),
-    ],
-)
-def test_stages_and_replicas_share_them_too(
-    made: Engine,
-    patch: pytest.MonkeyPatch,
-    parallel: str,
-    sizes: dict[str, int],
-    processes: int,
-) -> None:
-    context = sys.modules["sglang.srt.runtime_context"]
-    arguments = SimpleNamespace(**{"tp_size": 1, "nnodes": 1} | sizes)
-    patch.setattr(context, "get_server_args", lambda: arguments)
-    patch.setattr(place, "worker_pool", lambda mine, all, cpus: (mine, all))
-    found: list[Any] = []
-    for rank in range(processes):
-        now = SimpleNamespace(**{"tp_rank": 0} | {parallel: rank})
-        patch.setattr(context, "get_parallel", lambda now=now: now)
-        found.append(place.pool_here())
-    assert found == [(rank, processes) for rank in range(processes)]
-
-
-@pytest.mark.parametrize("told", [False, True], ids=["older", "newer"])
-def test_attention_by_data_parallelism_shares_nothing(
-    made: Engine, patch: pytest.MonkeyPatch, told: bool
-) -> None:
-    context = sys.modules["sglang.srt.runtime_context"]
-    arguments = SimpleNamespace(tp_size=4, nnodes=1, dp_size=4, enable_dp_attention=True)
-    parallel = SimpleNamespace(tp_rank=3, dp_rank=3, dp_size=4)
-    if told:
-        parallel = SimpleNamespace(tp_rank=3, dp_rank=None, dp_size=1, attn_dp_size=4)
-    patch.setattr(context, "get_server_args", lambda: arguments)
-    patch.setattr(context, "get_parallel", lambda: parallel)
-    patch.setattr(place, "worker_pool", lambda mine, all, cpus: (mine, all))
-    found: Any = place.pool_here()
-    assert found == (3, 4)
-
-
-def test_a_thread_that_was_bound_does_not_bind_the_workers() -> None:
-    """SGLang binds the threads of OpenMP, and with them the one that loads the model."""
-    code = """
-import os, sys, types
-every = os.sched_getaffinity(0)
-for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context"):
-    sys.modules[name] = types.ModuleType(name)
-sys.modules["sglang.srt.runtime_context"].get_parallel = lambda: types.SimpleNamespace(tp_rank=0)
-sys.modules["sglang.srt.runtime_context"].get_server_args = lambda: types.SimpleNamespace(
-    tp_size=1, nnodes=1)
-from ktk.sglang import place
-os.sched_setaffinity(0, {min(every)})
-print(*sorted(place.pool_here().cpus))
-assert os.sched_getaffinity(0) == {min(every)}
-"""
-    own = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES")
-    environment = {name: value for name, value in os.environ.items() if name not in own}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(cpu) for cpu in sorted(ktk.WorkerPool().cpus)]
 
 
 def test_experts_of_other_ranks_are_not_taken(made: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
@@ -33,26 +34,23 @@ class Served:
     log: Path
 
 
-@pytest.fixture(scope="module")
-def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@contextlib.contextmanager
+def started(model: Path, log: Path, *more: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Yield a server of transformers that listens, and its port."""
     for package in engines.ENGINES["transformers"].needs:
         pytest.importorskip(package)
-    import openai
-
-    log = tmp_path_factory.mktemp("served") / "log"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "ktk", "serve", str(model), "--port", str(port)]
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*command, "--backend", "AMXINT8", "--threads", "1"],
+            [*command, "--threads", "1", *more],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
         )
     try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=300)
         end = time.monotonic() + 300
         while True:
             assert process.poll() is None, log.read_text()
@@ -62,10 +60,19 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
                 break
             except OSError:
                 time.sleep(0.2)
-        yield Served(client, str(model), log)
+        yield process, port
     finally:
         process.terminate()
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    openai = pytest.importorskip("openai")
+    log = tmp_path_factory.mktemp("served") / "log"
+    with started(model, log, "--backend", "AMXINT8") as (_, port):
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=300)
+        yield Served(client, str(model), log)
 
 
 @pytest.mark.slow
@@ -172,35 +179,10 @@ def test_what_cannot_be_served_is_one_line_before_a_start(
 
 @pytest.mark.slow
 def test_an_interrupted_server_ends_as_commands_do(model: Path, tmp_path: Path) -> None:
-    for package in engines.ENGINES["transformers"].needs:
-        pytest.importorskip(package)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     log = tmp_path / "log"
-    start = [sys.executable, "-m", "ktk", "serve", str(model), "--engine", "transformers"]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*start, "--port", str(port), "--threads", "1"],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        end = time.monotonic() + 300
-        while True:
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < end, log.read_text()
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.2)
+    with started(model, log, "--engine", "transformers") as (process, _):
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
     assert "Traceback" not in log.read_text()
 
 
