@@ -114,13 +114,23 @@ def models_in(folders: Sequence[str]) -> Iterator[Found]:
 
 def _models(name: str, path: Path, *, cached: bool = False) -> Iterator[Found]:
     """Yield the model in a folder, or those of its GGUF files."""
-    files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
-    first = [file for file in files if not _LATER_SHARD.fullmatch(file.name)]
-    if not first and is_model(path):
+    files = _gguf_files(path)
+    if not files and is_model(path):
         yield Found(name, path, cached)
-    for file in first:
-        called = f"{name}:{file.name}" if cached else str(Path(name, file.name))
+    for file in files:
+        called = f"{name}:{file.name}" if cached else str(Path(name, file.relative_to(path)))
         yield Found(called, file, cached)
+
+
+def _gguf_files(folder: Path) -> list[Path]:
+    """Return the GGUF models in a folder; where it has no weights, those in folders below it.
+
+    Large models are published so: a folder of shards for each type of quantisation.
+    """
+    if any(folder.glob("*.safetensors")):
+        return []
+    files = sorted(folder.glob("*.gguf")) or sorted(folder.glob("*/*.gguf"))
+    return [file for file in files if not _LATER_SHARD.fullmatch(file.name)]
 
 
 def _in_cache(name: str, revision: str | None, file: str | None) -> Path:
@@ -137,16 +147,20 @@ def _in_cache(name: str, revision: str | None, file: str | None) -> Path:
             f"there is no folder {name}, and {cache_folder()} has no such model.{also} "
             f"If it is one of the Hugging Face hub, download it: {command}"
         )
-    if not is_model(snapshot):
+    found = _gguf_files(snapshot)
+    if not found and not is_model(snapshot):
         raise CheckpointError(
             f"{snapshot} has neither config.json nor weights, so {name} was downloaded in part "
             f"only. Get the rest: {command}"
         )
     if file is None:
-        return snapshot
-    found = [one.path for one in _models(name, snapshot) if one.path.suffix == ".gguf"]
-    meant = [one for one in found if file.lower() in one.name.lower()]
-    exact = [one for one in meant if one.name == file] or meant
+        below = [one for one in found if one.parent != snapshot]
+        if len(below) > 1:
+            names = ", ".join(one.name for one in below)
+            raise CheckpointError(f"{name} has several models: give {name}:FILE, of {names}")
+        return below[0] if below else snapshot
+    meant = [one for one in found if file.lower() in str(one.relative_to(snapshot)).lower()]
+    exact = [one for one in meant if file in (one.name, one.parent.name)] or meant
     if len(exact) == 1:
         return exact[0]
     listed = ", ".join(one.name for one in exact or found) or "none"
@@ -160,7 +174,7 @@ def _commit(folder: Path, revision: str | None) -> str | None:
     """Return the commit that a revision means: of a branch or tag, or itself."""
     try:
         return (folder / "refs" / (revision or _MAIN)).read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         pass
     found = [one.name for one in _snapshots(folder) if one.name.startswith(revision or "")]
     return found[0] if len(found) == 1 else None

@@ -233,3 +233,39 @@ def test_one_of_several_gguf_files_is_chosen(cache: Path, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match="several GGUF files of acme/moe-GGUF are called 'm'"):
         find_model("acme/moe-GGUF:m")
     assert [one.name for one in cached_models()] == [f"acme/moe-GGUF:{name}" for name in names[:2]]
+
+
+def test_gguf_models_in_folders_of_a_repository(cache: Path) -> None:
+    snapshot = cache / "models--big--GGUF" / "snapshots" / COMMIT
+    shards = [f"Big-{kind}-0000{i}-of-00002.gguf" for kind in ("Q8_0", "UD-Q8_0") for i in (1, 2)]
+    for shard in shards:
+        folder = snapshot / shard.removeprefix("Big-").partition("-0000")[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / shard).write_bytes(b"GGUF" + bytes(60))
+    first, other = snapshot / "Q8_0" / shards[0], snapshot / "UD-Q8_0" / shards[2]
+    assert find_model("big/GGUF:Q8_0") == first
+    assert find_model("big/GGUF:UD-Q8_0") == other
+    assert [one.name for one in cached_models()] == [
+        f"big/GGUF:{shards[0]}",
+        f"big/GGUF:{shards[2]}",
+    ]
+    assert find_model(f"big/GGUF:{shards[0]}") == first
+    with pytest.raises(
+        CheckpointError, match=f"several models: give big/GGUF:FILE, of {shards[0]}"
+    ):
+        find_model("big/GGUF")
+    (snapshot / "config.json").write_text("{}")
+    assert find_model("big/GGUF:UD-Q8_0") == other
+    for shard in shards[2:]:
+        (snapshot / "UD-Q8_0" / shard).unlink()
+    assert find_model("big/GGUF") == first
+
+
+def test_a_damaged_reference_hides_no_other_model(cache: Path, tmp_path: Path) -> None:
+    store(cache, "some/model", write(tmp_path / "made"))
+    damaged = cache / "models--a--b" / "refs"
+    damaged.mkdir(parents=True)
+    (damaged / "main").write_bytes(b"\xff\xfe")
+    assert [one.name for one in cached_models()] == ["some/model"]
+    with pytest.raises(CheckpointError, match="Did you mean some/model"):
+        find_model("model")
