@@ -96,7 +96,7 @@ class Quantized(Matrix):
 
 
 def dequantize(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the values [n, k] of a matrix whose arrays are tensors.
+    """Return the values [n, k] of a matrix whose arrays are tensors, or those of a stack.
 
     float64 holds each of them exactly. Blocks of ggml are decoded as the gguf package does, in f32.
 
@@ -105,6 +105,8 @@ def dequantize(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tens
     ValueError
         They are blocks of a type that gguf cannot decode.
     """
+    if isinstance(matrix, Quantized) and matrix.data.ndim == 3:
+        return matrix.dequantize(dtype)
     values = _values(matrix, dtype)
     if matrix.order is None:
         return values
@@ -195,15 +197,14 @@ def quantize(
         )
     if not weight.is_floating_point() or weight.itemsize == 1:
         raise ValueError(f"weight must hold floats, got {weight.dtype}")
-    if not torch.isfinite(weight).all():
-        raise ValueError("weight holds values that are not finite")
+    _finite(weight)
     if format.element in _HALF_BYTE and weight.shape[1] % 2:
         raise ValueError(f"depth {weight.shape[1]} does not fill whole bytes of {format.element}")
     if factor is not None and format != _NVFP4:
         raise ValueError(f"{format} has no factor, got {factor}")
     if format.scale == "none" and format.zero == "none" and format.element in FLOAT_DTYPES:
-        return Quantized(format, weight.to(FLOAT_DTYPES[format.element]).contiguous())
-    x = weight.float()
+        return Quantized(format, _finite(weight.to(FLOAT_DTYPES[format.element])).contiguous())
+    x = _finite(weight.float())
     if format.scale == "ue8m0" and format.zero == "none" and format.element in _LARGEST_EXPONENT:
         return _with_exponents(x, format)
     if format.scale == "e4m3" and format.element == "e2m1" and format.zero == "none":
@@ -212,17 +213,36 @@ def quantize(
         scale = _stored_scale(_largest(format, x) / _LARGEST[format.element], format)
         codes = _round_to(_divided(format, x, _divisor(scale)), format.element)
         return Quantized(format, codes, scale)
-    zeros = format.zero == "none" or format.zero in _ZEROS
-    if format.scale in FLOAT_DTYPES and format.element in _INTEGERS and zeros:
+    if format.scale in FLOAT_DTYPES and format.element in _INTEGERS and _holds_zeros(format):
         return _integers(x, format, search)
     raise ValueError(f"cannot quantise to {format}")
+
+
+def _finite(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight, which some dtype may have been too narrow for."""
+    if not torch.isfinite(weight).all():
+        raise ValueError(f"weight holds values that are not finite in {weight.dtype}")
+    return weight
+
+
+def _holds_zeros(fmt: Format) -> bool:
+    """Whether the zero points of a format can be any of its codes; or it needs none."""
+    lowest, highest, zero = _INTEGERS[fmt.element]
+    if fmt.zero == "none":
+        return lowest < zero  # else there would be no negative values
+    kind = _ZEROS.get(fmt.zero)
+    if kind is None or kind.is_floating_point:
+        return kind is not None
+    held = torch.iinfo(kind)
+    return held.min <= lowest and highest <= held.max
 
 
 def _tensor(weight: torch.Tensor | np.ndarray) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return weight.detach()
-    # torch warns of arrays that cannot be written to.
-    return torch.from_numpy(np.require(weight, requirements="W"))
+    # torch warns of arrays that cannot be written to, and takes none that go backwards.
+    backwards = any(stride < 0 for stride in weight.strides)
+    return torch.from_numpy(weight.copy() if backwards else np.require(weight, requirements="W"))
 
 
 def _stack(each: list[Quantized]) -> Quantized:

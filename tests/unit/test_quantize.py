@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktk import Format
-from ktk.quantize import Quantized, quantize
+from ktk.quantize import Quantized, dequantize, quantize
 from ktk.testing import bounds, formats, strategies
 
 FORMATS = [
@@ -168,11 +168,31 @@ def test_nan_codes_come_back_as_nan() -> None:
             Format("u4", "ue8m0", "none", 1, 32),
             "cannot quantise to u4 with ue8m0",
         ),
+        (torch.full((2, 4), 1e6), Format("f16"), "not finite in torch.float16"),
+        (
+            torch.full((2, 4), 1e39, dtype=torch.float64),
+            Format("bf16"),
+            "not finite in torch.bfloat16",
+        ),
+        (torch.full((2, 4), 1e300, dtype=torch.float64), FORMATS[0], "not finite in torch.float32"),
+        (torch.ones(2, 4), Format("u8", "f32", "none", 1, 0), "cannot quantise to u8"),
+        (torch.ones(2, 4), Format("i8", "f32", "u8", 1, 0), "cannot quantise to i8"),
+        (torch.ones(2, 4), Format("i4", "f32", "u8", 1, 32), "cannot quantise to i4"),
+        (torch.ones(2, 4), Format("u8", "f32", "i8", 1, 0), "cannot quantise to u8"),
     ],
 )
 def test_what_cannot_be_quantised_is_said(weight: torch.Tensor, fmt: Format, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quantize(weight, fmt)
+
+
+def test_stacks_and_arrays_that_go_backwards() -> None:
+    stack = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    made = quantize(stack, FORMATS[0])
+    assert torch.equal(dequantize(made), made.dequantize())
+    backwards = stack[0].numpy()[::-1, ::-1]
+    again = quantize(backwards, FORMATS[0])
+    assert torch.equal(again.data, quantize(torch.from_numpy(backwards.copy()), FORMATS[0]).data)
 
 
 def test_a_result_is_frozen() -> None:
