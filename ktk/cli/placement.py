@@ -55,13 +55,12 @@ def run_placement(
         save_for_sglang(sglang, given, num_layers)
     rows = []
     for layer, mask in masks.items():
-        chosen = int(counts[layer].sum())
-        covered = int(counts[layer][mask.numpy()].sum())
+        chosen, covered = _sum(counts[layer]), _sum(counts[layer][mask.numpy()])
         share = covered / chosen if known and chosen else None
         rows.append((layer, int(mask.sum()), share))
     placed = sum(count for _, count, _ in rows)
-    all_chosen = sum(int(one.sum()) for one in counts.values())
-    all_covered = sum(int(counts[n][m.numpy()].sum()) for n, m in masks.items())
+    all_chosen = sum(_sum(one) for one in counts.values())
+    all_covered = sum(_sum(counts[n][m.numpy()]) for n, m in masks.items())
     share = all_covered / all_chosen if known and all_chosen else None
     if as_json:
         document = {
@@ -109,6 +108,11 @@ def _counts_of(source: Path, strategy: str) -> tuple[Counts, int | None, bool]:
         configs = {n: checkpoint.layer(n).config for n in layers_of(checkpoint, path)}
     counts = {n: np.zeros(one.num_experts, np.int64) for n, one in configs.items()}
     return counts, next(iter(configs.values())).num_layers, False
+
+
+def _sum(counts: np.ndarray) -> int:
+    """Return a sum that may be beyond 64 bits."""
+    return sum(counts.tolist())
 
 
 def _percent(share: float | None) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktk.errors import CheckpointError
-from ktk.placement.files import layers_in, read_document, write_document
+from ktk.placement.files import layer_names, layers_in, read_document, write_document
 
 #: Of each layer, by its number: int64 [num_experts].
 Counts = dict[int, npt.NDArray[np.int64]]
@@ -42,17 +42,15 @@ def save_counts(path: str | Path, counts: Mapping[int, Counted | npt.ArrayLike])
     Raises
     ------
     ValueError
-        What is given is no whole numbers from 0 on.
+        There are no layers, one has a number below 0, or counts are no whole numbers from 0 on.
     """
     found = {}
-    for number, one in sorted(counts.items()):
+    for name, one in layer_names(counts).items():
         given = np.asarray(getattr(one, "counts", one))
         whole = given.astype(np.int64)
         if given.ndim != 1 or not given.size or (whole < 0).any() or not (whole == given).all():
-            raise ValueError(f"layer {number}: counts must be whole numbers from 0 on, one each")
-        found[str(int(number))] = whole.tolist()
-    if not found:
-        raise ValueError("there are no layers whose counts could be written")
+            raise ValueError(f"layer {name}: counts must be whole numbers from 0 on, one each")
+        found[name] = whole.tolist()
     write_document(Path(path), _FORMAT, {"layers": found})
 
 

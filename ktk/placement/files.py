@@ -17,8 +17,25 @@ _VERSION = 1
 _LAYER = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
+def layer_names(layers: Mapping[int, Any]) -> dict[str, Any]:
+    """Return the rows of layers, ascending, by the names that a document has for them.
+
+    Raises
+    ------
+    ValueError
+        There are no layers, or a number is none of a layer.
+    """
+    if not layers:
+        raise ValueError("there are no layers to write")
+    named = {str(int(number)): layers[number] for number in sorted(layers)}
+    for name in named:
+        if not _LAYER.fullmatch(name):
+            raise ValueError(f"{name} is no number of a layer: they are counted from 0 on")
+    return named
+
+
 def write_document(path: Path, kind: str, content: Mapping[str, Any]) -> None:
-    """Write a document, a line for each of its layers."""
+    """Write a document, a line for each of its layers, which are of `layer_names`."""
     rows = {name: value for name, value in content.items() if name != "layers"}
     head = json.dumps({"format": kind, "version": _VERSION, **rows})[:-1]
     layers = ",\n".join(

@@ -16,7 +16,7 @@ import torch
 from ktk.errors import CheckpointError
 from ktk.ktmoe.arguments import at_least
 from ktk.ktmoe.masks import STRATEGIES, generate_gpu_experts_masks
-from ktk.placement.files import layers_in, read_document, write_document
+from ktk.placement.files import layer_names, layers_in, read_document, write_document
 
 __all__ = ["STRATEGIES", "load_masks", "place", "save_masks"]
 
@@ -69,13 +69,28 @@ def save_masks(path: str | Path, masks: Mapping[int, torch.Tensor]) -> None:
     Parameters
     ----------
     path : path
-    masks : mapping of int to bool tensor [num_experts]
+    masks : mapping of int to bool tensor or array [num_experts]
         Of each layer; True on the GPU.
+
+    Raises
+    ------
+    ValueError
+        There are no layers, one has a number below 0, or other numbers of experts than the others.
+    TypeError
+        A mask is something else, such as the numbers of experts.
     """
-    sizes = {len(mask) for mask in masks.values()}
+    layers, sizes = {}, set()
+    for name, given in layer_names(masks).items():
+        mask = torch.as_tensor(given)
+        if mask.dtype != torch.bool or mask.ndim != 1:
+            raise TypeError(
+                f"layer {name}: a mask must be bool [num_experts], got {mask.dtype} "
+                f"{list(mask.shape)}"
+            )
+        sizes.add(len(mask))
+        layers[name] = torch.nonzero(mask).flatten().tolist()
     if len(sizes) != 1:
         raise ValueError(f"layers have {sorted(sizes)} experts: a file holds layers alike")
-    layers = {str(n): torch.nonzero(mask).flatten().tolist() for n, mask in sorted(masks.items())}
     write_document(Path(path), _FORMAT, {"num_experts": sizes.pop(), "layers": layers})
 
 

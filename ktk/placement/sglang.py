@@ -7,7 +7,6 @@ without experts have zeros.
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -71,13 +70,18 @@ def counts_of_recorder(path: Path) -> dict[int, npt.NDArray[np.int64]]:
     try:
         # weights_only: a pickle can do anything.
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # of a damaged file torch raises nearly anything
         reason = getattr(error, "strerror", None) or "it is no file of tensors"
         raise CheckpointError(f"{path} cannot be read: {reason}") from error
     counts = found.get("logical_count") if isinstance(found, dict) else found
     if not isinstance(counts, torch.Tensor) or counts.ndim != 3 or not counts.numel():
         raise CheckpointError(f"{path} has no logical_count [steps, layers, experts]")
-    total = counts.to(torch.int64).sum(0)
-    if (total < 0).any():
-        raise CheckpointError(f"{path} has counts below 0")
+    if counts.layout != torch.strided or counts.is_meta or counts.is_complex():
+        raise CheckpointError(f"{path} has a logical_count without plain numbers")
+    whole = counts.to(torch.int64)
+    if (whole < 0).any() or (whole != counts).any():
+        raise CheckpointError(f"{path} has counts that are no whole numbers from 0 on")
+    if (whole.double().sum(0) >= 2.0**63).any():
+        raise CheckpointError(f"{path} has counts whose sums are beyond 64 bits")
+    total = whole.sum(0)
     return {n: row.numpy() for n, row in enumerate(total) if row.any()}

@@ -165,6 +165,18 @@ def test_other_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "counts.pt").write_bytes(b"no tensors")
     with pytest.raises(CheckpointError, match="cannot be read: it is no file of tensors"):
         load_counts(tmp_path / "counts.pt")
+    (tmp_path / "counts.pt").write_bytes(b"hello\n")  # torch raises a KeyError
+    with pytest.raises(CheckpointError, match="cannot be read: it is no file of tensors"):
+        load_counts(tmp_path / "counts.pt")
+    for wrong_counts_of_steps, message in (
+        (torch.ones(1, 2, 3).to_sparse(), "without plain numbers"),
+        (torch.ones(1, 2, 3, device="meta"), "without plain numbers"),
+        (torch.full((1, 2, 3), 0.6), "no whole numbers from 0 on"),
+        (torch.full((4, 2, 3), 2**62), "beyond 64 bits"),
+    ):
+        torch.save({"logical_count": wrong_counts_of_steps}, tmp_path / "counts.pt")
+        with pytest.raises(CheckpointError, match=message):
+            load_counts(tmp_path / "counts.pt")
     torch.save({"count": torch.ones(2)}, tmp_path / "counts.pt")
     with pytest.raises(CheckpointError, match="has no logical_count"):
         load_counts(tmp_path / "counts.pt")
@@ -173,8 +185,17 @@ def test_other_files_that_cannot_be_used(tmp_path: Path) -> None:
     for wrong in ([-1], [0.5], [[1]], []):
         with pytest.raises(ValueError, match=r"counts must be whole numbers"):
             save_counts(tmp_path / "counts.json", {0: wrong})
-    with pytest.raises(ValueError, match="no layers whose counts"):
+    with pytest.raises(ValueError, match="no layers to write"):
         save_counts(tmp_path / "counts.json", {})
+    for wrong_layer in (-1, 10**10):
+        with pytest.raises(ValueError, match=f"{wrong_layer} is no number of a layer"):
+            save_counts(tmp_path / "counts.json", {wrong_layer: [1]})
+        with pytest.raises(ValueError, match=f"{wrong_layer} is no number of a layer"):
+            save_masks(tmp_path / "gpu.json", {wrong_layer: torch.ones(2, dtype=torch.bool)})
+    for wrong_mask in (torch.tensor([0, 5, 7]), torch.ones(2, 2, dtype=torch.bool)):
+        with pytest.raises(TypeError, match=r"layer 0: a mask must be bool \[num_experts\], got"):
+            save_masks(tmp_path / "gpu.json", {0: wrong_mask})
+    assert not list(tmp_path.glob("*.json"))
     with pytest.raises(ValueError, match=r"layers have \[1, 2\] experts"):
         place({0: [1], 1: [1, 2]}, 1)
     wrong_counts: list[tuple[dict[int, Any], str]] = [
@@ -229,6 +250,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert "8 of 16" in run.stdout
     made = torch.load(sglang, weights_only=True)["logical_count"].sum(0).float()
     assert generate_gpu_experts_masks(made, 8).sum(1).tolist() == [0, 0, 0, 4, 4]
+    save_counts(source, {0: [2**63 - 1, 2**63 - 1], 1: [1, 0]})  # a sum of more than 64 bits
+    run = CliRunner().invoke(app, ["placement", str(source), "-n", "1"])
+    assert run.stdout.split()[-2:] == ["100.0", "%"]
     assert CliRunner().invoke(app, ["placement", str(source)]).exit_code == 2
     wrong = ["placement", str(source), "-n", "1", "--strategy", "best"]
     assert CliRunner().invoke(app, wrong).exit_code == 2
