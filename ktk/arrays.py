@@ -47,10 +47,32 @@ def readable(name: str, array: Array) -> Array:
     if array.requires_grad:
         refuse_gradient(name, array)
         array = array.detach()
+    if array.is_neg():  # a view whose values are those of its memory negated: z.conj().imag
+        array = array.resolve_neg()
     try:
         return torch.to_dlpack(array)
     except (RuntimeError, BufferError):  # sparse, say: the core's message names the argument
         return array
+
+
+def writable(name: str, array: Array) -> Array:
+    """Return what the core writes to without a copy.
+
+    Raises
+    ------
+    RuntimeError
+        As `refuse_gradient`.
+    ValueError
+        It is a tensor whose memory has its values negated.
+    """
+    if is_tensor(array):
+        refuse_gradient(name, array)
+        if array.is_neg():
+            raise ValueError(
+                f"{name} is a view whose memory has its values negated (torch.Tensor.is_neg), "
+                "which cannot be written to: give a tensor of its own"
+            )
+    return readable(name, array)
 
 
 def empty_like(array: Array, name: str = "hidden", columns: int | None = None) -> Array:

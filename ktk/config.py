@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
+import struct
 from dataclasses import dataclass
 from numbers import Real
+from typing import Any
 
 from ktk._core import activation_names
 
@@ -109,21 +112,24 @@ class MoEConfig:
         for name in (*SIZES, "zero_expert_num"):
             value = getattr(self, name)
             least = int(name != "zero_expert_num")
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            if not whole or not least <= value <= _MOST:
+            whole = _whole(value)
+            if whole is None or not least <= whole <= _MOST:
                 raise ValueError(
                     f"{name} must be an integer from {least} to {_MOST}, got {value!r}"
                 )
+            object.__setattr__(self, name, whole)
         if self.num_experts_per_tok > self.num_ids:
             raise ValueError(
                 f"num_experts_per_tok is {self.num_experts_per_tok}, "
                 f"but there are only {self.num_ids} experts"
             )
         limit, alpha = self.activation_limit, self.activation_alpha
-        if limit is not None and not (isinstance(limit, Real) and limit > 0):
-            raise ValueError(f"activation_limit must be a positive number or None, got {limit!r}")
-        if not isinstance(alpha, Real):
-            raise ValueError(f"activation_alpha must be a number, got {alpha!r}")
+        if limit is not None and not _as_f32(limit) > 0:
+            raise ValueError(
+                f"activation_limit must be a positive number or None, got {_shown(limit)}"
+            )
+        if not math.isfinite(_as_f32(alpha)):
+            raise ValueError(f"activation_alpha must be a number, got {_shown(alpha)}")
         for name in ("clamp_gate_below", "gated", "apply_router_weight_on_input"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -142,8 +148,8 @@ class MoEConfig:
     def _check_softcaps(self) -> None:
         for name in ("gate_softcap", "up_softcap"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Real) and 0 < float(value) < math.inf):
-                raise ValueError(f"{name} must be a positive number or None, got {value!r}")
+            if value is not None and not 0 < _as_f32(value) < math.inf:
+                raise ValueError(f"{name} must be a positive number or None, got {_shown(value)}")
             if (value is not None) != (self.activation == "situ"):
                 what = "needs" if value is None else "does not take"
                 raise ValueError(f"the activation {self.activation!r} {what} {name}")
@@ -153,6 +159,31 @@ class MoEConfig:
             raise ValueError(
                 f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
             )
+
+
+def _whole(value: Any) -> int | None:
+    """Return an int of any library; None for what is none, and for a bool."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def _as_f32(value: Any) -> float:
+    """Return a number as the core keeps it; NaN for what is none."""
+    if not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(struct.unpack("f", struct.pack("f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _shown(value: Any) -> str:
+    """Return a number for a message, and what f32 makes of it."""
+    held = _as_f32(value)
+    changed = isinstance(value, Real) and value != 0 and held in (0, math.inf, -math.inf)
+    return f"{value!r}, which is {held} in f32" if changed else repr(value)
 
 
 def activation_called(name: str) -> str | None:

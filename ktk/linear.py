@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ktk import _core
-from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
+from ktk.arrays import Array, empty_like, is_tensor, readable, writable
 from ktk.errors import BackendUnsupported
 from ktk.expert import Matrix
 from ktk.formats import formats_named
@@ -106,10 +106,11 @@ class Linear:
         self.out_features = _size("out_features", out_features)
         self.bias = bool(bias)
         self._stored = formats_named("weight_format", weight_format)
+        workers = pool or default_pool()
         try:
             self._core = _core.Linear(
                 backend.core,
-                pool or default_pool(),
+                workers,
                 self.in_features,
                 self.out_features,
                 variant=variant or "",
@@ -234,7 +235,7 @@ class Linear:
         """
         result = empty_like(x, "x", self.out_features) if out is None else out
         # Unbound: torch.compile, which lets this run as it is, would lose what it is bound to.
-        _core.Linear.forward(self._core, readable("x", x), readable("out", result))
+        _core.Linear.forward(self._core, readable("x", x), writable("out", result))
         return result
 
     def submit(self, x: Array, out: Array | None = None) -> Ticket:
@@ -245,8 +246,7 @@ class Linear:
         call.
         """
         result = empty_like(x, "x", self.out_features) if out is None else out
-        if is_tensor(result):
-            refuse_gradient("out", result)
+        writable("out", result)
         # The call keeps `result`, so that its memory outlives the call.
         return Ticket(_core.LinearCall(self._core, readable("x", x), result), result)
 
@@ -311,10 +311,11 @@ class Linear:
         """
         import numpy as np
 
-        wanted: Array = np.asarray(ids) if isinstance(ids, (list, tuple)) else ids
+        listed = isinstance(ids, Sequence)
+        wanted: Array = np.asarray(ids) if listed else ids
         if not hasattr(wanted, "shape"):
             raise TypeError(f"ids must be an array or a sequence of int, got {ids!r}")
-        if isinstance(ids, (list, tuple)) and not wanted.size:
+        if listed and not wanted.size:
             wanted = wanted.astype(np.int64)  # floats, to numpy
         if out is None:
             shape = (*wanted.shape, self.in_features)
@@ -324,7 +325,7 @@ class Linear:
                 out = torch.empty(shape, dtype=torch.float32, device="cpu")
             else:
                 out = np.empty(shape, dtype=np.float32)
-        _core.Linear.look_up(self._core, readable("ids", wanted), readable("out", out))
+        _core.Linear.look_up(self._core, readable("ids", wanted), writable("out", out))
         return out
 
     def unpack(self) -> np.ndarray:

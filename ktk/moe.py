@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ktk import _core
-from ktk.arrays import Array, empty_like, is_tensor, readable, refuse_gradient
+from ktk.arrays import Array, empty_like, readable, writable
 from ktk.config import MoEConfig
 from ktk.cost.layer import PredictedLayer
 from ktk.errors import BackendUnsupported
@@ -89,10 +89,11 @@ class MoE(TrainableLayer, PredictedLayer):
         stored = formats_of_parts("weight_format", weight_format)
         self.backend = backend
         self.config = config
+        workers = pool or default_pool()
         try:
             self._core = _core.MoE(
                 backend.core,
-                pool or default_pool(),
+                workers,
                 config,
                 variant=variant or "",
                 force=bool(force),
@@ -433,7 +434,7 @@ class MoE(TrainableLayer, PredictedLayer):
             _core.forward_with(
                 self._core,
                 *inputs(hidden, topk_ids, topk_weights, mask),
-                readable("out", result),
+                writable("out", result),
                 given_adapters(lora, adapter_ids),
                 readable("adapter_ids", adapter_ids),
                 None,
@@ -441,7 +442,7 @@ class MoE(TrainableLayer, PredictedLayer):
             return result
         # Unbound: torch.compile, which lets this run as it is, would lose what it is bound to.
         _core.MoE.forward(
-            self._core, *inputs(hidden, topk_ids, topk_weights, mask), readable("out", result)
+            self._core, *inputs(hidden, topk_ids, topk_weights, mask), writable("out", result)
         )
         return result
 
@@ -460,8 +461,7 @@ class MoE(TrainableLayer, PredictedLayer):
         layers on one pool run in the order of their submission. Parameters as in a call.
         """
         result = empty_like(hidden) if out is None else out
-        if is_tensor(result):
-            refuse_gradient("out", result)
+        writable("out", result)
         # The call keeps `result`, so that its memory outlives the call.
         call = _core.AsyncCall(self._core, *inputs(hidden, topk_ids, topk_weights, mask), result)
         _core.AsyncCall.start(call)  # unbound, as above

@@ -74,6 +74,27 @@ def test_rows_may_be_strided_and_out_may_be_hidden(moe: ktk.MoE, call: dict[str,
     assert torch.equal(moe.submit(**call).wait(), expected)
 
 
+def negated(values: torch.Tensor) -> torch.Tensor:
+    """Return a view with these values, of memory that has them negated."""
+    view = torch.complex(torch.zeros_like(values), -values).conj().imag
+    assert view.is_neg()
+    return view
+
+
+def test_a_view_of_negated_memory_has_its_own_values(moe: ktk.MoE, call: dict[str, Any]) -> None:
+    view = negated(call["hidden"])
+    assert torch.equal(view, call["hidden"])
+    assert torch.equal(moe(**call | {"hidden": view}), moe(**call))
+    column = torch.randn(64, 1)
+    linear = ktk.Linear("BF16", 1, 64).load(negated(column))
+    assert np.array_equal(linear.unpack(), column.bfloat16().float().numpy())
+    with pytest.raises(ValueError, match="out is a view whose memory has its values negated"):
+        moe(**call, out=negated(torch.zeros(TOKENS, HIDDEN)))
+    for multiply in (linear, linear.submit):
+        with pytest.raises(ValueError, match="out is a view whose memory"):
+            multiply(torch.ones(2, 1), out=negated(torch.zeros(2, 64)))
+
+
 def test_out_may_overlap_hidden(moe: ktk.MoE) -> None:
     rng, tokens = np.random.default_rng(0), 300
     memory = rng.standard_normal((tokens + 1, 2 * HIDDEN)).astype(np.float32)

@@ -187,6 +187,7 @@ def test_rows(linear: ktk.Linear) -> None:
         with pytest.raises(IndexError, match=f"id {wrong} is not one of {N} rows"):
             linear.rows([0, wrong])
     assert linear.rows([]).shape == (0, K)
+    assert np.array_equal(linear.rows(range(3)), stored[:3])
     for nonsense in (np.zeros(3, np.float32), [1.0], [True], 3, None, "ab"):
         with pytest.raises(TypeError, match="ids must be "):
             linear.rows(nonsense)

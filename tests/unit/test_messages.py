@@ -174,13 +174,33 @@ def test_an_expert_that_is_not_there() -> None:
             "activation must be one of silu, swigluoai, .*, got 'mish'",
         ),
         ({"activation_limit": "7"}, "activation_limit must be a positive number or None, got '7'"),
+        ({"activation_limit": 1e-50}, "limit must be .*, got 1e-50, which is 0.0 in f32"),
         ({"activation_alpha": None}, "activation_alpha must be a number, got None"),
+        ({"activation_alpha": float("nan")}, "activation_alpha must be a number, got nan"),
+        ({"activation_alpha": 1e39}, "alpha must be a number, got 1e\\+39, which is inf in f32"),
         ({"clamp_gate_below": 1}, "clamp_gate_below must be a bool, got 1"),
     ],
 )
 def test_a_layer(changes: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         ktk.load_backend("BF16").moe(**config(**changes))
+
+
+def test_a_pool_that_does_not_start_is_no_fault_of_a_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_threads() -> Any:
+        raise RuntimeError("the system started 0 of 2 threads")
+
+    backend = ktk.load_backend("BF16")
+    for module, make in (
+        ("ktk.moe", lambda: backend.moe(**config())),
+        ("ktk.linear", lambda: ktk.Linear(backend, 8, 8)),
+    ):
+        monkeypatch.setattr(f"{module}.default_pool", no_threads)
+        with pytest.raises(RuntimeError, match="started 0 of 2 threads") as caught:
+            make()
+        assert type(caught.value) is RuntimeError
 
 
 def test_a_layer_of_no_backend() -> None:
@@ -259,6 +279,18 @@ def test_softcaps_belong_to_one_activation() -> None:
         ktk.MoEConfig(**config(), up_softcap=3.0)
     with pytest.raises(ValueError, match="gate_softcap must be a positive number or None, got 0"):
         ktk.MoEConfig(**config(), activation="situ", gate_softcap=0, up_softcap=1.0)
+    for name, value in (("gate_softcap", 1e39), ("up_softcap", 1e-46)):
+        caps = {"gate_softcap": 1.0, "up_softcap": 1.0} | {name: value}
+        with pytest.raises(ValueError, match=f"{name} must be .*, which is (inf|0.0) in f32"):
+            ktk.MoEConfig(**config(), activation="situ", **caps)
+
+
+def test_sizes_may_be_integers_of_any_library() -> None:
+    sizes: dict[str, Any] = {name: np.int64(value) for name, value in config().items()}
+    assert ktk.MoEConfig(**sizes) == ktk.MoEConfig(**config())
+    assert type(ktk.MoEConfig(**sizes).hidden_size) is int
+    with pytest.raises(ValueError, match=r"num_experts must be an integer .*, got True"):
+        ktk.MoEConfig(**config() | {"num_experts": True})
 
 
 def test_the_reference_is_what_torch_computes() -> None:
