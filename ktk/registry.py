@@ -212,6 +212,8 @@ def open_backend(info: BackendInfo) -> Backend:
             try:
                 _opened[key] = _open(info)
             except BackendError as error:
+                if isinstance(error.__cause__, ImportError):
+                    raise  # memory for its library, or what it needs, may be there the next time
                 _opened[key] = _Failure(error.with_traceback(None))
         opened = _opened[key]
     if isinstance(opened, _Failure):
@@ -281,8 +283,9 @@ def _found(
         dist = entry.dist
         info = BackendInfo(
             name=entry.name,
-            distribution=dist.name if dist else "(unknown)",
-            version=dist.version if dist else "(unknown)",
+            # A package whose metadata somebody deleted has no name.
+            distribution=(dist and dist.name) or "(unknown)",
+            version=(dist and dist.version) or "(unknown)",
             value=entry.value,
             built=_is_built(entry.value, built),
             entry=entry,

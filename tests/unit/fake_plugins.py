@@ -38,9 +38,13 @@ class Plugins:
         return self.announce(name, value, distribution, version)
 
     def announce(
-        self, name: str, value: str, distribution: str = "acme", version: str = "1.2"
+        self,
+        name: str,
+        value: str,
+        distribution: str | None = "acme",
+        version: str | None = "1.2",
     ) -> str:
-        """Add an entry point only."""
+        """Add an entry point only; of None, where somebody deleted the package's metadata."""
         entry = EntryPoint(name=name, value=value, group=registry.GROUP)
         # EntryPoint is immutable and learns its distribution this way from importlib itself.
         vars(entry)["dist"] = SimpleNamespace(name=distribution, version=version)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import fake_plugins
 import pytest
 from fake_plugins import Plugins, capsule, table, unsupported, variant
@@ -131,6 +133,27 @@ def test_a_failure_is_remembered(plugins: Plugins) -> None:
         assert isinstance(caught.value.__cause__, RuntimeError)
     assert len(messages) == 1
     assert len(calls) == 1
+
+
+def test_a_module_that_did_not_load_is_tried_again(
+    plugins: Plugins, core: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = plugins.add("FAKE", __ktk_backend__=table())
+    module = sys.modules[value]
+    monkeypatch.setitem(sys.modules, value, None)  # importing it is an ImportError
+    with pytest.raises(BackendImportError):
+        registry.load_backend("FAKE")
+    monkeypatch.setitem(sys.modules, value, module)
+    assert registry.load_backend("FAKE")
+
+
+def test_a_package_without_metadata_harms_no_other(plugins: Plugins, core: None) -> None:
+    plugins.announce("FAKE", "gone", distribution=None, version=None)
+    plugins.add("FAKE", __ktk_backend__=table())
+    plugins.add("OTHER", __ktk_backend__=table())
+    assert registry.load_backend("OTHER")
+    found = {info.distribution for info in registry.providers() if info.name == "FAKE"}
+    assert found == {"acme", "(unknown)"}
 
 
 def test_a_broken_plugin_harms_no_other(plugins: Plugins, core: None) -> None:
