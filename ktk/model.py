@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ktk._core import WorkerPool
 from ktk.config import MoEConfig
@@ -120,10 +120,22 @@ class Model(Mapping[int, MoE]):
         }
         if isinstance(backend, str):
             load_backend(backend)  # a name that is none is said before anything is read
+        elif backend is not None and not hasattr(backend, "core"):
+            raise TypeError(
+                f"backend must be a name or a Backend of ktk.load_backend, got {backend!r}"
+            )
         with open_checkpoint(path, module=module, activation=activation, top_k=top_k) as checkpoint:
             numbers = layers_of(checkpoint, path) if layers is None else map(operator.index, layers)
-            plans = []
-            for number in dict.fromkeys(numbers):
+            wanted, plans = list(dict.fromkeys(numbers)), []
+            of_layers = {
+                "experts": experts,
+                "physical_to_logical_map": physical_to_logical_map,
+                "config": config,
+            }
+            known = checkpoint.layers()
+            for name, value in of_layers.items():
+                _check_layers(name, value, known)
+            for number in wanted:
                 with naming_layer(number):
                     plans.append(
                         plan_layer(
@@ -212,6 +224,16 @@ def layers_of(checkpoint: CheckpointReader, path: str | Path) -> list[int]:
         raise CheckpointError(f"{path} has no experts that ktk knows by name")
     last = checkpoint.layer(numbers[0]).config.num_layers
     return [number for number in numbers if last is None or number < last] or numbers
+
+
+def _check_layers(name: str, value: Any, layers: Collection[int]) -> None:
+    """Refuse a mapping with an entry for what is no layer, such as the text of its number."""
+    wrong = [key for key in value if key not in layers] if isinstance(value, Mapping) else ()
+    if wrong:
+        raise ValueError(
+            f"{name} has an entry for {wrong[0]!r}, and the checkpoint no such layer: layers are "
+            f"numbers, as {next(iter(layers), 0)}"
+        )
 
 
 def _of_layer(value: Mapping[int, T] | T | None, number: int) -> T | None:

@@ -125,6 +125,20 @@ def test_experts_and_maps_may_differ_by_layer(folder: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("wrong", ["1", 77])
+def test_an_entry_for_what_is_no_layer_is_refused(folder: Path, wrong: Any) -> None:
+    for name, value in (("experts", [0]), ("physical_to_logical_map", [3, 2, 1, 0])):
+        options: dict[str, Any] = {name: {1: value, wrong: value}}
+        with pytest.raises(ValueError, match=f"{name} has an entry for {wrong!r}, and the"):
+            ktk.Model.from_checkpoint(folder, **options)
+
+
+def test_a_backend_is_a_name_or_a_backend(folder: Path) -> None:
+    backend: Any = ["BF16"]
+    with pytest.raises(TypeError, match=r"a name or a Backend .*, got \['BF16'\]"):
+        ktk.Model.from_checkpoint(folder, backend)
+
+
 def test_damage_anywhere_is_named_before_anything_is_packed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
