@@ -134,9 +134,10 @@ class ExpertParallel:
         from ktk.checkpoint.open import open_checkpoint
 
         if placement is None:
-            with open_checkpoint(path) as checkpoint:
-                count = checkpoint.layer(layer).config.num_experts
-            placement = Placement.contiguous(count, dist.get_world_size(group))
+            read = {name: options.get(name) for name in ("module", "activation", "top_k")}
+            with open_checkpoint(path, **read) as checkpoint:
+                config = options.get("config") or checkpoint.layer(layer).config
+            placement = Placement.contiguous(config.num_experts, dist.get_world_size(group))
         experts = placement.experts[dist.get_rank(group)]
         moe = MoE.from_checkpoint(path, layer, backend, experts=experts, **options)
         return cls(moe, group, placement=placement, shared=shared, chunk=chunk, timeout=timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -132,6 +133,13 @@ def files(rank: int, size: int, say: Any, folder: str) -> tuple[int, int]:
     whole = ktk.MoE.from_checkpoint(folder, 0, "AMXINT8")
     expected = in_order_of_ranks(whole, divided.placement, rank, (hidden, ids, weights))
     assert torch.equal(result, expected)
+    # A slot more than the checkpoint has experts, for a second copy of one.
+    more = dataclasses.replace(whole.config, num_experts=EXPERTS + 1)
+    slots = [*range(EXPERTS), 0]
+    copied = ExpertParallel.from_checkpoint(
+        folder, 0, "AMXINT8", config=more, physical_to_logical_map=slots, timeout=100
+    )
+    assert copied.moe.loaded == Placement.contiguous(EXPERTS + 1, size).experts[rank]
     return read, os.path.getsize(f"{folder}/model.safetensors")
 
 
