@@ -30,6 +30,9 @@ _NAMES = {
     "modelopt": "ModelOpt",
     "torchao": "torchao",
 }
+# What compressed-tensors calls integers that share words, and those in a byte each.
+_IN_WORDS = frozenset(["pack-quantized"])
+_IN_BYTES = frozenset(["int-quantized", "naive-quantized", "float-quantized"])
 # 4-bit floats of compressed-tensors, by what may be the columns of a group: MXFP4 and NVFP4.
 _SMALL_FLOATS = {
     frozenset([32]): ("weight_packed", "weight_scale"),
@@ -48,13 +51,15 @@ def roles_of(quantization: Mapping[str, Any] | None) -> tuple[str, ...] | None:
     Returns
     -------
     tuple of str or None
-        None: ktk reads no such matrices, or knows no such config.
+        None: ktk reads no such matrices, knows no such config, or would miss what vLLM drops.
     """
     if not quantization:
         return ("weight",)
     try:
         found = read_quantization({"quantization_config": quantization})
     except EntryError:
+        return None
+    if _sorting(quantization):
         return None
     if found.method == "fp8":
         blocks = quantization.get("weight_block_size")
@@ -66,10 +71,7 @@ def roles_of(quantization: Mapping[str, Any] | None) -> tuple[str, ...] | None:
         return ("weight", "weight_scale", "weight_scale_2") if algorithm == "NVFP4" else None
     if found.method in ("gptq", "awq") and found.bits != 4:
         return None
-    roles = _METHODS.get(found.method)
-    if found.method == "gptq" and quantization.get("desc_act"):
-        return (*_METHODS["gptq"], "g_idx")
-    return roles
+    return _METHODS.get(found.method)
 
 
 def refused(quantization: Mapping[str, Any], host: str) -> str:
@@ -88,9 +90,11 @@ def refused(quantization: Mapping[str, Any], host: str) -> str:
         return ""
     try:
         bits = read_quantization({"quantization_config": quantization}).bits
+        sorting = _sorting(quantization)
     except EntryError:
-        bits = None
+        bits, sorting = None, ""
     how = f"{name} in {bits} bits" if bits else name
+    how += f" with sorted columns ({sorting})" if sorting else ""
     return (
         f"weights stored by {how} in {host}: ktk serve MODEL --engine transformers reads them from "
         "the model's files"
@@ -100,19 +104,45 @@ def refused(quantization: Mapping[str, Any], host: str) -> str:
 def _compressed_tensors(
     quantization: Mapping[str, Any], bits: int | None, is_float: bool, symmetric: bool | None
 ) -> tuple[str, ...] | None:
-    groups = quantization["config_groups"].values() if "config_groups" in quantization else ()
-    weights = [group.get("weights") or {} for group in groups]
-    if bits == 8:
-        return ("weight", "weight_scale")
-    if bits != 4:
+    if bits not in (4, 8):
         return None
+    groups = _groups(quantization)
+    if is_float and bits == 4:
+        sizes: set[Any] = {_weights(group).get("group_size") for group in groups}
+        return _SMALL_FLOATS.get(frozenset(sizes))
     if is_float:
-        return _SMALL_FLOATS.get(frozenset(_groups(weights)))
+        return ("weight", "weight_scale")
     zero = ("weight_zero_point",) if symmetric is False else ()
-    sorts = any(one.get("actorder") in (True, "group") for one in weights)
-    order = ("weight_g_idx",) if sorts else ()
-    return ("weight_packed", "weight_scale", "weight_shape", *zero, *order)
+    usual = "pack-quantized" if bits == 4 else "int-quantized"
+    formats = {group.get("format") or quantization.get("format") or usual for group in groups}
+    if formats <= _IN_WORDS:
+        return ("weight_packed", "weight_scale", "weight_shape", *zero)
+    if formats <= _IN_BYTES:
+        return ("weight", "weight_scale", *zero)
+    return None
 
 
-def _groups(weights: list[Mapping[str, Any]]) -> set[Any]:
-    return {one.get("group_size") for one in weights}
+def _sorting(quantization: Mapping[str, Any]) -> str:
+    """Return the option by which the columns of a group are no neighbours; empty if they are.
+
+    vLLM 0.32 refuses such models, and drops the tensors that say which group a column is of.
+    """
+    method = quantization.get("quant_method")
+    if method == "gptq":
+        # A group of all columns has the same ones in any order.
+        sorts = quantization.get("desc_act") and quantization.get("group_size") != -1
+        return "desc_act" if sorts else ""
+    if method == "compressed-tensors":
+        orders = [_weights(group).get("actorder") for group in _groups(quantization)]
+        # "weight" and "static" sort while a model is quantised, and put the columns back.
+        return "actorder" if any(one in (True, "group", "dynamic") for one in orders) else ""
+    return ""
+
+
+def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return what compressed-tensors says of each group of modules."""
+    return list(quantization.get("config_groups", {}).values()) or [{}]
+
+
+def _weights(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    return group.get("weights") or {}

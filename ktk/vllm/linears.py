@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,8 @@ from ktk.vllm.place import loads_dummies, number_of, pool_here
 from ktk.vllm.reload import announce, is_counting
 
 _FLOAT = "bf16"
+# The parts whose rows one tensor holds, by what vLLM calls them.
+_Parts = tuple[Hashable, ...]
 
 
 def stock_or_ktk(
@@ -84,7 +87,7 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         self._roles = roles
         self._name = name
         self._quantization = read_quantization({"quantization_config": quantization})
-        self._held: dict[Hashable, dict[str, torch.Tensor]] = {}
+        self._held: dict[_Parts, dict[str, torch.Tensor]] = {}
         self._packed: OpLinear | None = None
 
     def create_weights(
@@ -120,8 +123,8 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
                 / 64
             )
             self._load([Matrix(Format(_FLOAT), random)])
-        if self._packed is None:
-            came = {str(part): sorted(tensors) for part, tensors in self._held.items()}
+        if self._packed is None or self._held:
+            came = {_listed(parts): sorted(tensors) for parts, tensors in self._held.items()}
             raise CheckpointError(
                 f"{self._name} is not whole: it has {len(self._rows)} parts of "
                 f"{', '.join(self._roles)} each, and these came: {came or 'none'}"
@@ -133,27 +136,33 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         return result if bias is None else result + bias
 
     def _loader(self, layer: Any, role: str) -> Callable[..., None]:
-        def take(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: Hashable = None) -> None:
-            """Take a tensor of one part, or of all in one; vLLM calls this for all it reads."""
-            parts = len(self._rows) if loaded_shard_id is None else 1
-            if role not in IGNORED and not is_counting(param, parts):
-                self._take(layer, role, loaded_weight, loaded_shard_id)
+        def take(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
+            """Take a tensor of a part, of several or of all; vLLM calls this for all it reads."""
+            if role in IGNORED:
+                return
+            parts = self._named(layer, loaded_shard_id)
+            if not is_counting(param, len(parts)):
+                self._take(layer, role, loaded_weight, parts)
 
         return take
 
-    def _take(
-        self, layer: Any, role: str, loaded_weight: torch.Tensor, loaded_shard_id: Hashable
-    ) -> None:
+    def _named(self, layer: Any, shard: Any) -> _Parts:
+        """Return the parts that a tensor holds: those of a tuple, or one; None: all."""
+        known = self._parts(layer)
+        if shard is None:
+            return tuple(known)
+        parts = shard if isinstance(shard, tuple) else (shard,)
+        if unknown := [part for part in parts if part not in known]:
+            raise CheckpointError(f"{self._name} has no part {unknown[0]!r}")
+        return parts
+
+    def _take(self, layer: Any, role: str, loaded_weight: torch.Tensor, parts: _Parts) -> None:
         if self._packed is not None:
             loaded_weight = loaded_weight.clone()  # its memory is the caller's
-        held = self._held.setdefault(loaded_shard_id, {})
-        held[role] = loaded_weight.detach()
-        parts = self._parts(layer)
-        if loaded_shard_id is not None and loaded_shard_id not in parts:
-            raise CheckpointError(f"{self._name} has no part {loaded_shard_id!r}")
-        expected = [None] if None in self._held else list(parts)
-        if all(set(self._held.get(part, ())) == set(self._roles) for part in expected):
-            self._pack(layer)
+        self._held.setdefault(parts, {})[role] = loaded_weight.detach()
+        whole = [one for one, tensors in self._held.items() if set(tensors) == set(self._roles)]
+        if {part for one in whole for part in one} == set(self._parts(layer)):
+            self._pack(layer, whole)
 
     def _parts(self, layer: Any) -> dict[Hashable, tuple[int, int]]:
         """Return the parts: the rows of each in the checkpoint, and the first that is ours."""
@@ -178,17 +187,17 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
             ranks, rank = 1, 0  # not divided
         return {i: (n, n // ranks * rank) for i, n in enumerate(whole)}
 
-    def _pack(self, layer: Any) -> None:
-        parts, matrices = self._parts(layer), []
+    def _pack(self, layer: Any, whole: list[_Parts]) -> None:
+        parts = self._parts(layer)
         held, self._held = self._held, {}
-        if None in held:
-            whole = self._read(held[None], sum(n for n, _ in parts.values()), "")
-            at = 0
-            for n, _ in parts.values():
-                matrices.append(_rows_of(whole, at, at + n))
-                at += n
-        else:
-            matrices = [self._read(held[part], n, f" {part}") for part, (n, _) in parts.items()]
+        read: dict[Hashable, Matrix] = {}
+        for one in whole:
+            rows = [parts[part][0] for part in one]
+            which = f" {_listed(one)}" if len(one) < len(parts) else ""
+            matrix = self._read(held[one], sum(rows), which)
+            for part, n, behind in zip(one, rows, itertools.accumulate(rows), strict=True):
+                read[part] = _rows_of(matrix, behind - n, behind)
+        matrices = [read[part] for part in parts]
         mine = [
             _rows_of(matrix, first, first + rows)
             for matrix, rows, (_, first) in zip(matrices, self._rows, parts.values(), strict=True)
@@ -217,6 +226,10 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
             return read_tensors(cpu, n, self._columns[0], self._quantization)
         except StorageError as error:
             raise CheckpointError(f"{self._name}{part} {error}") from None
+
+
+def _listed(parts: _Parts) -> str:
+    return ", ".join(map(str, parts))
 
 
 def _rows_of(matrix: Matrix, first: int, behind: int) -> Matrix:

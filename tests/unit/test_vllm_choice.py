@@ -9,12 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from schemes import AWQ_CONFIG, FP8_CONFIG, GPTQ_CONFIG, SCHEMES, ct, sources
 
 import ktk.vllm
+from ktk.checkpoint.quantization import read_quantization
+from ktk.checkpoint.safetensors.tensors import read_tensors
 from ktk.hosts import stored
 from ktk.hosts.choice import Mode
 from ktk.hosts.pool import bound_cpus, share
+from ktk.quantize import dequantize
 from ktk.vllm import choice
 from ktk.vllm.activation import activation_of
 
@@ -99,10 +103,57 @@ def test_other_configs() -> None:
     assert stored.roles_of(asymmetric) == (*ROLES["int4"], "weight_zero_point")
     mxfp4 = ct(num_bits=4, type="float", group_size=32)
     assert stored.roles_of(mxfp4) == ("weight_packed", "weight_scale")
-    sorted_columns = {**GPTQ_CONFIG, "desc_act": True}
-    assert stored.roles_of(sorted_columns) == ("qweight", "scales", "qzeros", "g_idx")
-    sorted_columns = ct(num_bits=4, type="int", group_size=32, actorder="group")
-    assert stored.roles_of(sorted_columns) == (*ROLES["int4"], "weight_g_idx")
+    # What sorts columns and puts them back, and what sorts those of one group, leaves no order.
+    for order in (None, False, "weight", "static"):
+        assert stored.roles_of(ct(num_bits=4, type="int", actorder=order)) == ROLES["int4"]
+    all_columns = {**GPTQ_CONFIG, "desc_act": True, "group_size": -1}
+    assert stored.roles_of(all_columns) == ("qweight", "scales", "qzeros")
+
+
+N, K, G = 48, 64, 32
+CODES = torch.arange(N * K, dtype=torch.int64).reshape(N, K) * 7 % 256
+ZEROS = torch.arange(N * 2, dtype=torch.int64).reshape(N, 2) % 9 + 124
+SCALE = torch.full((N, 2), 0.25)
+SIZE = torch.tensor([N, K])
+
+
+def words(codes: torch.Tensor) -> torch.Tensor:
+    """Pack four codes of 8 bits along the rows of [n, k] to an int32."""
+    return codes.to(torch.uint8).contiguous().view(torch.int32)
+
+
+IN_WORDS = {"weight_packed": words(CODES), "weight_scale": SCALE, "weight_shape": SIZE}
+IN_BYTES = {"weight": (CODES - 128).to(torch.int8), "weight_scale": SCALE}
+
+
+@pytest.mark.parametrize(
+    ("form", "symmetric", "tensors"),
+    [
+        ("pack-quantized", True, IN_WORDS),
+        ("pack-quantized", False, IN_WORDS | {"weight_zero_point": words(ZEROS.T).T.contiguous()}),
+        ("int-quantized", True, IN_BYTES),
+        ("int-quantized", False, IN_BYTES | {"weight_zero_point": (ZEROS - 128).to(torch.int8)}),
+    ],
+)
+@pytest.mark.parametrize("of_group", [True, False])
+def test_compressed_integers_of_8_bits_have_the_tensors_of_their_format(
+    form: str, symmetric: bool, tensors: dict[str, torch.Tensor], of_group: bool
+) -> None:
+    config = ct(num_bits=8, type="int", strategy="group", group_size=G, symmetric=symmetric)
+    place = config["config_groups"]["group_0"] if of_group else config
+    place["format"] = form
+    roles = stored.roles_of(config)
+    assert roles == tuple(tensors)
+    matrix = read_tensors(tensors, N, K, read_quantization({"quantization_config": config}))
+    least = 128 if symmetric else ZEROS.repeat_interleave(G, 1)
+    values = dequantize(matrix, torch.float64)
+    assert torch.equal(values, (CODES - least) * SCALE.double().repeat_interleave(G, 1))
+
+
+def test_integers_of_4_bits_may_lie_in_bytes() -> None:
+    config = ct(num_bits=4, type="int", strategy="channel", symmetric=True)
+    assert stored.roles_of(config | {"format": "int-quantized"}) == ("weight", "weight_scale")
+    assert stored.roles_of(config | {"format": "marlin-24"}) is None
 
 
 @pytest.mark.parametrize(
@@ -112,6 +163,14 @@ def test_other_configs() -> None:
         ({"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}}, "HQQ"),
         ({**GPTQ_CONFIG, "bits": 8}, "GPTQ in 8 bits"),
         (ct(num_bits=3, type="int"), "compressed-tensors in 3 bits"),
+        ({**GPTQ_CONFIG, "desc_act": True}, "GPTQ in 4 bits with sorted columns (desc_act)"),
+        *(
+            (
+                ct(num_bits=bits, type="int", group_size=32, actorder=order),
+                f"compressed-tensors in {bits} bits with sorted columns (actorder)",
+            )
+            for bits, order in ((4, "group"), (4, "dynamic"), (8, True))
+        ),
     ],
 )
 def test_what_ktk_reads_elsewhere_is_said_where_vllm_has_no_kernels(
@@ -144,6 +203,14 @@ def test_what_ktk_reads_elsewhere_is_said_where_vllm_has_no_kernels(
         ct(num_bits=4, type="float", group_size=8),
         {"quant_method": "modelopt", "quant_algo": "FP8"},
         ct(num_bits=3, type="int"),
+        # One matrix may have other tensors than the next.
+        {
+            **ct(num_bits=8, type="int"),
+            "config_groups": {
+                form: {"format": form, "weights": {"num_bits": 8, "type": "int"}}
+                for form in ("pack-quantized", "int-quantized")
+            },
+        },
     ],
 )
 def test_what_ktk_does_not_read(config: dict[str, Any]) -> None:
@@ -165,7 +232,8 @@ def test_activations() -> None:
     limited = activation_of(moe("swigluoai_uninterleave", swiglu_limit=5.0, swiglu_beta=1.0))
     assert limited is not None
     assert limited["activation_limit"] == 5.0
-    assert activation_of(moe("gelu")) == {"activation": "gelu", "activation_limit": None}
+    for same in ("gelu", "gelu_tanh", "relu2"):
+        assert activation_of(moe(same)) == {"activation": same, "activation_limit": None}
     names = ("situ", "swiglustep", "relu2_no_mul")
     for other in (*map(moe, names), moe("swigluoai", swiglu_beta=0.0)):
         assert activation_of(other) is None
