@@ -5,6 +5,9 @@ and links between files are the same in both places.
 """
 
 from importlib.metadata import version as installed
+from typing import Any
+
+from sphinx.addnodes import pending_xref
 
 project = "ktk"
 author = "The ktk authors"
@@ -34,3 +37,14 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = f"ktk {release}"
+
+
+def unlink_words(app: Any, page: Any) -> None:
+    """Let words of types be words: "path" is no link to an attribute `path`, of whatever class."""
+    for link in list(page.findall(pending_xref)):
+        if link["reftype"] == "class" and link["reftarget"].islower():
+            link.replace_self(link.children)
+
+
+def setup(app: Any) -> None:
+    app.connect("doctree-read", unlink_words)

@@ -67,18 +67,38 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
+def count(text: str) -> int:
+    """Read a number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder or a name of the hub; a tiny one without it")
     parser.add_argument("--data", type=Path, help="a text file, an example on each line")
     parser.add_argument("--backend", default="BF16", help="what experts are packed for")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--length", type=int, default=64, help="most tokens of an example")
+    parser.add_argument("--rank", type=count, default=8)
+    parser.add_argument("--steps", type=count, default=20)
+    parser.add_argument("--length", type=count, default=64, help="most tokens of an example")
     parser.add_argument("--output", type=Path, default=Path("adapter"))
     options = parser.parse_args()
     if options.model and not options.data:
         parser.error("--model needs --data: a text file")
+    if options.data and not options.model:
+        parser.error("--data needs --model: the tiny model has no tokenizer")
+    if options.length < 2:
+        parser.error("--length of 1 leaves no token to predict")
+
+    if options.data:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        data = lines(options.data, tokenizer, options.length)
+    else:
+        data = pattern(128, options.length)
+    if not data:
+        parser.error(f"{options.data} has no line of two tokens or more")
 
     model = transformers.AutoModelForCausalLM.from_pretrained(
         options.model or tiny_model(options.output / "model"),
@@ -86,12 +106,6 @@ def main() -> None:
         quantization_config=ktk.transformers.KtkConfig(options.backend),
         dtype=torch.bfloat16,
     )
-    if options.data:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
-        data = lines(options.data, tokenizer, options.length)
-    else:
-        data = pattern(128, options.length)
-
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     try:

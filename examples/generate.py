@@ -3,7 +3,8 @@
     python examples/generate.py                                    # a small random model, made here
     python examples/generate.py --model allenai/OLMoE-1B-7B-0125-Instruct --backend AMXINT8
 
-The small model has no tokenizer: it goes on with numbers.
+A model without a chat template goes on with the prompt. The small model has no tokenizer: it goes
+on with numbers.
 """
 
 from __future__ import annotations
@@ -38,23 +39,33 @@ def tiny_model(folder: Path) -> Path:
     return folder
 
 
+def count(text: str) -> int:
+    """Read a number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder, a GGUF file or a name of the hub")
     parser.add_argument("--backend", help="what experts are packed for; default: as they are")
     parser.add_argument("--prompt", default="Why is the sky blue?")
-    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--max-tokens", type=count, default=32)
     options = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or tiny_model(Path(folder))
         model = ktk.transformers.load(path, backend=options.backend)
     tokenizer = ktk.transformers.load_tokenizer(path) if options.model else None
-    if tokenizer:
+    if tokenizer and tokenizer.chat_template:
         message = [{"role": "user", "content": options.prompt}]
         inputs = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
+    elif tokenizer:
+        inputs = tokenizer(options.prompt, return_tensors="pt", return_token_type_ids=False)
     else:
         inputs = {"input_ids": torch.arange(8)[None], "attention_mask": torch.ones(1, 8).long()}
 

@@ -32,15 +32,25 @@ def exact(
     return result
 
 
+def count(text: str) -> int:
+    """Read a number from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="BF16", help="what weights are packed for")
-    parser.add_argument("--experts", type=int, default=16)
-    parser.add_argument("--top-k", type=int, default=4, help="experts of a token")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--intermediate", type=int, default=128)
-    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--experts", type=count, default=16)
+    parser.add_argument("--top-k", type=count, default=4, help="experts of a token")
+    parser.add_argument("--hidden", type=count, default=256)
+    parser.add_argument("--intermediate", type=count, default=128)
+    parser.add_argument("--tokens", type=count, default=8)
     options = parser.parse_args()
+    if options.top_k > options.experts:
+        parser.error("--top-k is more than --experts")
 
     torch.manual_seed(0)
     experts, hidden_size, inner = options.experts, options.hidden, options.intermediate

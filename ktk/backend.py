@@ -68,7 +68,7 @@ class Backend:
 
     @property
     def name(self) -> str:
-        """Name as registered: what :func:`ktk.load_backend` takes."""
+        """Name as registered, which :func:`ktk.load_backend` takes."""
         return self.info.name
 
     @property

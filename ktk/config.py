@@ -137,12 +137,12 @@ class MoEConfig:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The matrices of an expert: gate, if there is one, up and down."""
+        """The matrices of an expert, which are gate, if there is one, up and down."""
         return PARTS if self.gated else PARTS[1:]
 
     @property
     def num_ids(self) -> int:
-        """Ids that name an expert or a zero expert: 0 to one less than this."""
+        """Ids that name an expert or a zero expert, from 0 to one less than this."""
         return self.num_experts + self.zero_expert_num
 
     def _check_softcaps(self) -> None:

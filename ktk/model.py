@@ -171,7 +171,7 @@ class Model(Mapping[int, MoE]):
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """How often tokens chose each expert: int64 [layers, experts], rows as of `layers`.
+        """How often tokens chose each expert, int64 [layers, experts]; rows as of `layers`.
 
         See :attr:`ktk.MoE.counts`; :func:`ktk.placement.save_counts` writes them to a file.
 

@@ -369,7 +369,7 @@ class MoE(TrainableLayer, PredictedLayer):
 
     @property
     def counts(self) -> npt.NDArray[np.int64]:
-        """How often tokens chose each expert: int64 [num_experts], a copy.
+        """How often tokens chose each expert, int64 [num_experts]; a copy.
 
         In all calls (with adapters, by streams and graphs, and forward passes of training) since
         the layer was made or `reset_counts` was called. An expert counts once for each token and

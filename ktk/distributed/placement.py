@@ -86,7 +86,7 @@ class Placement:
 
     @cached_property
     def holders(self) -> np.ndarray:
-        """Which ranks hold an expert: uint8 [num_experts, ranks]."""
+        """Which ranks hold an expert, uint8 [num_experts, ranks]."""
         held = np.zeros((self.num_experts, self.ranks), dtype=np.uint8)
         for rank, one in enumerate(self.experts):
             held[list(one), rank] = 1

@@ -31,5 +31,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+    reference = (tmp_path / "site/docs/reference.html").read_text()
+    for name in ("MoE.__call__", "MoE.forward_train", "Linear.__call__", "sft.merge"):
+        assert f'id="ktk.{name}"' in reference
+    assert 'title="ktk.Lora.rank"' not in reference  # a word of types: array [experts, rank, ...]
     home = (tmp_path / "site/docs/index.html").read_text()
     assert "Run your first model" in home or "tutorials" in home
