@@ -280,7 +280,7 @@ def test_softcaps_belong_to_one_activation() -> None:
     with pytest.raises(ValueError, match="gate_softcap must be a positive number or None, got 0"):
         ktk.MoEConfig(**config(), activation="situ", gate_softcap=0, up_softcap=1.0)
     for name, value in (("gate_softcap", 1e39), ("up_softcap", 1e-46)):
-        caps = {"gate_softcap": 1.0, "up_softcap": 1.0} | {name: value}
+        caps: dict[str, Any] = {"gate_softcap": 1.0, "up_softcap": 1.0} | {name: value}
         with pytest.raises(ValueError, match=f"{name} must be .*, which is (inf|0.0) in f32"):
             ktk.MoEConfig(**config(), activation="situ", **caps)
 
