@@ -40,10 +40,10 @@ PRODUCT = re.compile(
     r"v?(tdp\w+|pdpbusd|pdpwssd|dpbf16ps|fn?m(add|sub)\d+[ps]s|pmaddwd|pmaddubsw)$"
     r"|(smmla|sdot|sm(ul|la)l2?|bfmmla|bfdot|fml[as])$"
 )
-STACK = re.compile(
-    r"%[xyz]mm\d+.*\(%rsp\)|\(%rsp\).*%[xyz]mm\d+"
-    r"|[qv]\d+.*\[(sp|x29)\b"
-)
+ON_STACK = r"%[xyz]mm\d+.*{0}|{0}.*%[xyz]mm\d+|[qv]\d+.*\[(sp|x29)\b"
+STACK = re.compile(ON_STACK.format(r"\(%rsp\)"))
+# Where %rbp is the frame pointer, what lies below it is the stack; else it may point to weights.
+STACK_OF_FRAME = re.compile(ON_STACK.format(r"(\(%rsp\)|-0x[0-9a-f]+\(%rbp\))"))
 UPPER = re.compile(r"%[yz]mm(\d|1[0-5])\b")
 JUMP = re.compile(r"j|b$|b\.|cbn?z$|tbn?z$")
 LEAST_PRODUCTS = 2  # fewer in a loop: a tail, not a hot loop
@@ -118,6 +118,13 @@ def innermost_loops(code: list[Instruction]) -> list[list[Instruction]]:
     return [[i for i in code if first <= i.address <= last] for first, last in inner]
 
 
+def stack_moves(function: list[Instruction], piece: list[Instruction]) -> list[Instruction]:
+    """Return the instructions of a piece of a function that move vectors to or from the stack."""
+    keeps_frame = any(i.name == "mov" and i.operands == "%rsp,%rbp" for i in function)
+    stack = STACK_OF_FRAME if keeps_frame else STACK
+    return [i for i in piece if stack.search(i.operands)]
+
+
 def spill_offences(archive: Path, objdump: str) -> tuple[int, list[str]]:
     """Count the hot loops, and name those that move vectors to or from the stack."""
     loops, found = 0, []
@@ -127,7 +134,7 @@ def spill_offences(archive: Path, objdump: str) -> tuple[int, list[str]]:
             if products < LEAST_PRODUCTS:
                 continue
             loops += 1
-            moves = sum(bool(STACK.search(i.operands)) for i in body)
+            moves = len(stack_moves(code, body))
             if moves * PRODUCTS_PER_MOVE > products:
                 found.append(
                     f"{archive.name}: {name} at {body[0].address:#x}: "
@@ -156,7 +163,7 @@ def tile_spill_offences(archive: Path, objdump: str) -> list[str]:
         for piece in straight_pieces(code):
             products = [at for at, i in enumerate(piece) if i.name.startswith("tdp")]
             between = piece[products[0] : products[-1]] if products else []
-            moves = [i for i in between if STACK.search(i.operands)]
+            moves = stack_moves(code, between)
             if moves:
                 found.append(
                     f"{archive.name}: {name} at {moves[0].address:#x}: {len(moves)} stack moves "

@@ -24,6 +24,7 @@ IGNORED = {
     "threadpool_count": "files fit any number of NUMA nodes",
     "gpu": "conversion takes place on the CPU",
     "no_merge_safetensor": "there is one file per layer in any case",
+    "save_backward_weights": "backward passes decode the weights of the forward pass",
     "profile": "ktk convert says how long it took",
 }
 
@@ -42,11 +43,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--resume-layer", type=int, help="any number: finished layers are recognised by themselves"
     )
-    parser.add_argument("--save-backward-weights", action="store_true", help="not supported")
+    parser.add_argument("--resume", action="store_true", help="the same, as ktk convert calls it")
+    parser.add_argument("--save-backward-weights", action="store_true", help="no meaning here")
     parser.add_argument("--profile", action="store_true", help="no meaning here")
     options = parser.parse_args(arguments)
-    if options.save_backward_weights:
-        parser.error("--save-backward-weights: ktk computes forward passes only")
     threads = options.cpuinfer_threads
     if threads is not None and threads < 1:
         parser.error(f"--cpuinfer-threads: expected at least 1, got {threads}")
@@ -76,8 +76,10 @@ def notes(options: argparse.Namespace) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script."""
     options = parse(arguments)
+    import typer
+
     from ktk.cli.convert import run_convert
-    from ktk.errors import BackendError, CheckpointError
+    from ktk.errors import BackendError, CheckpointError, SettingError
 
     try:
         for note in notes(options):
@@ -86,10 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.input_path,
             options.output,
             backend=BACKENDS[options.quant_method],
-            resume=options.resume_layer is not None,
+            resume=options.resume or options.resume_layer is not None,
             threads=options.cpuinfer_threads,
         )
-    except (BackendError, CheckpointError) as error:
+    except typer.Exit as stop:  # interrupted, and said so
+        sys.exit(stop.exit_code)
+    except (BackendError, CheckpointError, SettingError) as error:
         sys.exit(f"convert_cpu_weights: {error}")
 
 

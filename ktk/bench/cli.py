@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from ktk.bench.records import Result, Subject
 
 _TOKENS, _PROMPTS = "1,8,128,512,2048", "512"
+# Of seconds and of gigabytes: none means more, and nan and infinity are not below it.
+_MOST = 1e9
+
+
+def _sane(value: float | None) -> float | None:
+    """Refuse what Python takes for a number, and nobody can measure with."""
+    if value is not None and not value < _MOST:
+        raise typer.BadParameter(f"wants a number below {_MOST:g}, got {value}")
+    return value
 
 
 def bench(
@@ -95,29 +104,35 @@ def bench(
         int, typer.Option(metavar="N", min=1, help="Turns of everything, alternating.")
     ] = 3,
     seconds: Annotated[
-        float, typer.Option(metavar="S", min=0.001, help="Length of one turn.")
-    ] = 0.5,
+        float | None,
+        typer.Option(
+            metavar="S", min=0.001, callback=_sane, help="Length of one turn; default: 0.5."
+        ),
+    ] = None,
     rotate: Annotated[
         float | None,
         typer.Option(
             metavar="GB",
             min=0.0,
+            callback=_sane,
             help="GB of weights to rotate; default: 4 x the last-level cache, 1 or more.",
         ),
     ] = None,
     noise: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="SHARE",
             min=0.0,
             max=1.0,
+            callback=_sane,
             help="Share of the CPUs that others may use before a turn is repeated, and no fraction "
-            "of a limit is printed; 1: never.",
+            "of a limit is printed; 1: never; default: 0.05.",
         ),
-    ] = 0.05,
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines, no table.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the roofline into this PNG file.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the roofline into this file, such as a PNG."),
     ] = None,
     accuracy: Annotated[
         bool, typer.Option("--accuracy", help="Also compare the outputs with float64.")
@@ -170,35 +185,42 @@ def bench(
         "--accuracy": accuracy,
     }
     others: dict[str, Any] = {"linears": linears, "head": head, "device": device}
+    # A whole model has turns of its own, of so many tokens each.
+    timing = {"--rotate": rotate, "--seconds": seconds, "--noise": noise, "--plot": plot}
     if whole:
-        options |= {"--layer": layer, "--variant": variant, "--plot": plot, "--rotate": rotate}
+        options |= {"--layer": layer, "--variant": variant}
+        if given := [name for name, value in timing.items() if value is not None]:
+            raise typer.BadParameter("not with --whole; leave it out", param_hint=", ".join(given))
     elif given := [name for name, value in others.items() if value is not None]:
         raise typer.BadParameter("needs --whole", param_hint=f"--{given[0]}")
     _refuse_together(checkpoint, layer, options, whole=whole)
     if whole:
         from ktk._core import WorkerPool
+        from ktk.bench.machine import check_threads
 
         # As many as layers get, which a quota may hold down; the setting does not count.
         others["threads"] = WorkerPool().size if wanted == 0 else wanted
+        check_threads(others["threads"] or 0)
         _bench_whole(str(checkpoint), backend, others, counts, rounds, as_json=json)
         return
     shapes = [] if checkpoint else [_shape(name, experts) for name in shape or [next(iter(SHAPES))]]
     if plot:
-        from ktk.bench.plot import require_matplotlib
+        from ktk.bench.plot import check_plot
 
-        require_matplotlib()
-        if not plot.parent.is_dir():
-            raise typer.BadParameter(f"there is no folder {plot.parent}", param_hint="--plot")
+        try:
+            check_plot(plot)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--plot") from None
     from ktk.bench.records import Settings
     from ktk.bench.runner import run
     from ktk.terminal import doing
 
+    length_and_noise = {"seconds": seconds, "noise": noise}
     settings = Settings(
         threads=wanted or 0,
         rounds=rounds,
-        seconds=seconds,
         rotated_bytes=None if rotate is None else int(rotate * 1e9),
-        noise=noise,
+        **{name: value for name, value in length_and_noise.items() if value is not None},
     )
     model = None
     if checkpoint:

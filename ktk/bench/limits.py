@@ -22,11 +22,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ktk import _core, _probe
 from ktk.bench.machine import undisturbed
 from ktk.system import available_memory, last_level_cache_bytes
+
+if TYPE_CHECKING:
+    from ktk.backend import Backend
 
 
 class _Element(Protocol):
@@ -97,9 +100,10 @@ def roofline(limits: Limits, *, nbytes: float, flops: float, units: Iterable[str
     nbytes : float
         Packed bytes of the distinct experts that are hit.
     flops : float
-        Operations: 6 * tokens * top-k * hidden * intermediate for a gated MoE.
+        Operations: 6 * tokens * top-k * hidden * intermediate for a gated MoE, 4 * ... for one
+        without a gate.
     units : iterable of str
-        From `variant_units`.
+        From `units_of`.
     """
     peak = limits.peak(units)
     return Roofline(
@@ -144,6 +148,25 @@ def variant_units(
         for unit, most_act_bits, most_bits, needs in reversed(_probe.all_units())
         if multiplies(most_act_bits, most_bits) and set(needs) <= set(usable)
     )
+
+
+def units_of(
+    backend: Backend, name: str, stored: _core.Format, rows: int, columns: int
+) -> tuple[str, ...]:
+    """Return the units that can multiply certain weights, best first.
+
+    Parameters
+    ----------
+    backend, name
+        What computes, and the name of its variant.
+    stored
+        What the weights are stored as.
+    rows, columns
+        Of their matrix, of experts gate or up.
+    """
+    [variant] = (one for one in backend.variants if one.name == name)
+    act = variant.act_of(stored, rows, columns)
+    return variant_units(variant, act, weights=stored, library=backend.library is not None)
 
 
 def _code_bits(element: _Element | None, *, other: int) -> int:

@@ -28,8 +28,8 @@ def check_threads(threads: int) -> None:
     if threads > usable:
         whose = "the cgroup's quota pays for" if usable < cpus else "this process may use"
         raise ValueError(
-            f"{threads} threads are more than the {usable} CPUs that {whose}; give --threads "
-            f"{usable} or fewer"
+            f"{threads} threads are more than the {usable} CPUs that {whose}; set {usable} or "
+            "fewer (--threads, KTK_THREADS, ktk config threads)"
         )
 
 

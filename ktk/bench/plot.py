@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from ktk.bench.records import Result
+from ktk.bench.report import names_of
 
 
 def require_matplotlib() -> None:
@@ -16,10 +18,42 @@ def require_matplotlib() -> None:
         raise ImportError("--plot needs matplotlib: pip install 'ktk[plot]'") from error
 
 
-def draw_roofline(results: Sequence[Result], path: Path) -> None:
-    """Write a PNG: rate over operations per byte of weights, under the roofs of the units.
+def check_plot(path: Path) -> None:
+    """Refuse a file that `draw_roofline` could not write, before anything is measured.
 
-    Results whose fraction means nothing are left out, and the title says how many.
+    Raises
+    ------
+    ImportError
+        There is no matplotlib.
+    ValueError
+        The suffix means no kind of picture, or the file cannot be written there.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder")
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise ValueError(f"{path.suffix} is no picture; known: {', '.join(sorted(known))}")
+    path = path if path.suffix else path.with_suffix(".png")  # as savefig does
+    # Tried, because root may write anywhere, but not in a file system that is read-only.
+    is_new = not os.path.lexists(path)
+    try:
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def draw_roofline(results: Sequence[Result], path: Path) -> None:
+    """Write a picture: rate over operations per byte of weights, under the roofs of the units.
+
+    Each line is of one backend, variant, format and shape. Results whose fraction means nothing are
+    left out, and the title says how many.
     """
     require_matplotlib()
     sound = [result for result in results if result.fraction is not None]
@@ -32,9 +66,10 @@ def draw_roofline(results: Sequence[Result], path: Path) -> None:
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    series: dict[tuple[str, str], list[Result]] = {}
-    for result in sound:
-        series.setdefault((result.backend, result.variant), []).append(result)
+    names, shapes = names_of(results), list(dict.fromkeys(r.shape for r in results))
+    series: dict[tuple[str, str, str, str], list[Result]] = {}
+    for r in sound:
+        series.setdefault((r.backend, r.variant, r.format, r.shape), []).append(r)
     intensities = [_intensity(result) for result in results]
     read = max(result.read_gb_per_s for result in results)
     roofs: dict[str, float] = {}
@@ -66,13 +101,15 @@ def draw_roofline(results: Sequence[Result], path: Path) -> None:
         fontsize=8,
         color="0.3",
     )
-    for (backend, variant), points in series.items():
+    for points in series.values():
         points.sort(key=_intensity)
+        first = points[0]
+        shape = f", {first.shape}" if len(shapes) > 1 else ""
         line = axes.plot(
             [_intensity(p) for p in points],
             [_height(p) for p in points],
             marker="o",
-            label=f"{backend} {variant}",
+            label=f"{names[first]} {first.variant}{shape}",
         )[0]
         for p in points:
             axes.annotate(
@@ -86,7 +123,7 @@ def draw_roofline(results: Sequence[Result], path: Path) -> None:
             )
     axes.set_xlabel("operations per byte of packed weights read")
     axes.set_ylabel("GFLOP/s")
-    title = f"{results[0].shape}, {results[0].threads} threads (numbers: tokens)"
+    title = f"{', '.join(shapes)}, {results[0].threads} threads (numbers: tokens)"
     if left_out:
         title += f"\nleft out, because the machine was not steady or not read: {left_out}"
     axes.set_title(title)

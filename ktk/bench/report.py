@@ -23,7 +23,7 @@ def results_table(results: Sequence[Result], *, width: int = 80) -> RenderableTy
     In a terminal of less than 80 columns it has the times and what they reach, and no rates.
     """
     first = results[0]
-    names = _names(results)
+    names = names_of(results)
     title = f"{first.shape}, {first.threads} threads"
     if first.model_layers:
         title += f"; ms: one layer; tokens/s: experts only, of all layers ({first.model_layers})"
@@ -50,7 +50,7 @@ def results_table(results: Sequence[Result], *, width: int = 80) -> RenderableTy
             f"{unit} {_range([r.peak_gflop_per_s for r in results if r.peak_unit == unit])} GFLOP/s"
             for unit in dict.fromkeys(r.peak_unit for r in results if r.peak_unit)
         )
-        + f"; {first.layers} or more layers rotated.",
+        + f"; {min(r.layers for r in results)} or more layers rotated.",
     ]
     if first.model_layers:
         notes.append(
@@ -60,7 +60,7 @@ def results_table(results: Sequence[Result], *, width: int = 80) -> RenderableTy
     doubts: dict[str, list[str]] = {}
     for r in results:
         if r.doubt:
-            doubts.setdefault(r.doubt, []).append(f"{r.backend} {r.variant} T={r.tokens}")
+            doubts.setdefault(r.doubt, []).append(f"{names[r]} {r.variant} T={r.tokens}")
     for why, whose in doubts.items():
         notes.append(f"[yellow]reached -: {why}[/] ({', '.join(whose)})")
     return Group(f"[italic]{escape(title)}[/]", table, *notes)
@@ -120,7 +120,7 @@ def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:
     return Group(*tables)
 
 
-def _names(results: Sequence[Result]) -> dict[Result, str]:
+def names_of(results: Sequence[Result]) -> dict[Result, str]:
     """Name the format beside a backend that comes in several, by what is not common to them."""
     formats: dict[str, set[str]] = {}
     for r in results:

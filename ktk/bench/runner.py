@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ktk
 from ktk import _probe
 from ktk.bench.inputs import Call, random_experts, routed_calls
-from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
+from ktk.bench.limits import LimitProbe, Limits, roofline, units_of
 from ktk.bench.machine import check_threads, undisturbed
 from ktk.bench.records import Result, Settings, Subject
 from ktk.bench.shapes import Shape
@@ -303,13 +303,11 @@ def _load_model(
 def _candidate(subject: Subject, backend: ktk.Backend, layers: list[ktk.MoE]) -> _Candidate:
     first = layers[0]
     assert first.format is not None, "its experts are loaded"
-    [variant] = (v for v in backend.variants if v.name == first.variant)
-    act = variant.act_of(first.format, first.config.intermediate_size, first.config.hidden_size)
-    library = backend.library is not None
-    units = variant_units(variant, act, weights=first.format, library=library)
+    sizes = first.config.intermediate_size, first.config.hidden_size
+    units = units_of(backend, first.variant, first.format, *sizes)
     stored = (first.format, first.up_format, first.down_format)
     name = "+".join(dict.fromkeys(label(fmt) for fmt in stored if fmt is not None))
-    return _Candidate(subject, variant.name, name, layers, units)
+    return _Candidate(subject, first.variant, name, layers, units)
 
 
 def load_subject(subject: Subject) -> tuple[ktk.Backend, Recipe]:

@@ -17,8 +17,8 @@ class Shape(MoEConfig):
 
     @property
     def weights_per_expert(self) -> int:
-        """Number of weights in gate, up and down of one expert."""
-        return 3 * self.hidden_size * self.intermediate_size
+        """Number of weights in the matrices of one expert: three, or two without a gate."""
+        return len(self.parts) * self.hidden_size * self.intermediate_size
 
     def flops(self, tokens: int) -> float:
         """Return the operations of the matrix products; a multiply and an add are two."""

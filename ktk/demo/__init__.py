@@ -42,14 +42,22 @@ def run_demo(
         Backends; None takes all that load.
     as_json
         Print JSON instead of a table.
+
+    Raises
+    ------
+    ValueError
+        The user has set more threads than there are CPUs.
     """
     from rich.console import Console
 
     import ktk
+    from ktk.bench.machine import check_threads
     from ktk.checkpoint import describe
     from ktk.demo.machine import Machine
     from ktk.demo.report import print_json, print_report
 
+    pool = ktk.default_pool()
+    check_threads(pool.size)
     console = Console(stderr=as_json)
     notes = Notes()
     backends = _backends(names, notes)
@@ -57,7 +65,6 @@ def run_demo(
         description = describe(folder)
         number = description.layers[0] if layer is None else layer
         console.print(f"{description}; layer {number}", highlight=False)
-        pool = ktk.default_pool()
         machine = Machine(pool)
         with doing("computing the layer in float64"):
             task = _task(folder, number)
@@ -152,7 +159,6 @@ def _measure_all(
     pool: Any,
     notes: Notes,
 ) -> list[Measured]:
-    from ktk.bench.limits import variant_units
     from ktk.demo.measure import measure
 
     rows = []
@@ -164,9 +170,9 @@ def _measure_all(
                 notes.add(f"{backend.name} {variant.name}", reason)
                 continue
             with doing(f"running {backend.name} {variant.name}"):
-                machine.look(variant_units(variant, library=backend.library is not None))
+                machine.look(())
                 try:
-                    rows.append(measure(task, backend, variant, pool))
+                    rows.append(measure(task, backend, variant.name, pool, machine))
                 except CheckpointFormatError as error:
                     # Formats are the backend's: none of its variants takes what is there.
                     notes.add(backend.name, str(error))

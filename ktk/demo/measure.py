@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktk.bench.limits import Limits, roofline, variant_units
+from ktk.bench.limits import Limits, roofline, units_of
 from ktk.checkpoint.open import open_checkpoint
 from ktk.demo.routing import Batch
 from ktk.loading.load import load_layers
@@ -18,6 +18,7 @@ from ktk.testing.formats import as_float64
 
 if TYPE_CHECKING:
     from ktk.backend import Backend
+    from ktk.demo.machine import Machine
     from ktk.moe import MoE
 
 # Long enough for a stable median, short enough that a dozen variants take a few seconds.
@@ -70,16 +71,19 @@ class Measured:
     decoded: str = ""
 
 
-def measure(task: Task, backend: Backend, variant: Any, pool: Any) -> Measured:
-    """Run the task with one variant of a backend."""
+def measure(task: Task, backend: Backend, variant: str, pool: Any, machine: Machine) -> Measured:
+    """Run the task with one variant of a backend, and look at the units that its weights take."""
     began = time.perf_counter()
-    moe, decoded = _load(task, backend, variant=variant.name, pool=pool)
+    moe, decoded = _load(task, backend, variant=variant, pool=pool)
     load_seconds = time.perf_counter() - began
     got = as_float64(moe(task.check.hidden, task.check.ids, task.check.weights))
-    units = variant_units(variant, library=backend.library is not None)
+    assert moe.format is not None, "its experts are loaded"
+    sizes = moe.config.intermediate_size, moe.config.hidden_size
+    units = units_of(backend, variant, moe.format, *sizes)
+    machine.look(units)
     return Measured(
         backend=backend.name,
-        variant=variant.name,
+        variant=variant,
         nbytes=moe.nbytes,
         load_seconds=load_seconds,
         error=relative_error(got, task.expected),
@@ -108,11 +112,12 @@ def _time(moe: MoE, calls: list[Batch], units: tuple[str, ...]) -> Timing:
         moe(batch.hidden, batch.ids, batch.weights)
         seconds.append(time.perf_counter() - began)
     config = moe.config
+    weights = len(config.parts) * config.hidden_size * config.intermediate_size
     hits = statistics.mean(batch.hits for batch in calls)
     return Timing(
         tokens=len(calls[0].ids),
         seconds=statistics.median(seconds),
         nbytes=moe.expert_nbytes * hits,
-        flops=6.0 * config.hidden_size * config.intermediate_size * calls[0].ids.numel(),
+        flops=2.0 * weights * calls[0].ids.numel(),
         units=units,
     )

@@ -10,9 +10,11 @@ from typing import Any
 
 import checkpoints as made
 import pytest
+import typer
 from checkpoints import BLOCKS
 
 import ktk
+import ktk.cli.convert
 from ktk.conversion import convert
 
 TOOLS = Path(__file__).parents[2] / "tools"
@@ -53,10 +55,11 @@ def test_flags_without_meaning_say_so(tmp_path: Path, capsys: pytest.CaptureFixt
     source = made.write(tmp_path / "source", BLOCKS, layers=(0, 1))
     arguments = ["-i", str(source), "-o", str(tmp_path / "packed"), "--quant-method", "int8"]
     flags = ["--threadpool-count", "2", "--gpu", "--no-merge-safetensor", "--profile"]
+    flags += ["--save-backward-weights"]
     main = script("convert_cpu_weights").main
     main([*arguments, "--cpuinfer-threads", "2", "--input-type", "bf16", *flags])
     said = capsys.readouterr().err
-    for flag in ("--threadpool-count", "--gpu", "--no-merge-safetensor", "--profile"):
+    for flag in [one for one in flags if one.startswith("--")]:
         assert f"{flag} has no effect" in said
     assert "are stored as e4m3 with f32 scales per 128 x 128" in said
     assert "--cpuinfer-threads" not in said
@@ -69,11 +72,41 @@ def test_flags_without_meaning_say_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "layers 0 are there already" in said
 
 
-def test_what_cannot_be_done_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_used_folder_is_gone_on_with_by_the_flag_that_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = made.write(tmp_path / "source")
+    arguments = ["-i", str(source), "-o", str(tmp_path / "packed")]
     main = script("convert_cpu_weights").main
-    with pytest.raises(SystemExit):
-        main(["-i", "in", "-o", "out", "--save-backward-weights"])
-    assert "forward passes only" in capsys.readouterr().err
+    main(arguments)
+    with pytest.raises(SystemExit, match="go on with it by --resume, or"):
+        main(arguments)
+    main([*arguments, "--resume"])
+    assert "are there already" in capsys.readouterr().err
+
+
+def test_what_stops_a_conversion_is_no_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = made.write(tmp_path / "source")
+    arguments = ["-i", str(source), "-o", str(tmp_path / "packed")]
+    main = script("convert_cpu_weights").main
+    monkeypatch.setenv("KTK_ISA", "bogus")
+    with pytest.raises(SystemExit, match="KTK_ISA is 'bogus'"):
+        main(arguments)
+    monkeypatch.delenv("KTK_ISA")
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise typer.Exit(130)
+
+    monkeypatch.setattr(ktk.cli.convert, "run_convert", interrupted)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 130
+
+
+def test_what_cannot_be_done_is_refused(tmp_path: Path) -> None:
+    main = script("convert_cpu_weights").main
     with pytest.raises(SystemExit, match=r"nowhere is missing: there is no such folder"):
         main(["-i", str(tmp_path / "nowhere"), "-o", str(tmp_path / "out")])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from terminal import Command
 from ktk.bench.whole import Stopwatch
 from ktk.text.load import load_text_model
 
+TOO_MANY = str(len(os.sched_getaffinity(0)) + 1)
 WHOLE = ("--whole", "--tokens", "16,8", "--rounds", "1")
 
 
@@ -76,6 +78,10 @@ def test_the_share_of_experts_is_the_time_inside_them(model: Path) -> None:
         (("--head", "BF16"), "needs --whole"),
         (("--device", "cpu"), "needs --whole"),
         (("--whole", "--checkpoint", "{model}", "--variant", "avx2"), "--variant"),
+        (("--whole", "--checkpoint", "{model}", "--seconds", "1"), "not with --whole"),
+        (("--whole", "--checkpoint", "{model}", "--noise", "0"), "not with --whole"),
+        (("--whole", "--checkpoint", "{model}", "--rotate", "0"), "not with --whole"),
+        (("--whole", "--checkpoint", "{model}", "--threads", TOO_MANY), "threads are more than"),
         (("--whole", "--checkpoint", "{model}", "--tokens", "9000"), "the context of this model"),
     ],
 )
@@ -85,3 +91,12 @@ def test_what_makes_no_sense_is_refused(
     done = command("bench", *(text.replace("{model}", str(model)) for text in arguments))
     assert done.returncode in (1, 2)
     assert what in done.stderr
+
+
+def test_threads_of_the_configuration_are_held_to_the_cpus(
+    model: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KTK_THREADS", TOO_MANY)
+    done = command("bench", "--checkpoint", str(model), "--whole")
+    assert done.returncode == 1
+    assert f"{TOO_MANY} threads are more than" in done.stderr

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,12 @@ def test_flops_count_the_three_products(name: str) -> None:
     shape = find_shape(name)
     expected = 6 * 5 * shape.num_experts_per_tok * shape.hidden_size * shape.intermediate_size
     assert shape.flops(5) == expected
+
+
+def test_experts_without_a_gate_have_two_products() -> None:
+    shape = replace(find_shape("tiny"), gated=False, activation="relu2")
+    assert shape.flops(5) == 4 * 5 * 2 * 512 * 256
+    assert shape.weights_per_expert == 2 * 512 * 256
 
 
 def test_fewer_experts_are_named_and_checked() -> None:
@@ -271,6 +278,11 @@ def test_table_and_plot_are_made(tmp_path: Path) -> None:
         (["--tokens", "0"], 2, "at least one token"),
         (["--shape", "nope"], 2, "no shape 'nope'"),
         (["--plot", "/nowhere/x.png"], 2, "there is no folder /nowhere"),
+        (["--plot", "x.jpgg"], 2, ".jpgg is no picture"),
+        (["--plot", "/proc/x.png"], 2, "/proc/x.png cannot be written"),
+        (["--rotate", "inf"], 2, "wants a number below 1e+09, got inf"),
+        (["--rotate", "nan"], 2, "--rotate"),
+        (["--seconds", "inf"], 2, "wants a number below 1e+09, got inf"),
         (["--layer", "3"], 2, "needs --checkpoint"),
         (["--checkpoint", ".", "--shape", "tiny", "--accuracy"], 2, "the model decides"),
         (["--backend", "BF16", "--variant", "nope"], 1, "no variant nope"),
@@ -349,6 +361,15 @@ def test_a_doubtful_fraction_is_a_dash_with_its_reason(
     assert ("20.8" in words and "experts only" in words) == bool(of_model)
 
 
+def test_notes_say_the_least_of_layers_and_which_format_is_doubted() -> None:
+    doubtful = result(format="e4m3-f32-row", fraction=None, doubt="noise", layers=2)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(results_table([result(format="e4m3-f32-128x128", layers=9), doubtful]))
+    words = " ".join(console.export_text().split())
+    assert "2 or more layers rotated" in words
+    assert "reached -: noise (BF16 row avx512_bf16 T=1)" in words
+
+
 def test_no_point_is_drawn_above_the_roof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import matplotlib.axes
 
@@ -371,6 +392,53 @@ def test_no_point_is_drawn_above_the_roof(tmp_path: Path, monkeypatch: pytest.Mo
         assert rate <= 1.0001 * min(33.34 * intensity, 500.0)
     draw_roofline([absurd], tmp_path / "b.png")
     assert (tmp_path / "b.png").exists()
+
+
+def test_formats_and_shapes_are_lines_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import matplotlib.axes
+
+    from ktk.bench.plot import draw_roofline
+
+    lines: dict[str, list[float]] = {}
+    titles: list[str] = []
+    plot = matplotlib.axes.Axes.plot
+
+    def spy(axes: object, x: list[float], y: list[float], **style: Any) -> object:
+        if "label" in style:
+            lines[style["label"]] = y
+        return plot(axes, x, y, **style)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", spy)
+    monkeypatch.setattr(matplotlib.axes.Axes, "set_title", lambda _, title: titles.append(title))
+    found = [
+        result(gflop_per_s=rate, format=fmt, shape=shape, backend="AMXINT4", variant="avx2")
+        for rate, (fmt, shape) in enumerate(
+            [("u4-bf16-g32", "tiny"), ("u4-bf16-row", "tiny"), ("u4-bf16-g32", "large")], 1
+        )
+    ]
+    draw_roofline(found, tmp_path / "a.png")
+    assert lines == {
+        "AMXINT4 g32 avx2, tiny": [1],
+        "AMXINT4 row avx2, tiny": [2],
+        "AMXINT4 g32 avx2, large": [3],
+    }
+    assert titles == ["tiny, large, 2 threads (numbers: tokens)"]
+
+
+def test_a_picture_is_tried_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    from ktk.bench.plot import check_plot
+
+    check_plot(tmp_path / "new.svg")
+    check_plot(tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+    old = tmp_path / "old.png"
+    old.write_bytes(b"a picture")
+    check_plot(old)
+    assert old.read_bytes() == b"a picture"
+    with pytest.raises(ValueError, match="is a folder"):
+        check_plot(tmp_path)
 
 
 def test_missing_matplotlib_is_named() -> None:

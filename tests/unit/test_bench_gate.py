@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -14,7 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools/bench"))
 
-from gate.__main__ import compare, executed
+from gate import __main__ as gate
+from gate.__main__ import Build, compare, executed, main, status
 from gate.counter import TASK_CLOCK, Counter
 from gate.decide import bounds, decide
 
@@ -121,3 +123,56 @@ def test_what_is_not_counted_is_an_error_with_a_reason() -> None:
 def test_instructions_are_said_where_both_builds_count_them() -> None:
     assert executed([100.0, 104.0, 102.0], [51.0, 51.0]) == "; instructions 0.500"
     assert executed([], [51.0]) == executed([51.0], []) == ""
+
+
+def test_a_status_has_one_meaning() -> None:
+    assert status({"passes", "undecided", "fails"}) == 1
+    assert status({"passes", "undecided"}) == 3
+    assert status({"passes"}) == 0
+    assert status(set()) == 2
+
+
+def test_cells_that_cannot_run_compare_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Nothing:
+        def __init__(self, *_: object) -> None:
+            self.instructions: list[float] = []
+
+        def sample(self, *_: object) -> None: ...
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(gate, "Build", Nothing)
+    assert main(["old", "new", "-b", "BF16", "--tokens", "1,8"]) == 2
+    assert capsys.readouterr().out.count("cannot run here") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["/nowhere/python", "/nowhere/python"], "/nowhere/python cannot be started"),
+        (["old", "new", "--tokens", "x"], "--tokens"),
+        (["old", "new", "--tokens", "0"], "at least one token"),
+    ],
+)
+def test_what_compares_nothing_has_a_status_of_its_own(arguments: list[str], what: str) -> None:
+    folder = Path(gate.__file__).parent
+    done = subprocess.run([sys.executable, folder, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert what in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_build_that_has_ended_can_be_closed() -> None:
+    build = Build("true", [])
+    build._process.wait()
+    with pytest.raises(RuntimeError, match="true ended with status 0"):
+        build.sample("BF16", 1, 0.01)
+    build.close()
+
+
+def test_an_answer_that_is_none_is_named() -> None:
+    build = Build("cat", ["-"])  # the text of the worker, and then what it is asked
+    with pytest.raises(RuntimeError, match="cat answers"):
+        build.sample("BF16", 1, 0.01)
+    build.close()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -30,3 +34,45 @@ def test_a_line_for_each_size_count_and_backend(capsys: pytest.CaptureFixture[st
     line = capsys.readouterr().out
     assert line.startswith("8200x32 T=1 BF16/")
     assert "reached" in line
+
+
+class Probe:
+    """Limits of a machine that change while they are looked at."""
+
+    threads = 1
+
+    def __init__(self, reads: Sequence[float], peaks: Sequence[float]) -> None:
+        self._reads: Iterator[float] = cycle(reads)
+        self._peaks: Iterator[float] = cycle(peaks)
+
+    def read(self, seconds: float) -> float:
+        return next(self._reads)
+
+    def peak(self, unit: str, seconds: float) -> float:
+        return next(self._peaks)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reads", "peaks", "bound", "doubted"),
+    [
+        (512, [1e9, 2e9, 1e9, 1e9], [4.4e9], "compute", False),
+        (512, [1e9], [4.4e9, 8.8e9, 4.4e9, 4.4e9], "compute", True),
+        (1, [1e6], [4.4e9, 8.8e9, 4.4e9, 4.4e9], "memory", False),
+        (1, [1e6, 2e6, 1e6, 1e6], [4.4e9], "memory", True),
+    ],
+)
+def test_a_layer_is_judged_by_the_limit_that_binds_it(
+    tokens: int, reads: list[float], peaks: list[float], bound: str, doubted: bool
+) -> None:
+    measure = runpy.run_path(str(SCRIPT))["measure"]
+    candidate: Any = SimpleNamespace(name="x", units=("u",), nbytes=1000, turn=lambda *_: 1e-3)
+    options = SimpleNamespace(seconds=0.001, rounds=3, noise=1)
+    [found] = measure([candidate], 64, 64, tokens, Probe(reads, peaks), options)
+    assert found["bound"] == bound
+    assert bool(found["doubt"]) == doubted
+
+
+def test_more_threads_than_cpus_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(SCRIPT))["main"](["--threads", "99999"])
+    assert "99999 threads are more than the " in capsys.readouterr().err

@@ -17,12 +17,14 @@ import results
 
 def line(tokens: int, fraction: float | None, **others: Any) -> str:
     entry = {"backend": "BF16", "variant": "avx512", "format": "bf16", "threads": 2}
+    entry["shape"] = "qwen3-30b-a3b"
     measured = {"read_gb_per_s": 33.0, "gb_per_s": 31.2, "bound": "memory"}
     return json.dumps(entry | measured | {"tokens": tokens, "fraction": fraction} | others)
 
 
 def rows(*lines: str) -> list[results.Row]:
-    return results.rows_of(lines, date="2026-11-22", commit="abcdef0")
+    entries, _ = results.usable(lines)
+    return results.rows_of(entries, date="2026-11-22", commit="abcdef0")
 
 
 def test_a_row_has_fractions_and_the_rates_of_what_memory_binds() -> None:
@@ -74,3 +76,63 @@ def test_a_row_is_compared_with_the_newest_of_its_subject_and_mode_of_memory() -
     assert results.counterpart(row, [slow, fast, unknown, other]) == slow
     assert results.counterpart(row, [fast, unknown]) == unknown
     assert results.counterpart(row, [other]) is None
+
+
+def test_what_makes_no_cell_is_named() -> None:
+    whole = json.dumps({"model": "m", "tokens": 1, "of_limit": 0.5})
+    lines = [line(1, 0.9), line(8, 0.9, shape="tiny"), line(8, None, doubt="noise"), line(64, 0.9)]
+    entries, left_out = results.usable([*lines, line(32, None, doubt="noise"), whole])
+    assert [entry["tokens"] for entry in entries] == [1]
+    assert left_out[:3] == [
+        "BF16 avx512 bf16 T=8 left out: the shape is tiny, and the tables are of qwen3-30b-a3b",
+        "BF16 avx512 bf16 T=8, BF16 avx512 bf16 T=32 left out: ktk bench doubts it: noise",
+        "BF16 avx512 bf16 T=64 left out: the tables have no column T=64",
+    ]
+    assert left_out[3].startswith("T=1 left out: the line has no backend, bound")
+    with pytest.raises(ValueError, match="is no line of ktk bench --json"):
+        results.usable([line(1, 0.9)[:30]])
+
+
+def test_cells_that_are_compared_are_counted() -> None:
+    known = rows(line(1, 0.93), line(8, 0.90))
+    new = rows(line(1, 0.93), line(8, 0.5), line(512, 0.8), line(1, 0.1, variant="avx2"))
+    assert results.compare(new, known) == (
+        2,
+        ["BF16 avx512 bf16 T=8: 0.50, was 0.90 at abcdef0 (2026-11-22)"],
+        [
+            "BF16 avx512 bf16 2 threads T=512 left out: not in the row of 2026-11-22",
+            "BF16 avx2 bf16 2 threads T=1 left out: there is no such row",
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "what"),
+    [
+        (line(1, 0.93), 0, "nothing got worse, of 1 cells"),
+        (line(1, 0.5), 1, "T=1: 0.50, was 0.93"),
+        (line(1, 0.5, shape="tiny"), 2, "the shape is tiny"),
+        (line(1, None, doubt="noise"), 2, "nothing was compared"),
+        (line(32, 0.9), 2, "T=32 left out: not in the row of"),
+        ("", 2, "nothing was compared on Some CPU"),
+        ("{", 2, "'{' is no line of ktk bench"),
+    ],
+)
+def test_the_status_of_a_comparison(
+    text: str,
+    status: int,
+    what: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    [row] = rows(line(1, 0.93))
+    tables, new = tmp_path / "RESULTS.md", tmp_path / "new.jsonl"
+    tables.write_text(f"## Any (Some CPU)\n{results.head()}\n{row}\n")
+    new.write_text(text)
+    monkeypatch.setattr(results, "TABLES", tables)
+    monkeypatch.setattr(results, "this_cpu", lambda: "Some CPU")
+    monkeypatch.setattr(sys, "argv", ["results.py", "--compare", "--commit", "x", str(new)])
+    assert results.main() == status
+    said = capsys.readouterr()
+    assert what in said.out + said.err

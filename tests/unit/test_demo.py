@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,7 +17,10 @@ from safetensors.torch import load_file
 
 import ktk
 import ktk.demo.measure
+from ktk import _probe
 from ktk.bench.limits import Limits
+from ktk.bench.records import Subject
+from ktk.bench.runner import _candidate
 from ktk.checkpoint.config import read_config
 from ktk.checkpoint.safetensors import SafetensorsCheckpoint
 from ktk.demo import model, run_demo
@@ -153,3 +158,47 @@ def test_steps_are_lines_where_nobody_watches(
     assert steps[0] == "computing the layer in float64"
     variants = [one.name for one in ktk.load_backend("BF16").variants if one.runnable]
     assert steps[1:] == [f"running BF16 {name}" for name in variants]
+
+
+@pytest.mark.parametrize(("gated", "products"), [(True, 3), (False, 2)])
+def test_operations_are_those_of_the_matrices_that_are_there(
+    gated: bool, products: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Layer:
+        expert_nbytes = 1
+        config: Any = ktk.MoEConfig(
+            num_experts=8,
+            num_experts_per_tok=2,
+            hidden_size=64,
+            intermediate_size=32,
+            gated=gated,
+        )
+
+        def __call__(self, *_: torch.Tensor) -> None: ...
+
+    monkeypatch.setattr(ktk.demo.measure, "_SECONDS", 0.0)
+    layer: Any = Layer()
+    found = ktk.demo.measure._time(layer, batches(layer.config, 4, 2), ())
+    assert found.flops == 2 * products * 64 * 32 * 4 * 2
+
+
+def test_more_threads_than_cpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ktk, "default_pool", lambda: SimpleNamespace(size=99999))
+    with pytest.raises(ValueError, match="99999 threads are more than"):
+        run_demo(checkpoint=None, layer=None, names=["BF16"])
+
+
+@pytest.mark.slow
+def test_a_variant_is_limited_by_the_unit_that_bench_takes(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Codes of four bits have units that codes of eight have not."""
+    rows = run_demo(checkpoint=small, layer=0, names=["AMXINT4"], as_json=True)
+    measured = json.loads(capsys.readouterr().out)["limits"]["peak_ops_per_s"]
+    assert rows
+    backend = ktk.load_backend("AMXINT4")
+    for row in rows:
+        moe = ktk.MoE.from_checkpoint(small, 0, backend, variant=row.variant)
+        expected = _candidate(Subject(row.backend), backend, [moe]).units
+        assert row.prefill.units == row.decode.units == expected
+        assert set(expected) & set(_probe.units()) <= set(measured)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import ktk
-from ktk.bench.limits import LimitProbe, Limits, roofline, variant_units
-from ktk.bench.machine import undisturbed
+from ktk.bench.limits import LimitProbe, Limits, roofline, units_of
+from ktk.bench.machine import check_threads, undisturbed
 from ktk.bench.verdict import doubt
 from ktk.bench.weights import choose_format, recipe
 from ktk.formats import label
@@ -52,10 +52,7 @@ class Candidate:
         self.layers += [load() for _ in range(count - 1)]
         self.nbytes = self.layers[0].nbytes
         self.name = f"{backend.name}/{self.layers[0].variant} {label(made.stored)}"
-        [variant] = (v for v in backend.variants if v.name == self.layers[0].variant)
-        act = variant.act_of(made.stored, n, k)
-        library = backend.library is not None
-        self.units = variant_units(variant, act, weights=made.stored, library=library)
+        self.units = units_of(backend, self.layers[0].variant, made.stored, n, k)
 
     def turn(self, seconds: float, x: torch.Tensor, out: torch.Tensor) -> float:
         """Return the median time of calls, each of the layer that was not used for longest."""
@@ -77,8 +74,16 @@ def measure(
     x = torch.randn(tokens, k, generator=torch.Generator().manual_seed(1)).bfloat16()
     out = torch.empty(tokens, n, dtype=torch.bfloat16)
     seconds: dict[int, list[float]] = {id(candidate): [] for candidate in candidates}
-    reads, others = [probe.read(options.seconds)], []
+    reads: list[float] = []
+    others: list[float] = []
     peaks: dict[str, list[float]] = {unit: [] for one in candidates for unit in one.units}
+
+    def look() -> None:
+        reads.append(probe.read(options.seconds))
+        for unit, found in peaks.items():
+            found.append(probe.peak(unit, options.seconds / 4))
+
+    look()
     for candidate in candidates:
         candidate.turn(0, x, out)
     for _ in range(options.rounds):
@@ -86,9 +91,7 @@ def measure(
             turn = undisturbed(partial(candidate.turn, options.seconds, x, out))
             seconds[id(candidate)].append(turn.value)
             others.append(turn.others)
-        reads.append(probe.read(options.seconds))
-        for unit, found in peaks.items():
-            found.append(probe.peak(unit, options.seconds / 4))
+        look()
     limits = Limits(
         probe.threads,
         statistics.median(reads),
@@ -99,7 +102,10 @@ def measure(
         flops = 2.0 * tokens * n * k
         limit = roofline(limits, nbytes=candidate.nbytes, flops=flops, units=candidate.units)
         fraction = limit.fraction(took)
-        why = doubt(fraction, limits=reads, others=others, noise=options.noise)
+        # Without a unit that can be measured, memory binds.
+        fastest = max(candidate.units, key=lambda unit: limits.peak([unit]), default="")
+        seen = reads if limit.bound == "memory" else peaks[fastest]
+        why = doubt(fraction, limits=seen, others=others, noise=options.noise)
         yield {
             "layer": candidate.name,
             "size": [n, k],
@@ -129,6 +135,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--noise", type=float, default=0.05, help="as of ktk bench")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    try:
+        check_threads(options.threads)
+    except ValueError as error:
+        parser.error(str(error))
     pool = ktk.WorkerPool(options.threads)
     cpus = [cpu for cpu in pool.cpus if cpu >= 0]
     whole = last_level_cache_bytes() * 3 // 2

@@ -4,6 +4,9 @@
     python tools/bench/results.py new.jsonl               # rows to add
     python tools/bench/results.py --compare new.jsonl     # status 1 if a cell got worse
 
+The status is 2 where nothing was compared, or there is no row to add. Stderr says what was left
+out, and why: lines of another shape or with a doubt, and cells that no row here has.
+
 Fractions of the run's own limit are compared, not times: they say as much on a slow day of the
 machine. A row is compared with the newest one of the same CPU, backend, variant, format and number
 of threads whose memory was read at about the same rate, if there is one.
@@ -20,9 +23,15 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TABLES = Path(__file__).with_name("RESULTS.md")
+#: The layer that all rows are of.
+SHAPE = "qwen3-30b-a3b"
 TOKENS = (1, 2, 4, 8, 16, 32, 128, 512, 2048)
+#: What a line has to say.
+NEEDED = {"backend", "variant", "format", "threads", "shape", "tokens", "fraction", "bound"}
+NEEDED |= {"gb_per_s", "read_gb_per_s"}
 HEAD = ("backend", "variant", "format", "threads", "read", "date", "commit")
 # One program differs from itself by so much, in runs of the same minutes.
 TOLERANCE = 0.05
@@ -49,6 +58,10 @@ class Row:
     rates: dict[int, float]
 
     @property
+    def name(self) -> str:
+        return f"{self.backend} {self.variant} {self.format}"
+
+    @property
     def subject(self) -> tuple[str, str, str, int]:
         return self.backend, self.variant, self.format, self.threads
 
@@ -65,14 +78,46 @@ class Row:
         return f"{self.fractions[tokens]:.2f}{rate}"
 
 
-def rows_of(lines: Iterable[str], *, date: str, commit: str) -> list[Row]:
-    """Return a row for each subject of JSON lines; what `ktk bench` doubts is left out."""
-    found: dict[tuple[str, str, str, int], list[dict[str, object]]] = {}
+def usable(lines: Iterable[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the JSON lines that make cells, and a line for each reason that others do not."""
+    entries: list[dict[str, Any]] = []
+    left_out: dict[str, list[str]] = {}
     for line in lines:
-        entry = json.loads(line)
-        if entry.get("fraction") is not None:
-            key = entry["backend"], entry["variant"], entry["format"], entry["threads"]
-            found.setdefault(key, []).append(entry)
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict):
+            raise ValueError(f"{line[:60]!r} is no line of ktk bench --json")
+        if reason := _unusable(entry):
+            known = [str(entry[name]) for name in ("backend", "variant", "format") if name in entry]
+            left_out.setdefault(reason, []).append(" ".join([*known, f"T={entry.get('tokens')}"]))
+        else:
+            entries.append(entry)
+    return entries, [
+        f"{', '.join(dict.fromkeys(cells))} left out: {reason}"
+        for reason, cells in left_out.items()
+    ]
+
+
+def _unusable(entry: dict[str, Any]) -> str:
+    if missing := NEEDED - entry.keys():
+        return f"the line has no {', '.join(sorted(missing))}"
+    if entry["shape"] != SHAPE:
+        return f"the shape is {entry['shape']}, and the tables are of {SHAPE}"
+    if entry["tokens"] not in TOKENS:
+        return f"the tables have no column T={entry['tokens']}"
+    if entry["fraction"] is None:
+        return f"ktk bench doubts it: {entry.get('doubt')}"
+    return ""
+
+
+def rows_of(entries: Iterable[dict[str, Any]], *, date: str, commit: str) -> list[Row]:
+    """Return a row for each subject of what is usable."""
+    found: dict[tuple[str, str, str, int], list[dict[str, Any]]] = {}
+    for entry in entries:
+        key = entry["backend"], entry["variant"], entry["format"], entry["threads"]
+        found.setdefault(key, []).append(entry)
     rows = []
     for key, entries in found.items():
         reads = sorted(float(str(entry["read_gb_per_s"])) for entry in entries)
@@ -144,11 +189,26 @@ def _same_rate(one: float | None, other: float | None) -> bool:
 def worse(row: Row, than: Row) -> list[str]:
     """Say of each cell that lost more than `TOLERANCE` of itself what it was."""
     return [
-        f"{row.backend} {row.variant} {row.format} T={tokens}: {fraction:.2f}, "
+        f"{row.name} T={tokens}: {fraction:.2f}, "
         f"was {than.fractions[tokens]:.2f} at {than.commit} ({than.date})"
         for tokens, fraction in sorted(row.fractions.items())
         if tokens in than.fractions and fraction < than.fractions[tokens] * (1 - TOLERANCE)
     ]
+
+
+def compare(rows: Iterable[Row], known: Sequence[Row]) -> tuple[int, list[str], list[str]]:
+    """Return how many cells were compared, what got worse, and what was left out."""
+    compared, losses, left_out = 0, [], []
+    for row in rows:
+        other = counterpart(row, known)
+        have = row.fractions.keys() & other.fractions.keys() if other else set()
+        compared += len(have)
+        losses += worse(row, other) if other else []
+        if missing := sorted(row.fractions.keys() - have):
+            cells = ", ".join(f"T={tokens}" for tokens in missing)
+            why = f"not in the row of {other.date}" if other else "there is no such row"
+            left_out.append(f"{row.name} {row.threads} threads {cells} left out: {why}")
+    return compared, losses, left_out
 
 
 def this_cpu() -> str:
@@ -161,6 +221,12 @@ def this_cpu() -> str:
     return f"{name}, AMX" if has_amx else name
 
 
+def say(lines: Iterable[str]) -> None:
+    """Print what is no result."""
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -169,26 +235,37 @@ def main() -> int:
     parser.add_argument("--commit", help="what was measured; default: what is checked out")
     parser.add_argument("files", nargs="+", type=Path, help="what ktk bench --json printed")
     arguments = parser.parse_args()
+    try:
+        return _run(arguments)
+    except (OSError, ValueError, ImportError, subprocess.CalledProcessError) as error:
+        # Status 1 would say that something got worse.
+        say([f"results: {error}"])
+        return 2
+
+
+def _run(arguments: argparse.Namespace) -> int:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=7", "HEAD"]
     commit = (
         arguments.commit
         or subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     )
     lines = [line for file in arguments.files for line in file.read_text().splitlines()]
-    rows = rows_of(lines, date=datetime.date.today().isoformat(), commit=commit)
+    entries, left_out = usable(lines)
+    rows = rows_of(entries, date=datetime.date.today().isoformat(), commit=commit)
     cpu = this_cpu()
     if not arguments.compare:
+        say(left_out)
+        if not rows:
+            say(["there is no row to add"])
+            return 2
         print(f"## ... ({cpu})\n\n{head()}", *rows, sep="\n")
         return 0
-    known = section(TABLES.read_text(), cpu)
-    losses = []
-    for row in rows:
-        other = counterpart(row, known)
-        if other is None:
-            print(f"{row.backend} {row.variant} {row.format}: nothing to compare with on {cpu}")
-        else:
-            losses += worse(row, other)
-    print(*losses or ["nothing got worse"], sep="\n")
+    compared, losses, more = compare(rows, section(TABLES.read_text(), cpu))
+    say([*left_out, *more])
+    if not compared:
+        say([f"nothing was compared on {cpu}"])
+        return 2
+    print(*losses or [f"nothing got worse, of {compared} cells"], sep="\n")
     return bool(losses)
 
 

@@ -4,7 +4,7 @@ python tools/bench/gate OLD NEW      # Pythons of two environments, each with it
 
 Both stay loaded and take turns, old new and new old, in each cell: a backend and a number of
 tokens. Exit status 0: nothing is lost; 1: a cell has lost more, or a backend that the old build
-has; 2: nothing was compared; 3: a cell is undecided.
+has; 2: nothing was compared, or a build does not answer; 3: a cell is undecided.
 
 Where the CPU counts instructions, new / old of a call's is printed too. That ratio
 judges nothing: a call may take more instructions and less time.
@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,9 +35,12 @@ class Build:
 
     def __init__(self, python: str, arguments: Sequence[str]) -> None:
         command = [python, str(Path(__file__).with_name("worker.py")), *arguments]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        except OSError as error:
+            raise RuntimeError(f"{python} cannot be started: {error.strerror}") from error
         self._python = python
         #: Of a call, in samples of the cell that is measured; empty where they are not counted.
         self.instructions: list[float] = []
@@ -52,7 +56,10 @@ class Build:
             line = ""
         if not line:
             raise RuntimeError(f"{self._python} ended with status {self._process.wait()}")
-        found: tuple[float, float | None] | None = json.loads(line)
+        try:
+            found: tuple[float, float | None] | None = json.loads(line)
+        except ValueError:
+            raise RuntimeError(f"{self._python} answers {line[:60]!r}") from None
         if found is None:
             return None
         seconds_of_a_call, instructions = found
@@ -63,7 +70,8 @@ class Build:
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):  # a question that it never read
+            self._process.stdin.close()
         self._process.wait()
 
 
@@ -96,6 +104,22 @@ def executed(old: Sequence[float], new: Sequence[float]) -> str:
     return f"; instructions {statistics.median(new) / statistics.median(old):.3f}"
 
 
+def counts(text: str) -> list[int]:
+    """Read numbers of tokens: "1,8"."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"wants at least one token, got {text!r}")
+    return found
+
+
+def status(states: set[str]) -> int:
+    """Return the exit status of cells of which these were found."""
+    for state, found in (("fails", 1), ("undecided", 3), ("passes", 0)):
+        if state in states:
+            return found
+    return 2
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print a line for each cell."""
     parser = argparse.ArgumentParser(
@@ -104,7 +128,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("old", help="Python with the ktk that was there before")
     parser.add_argument("new", help="Python with the ktk that is to be judged")
     parser.add_argument("-b", "--backend", action="append", metavar="NAME")
-    parser.add_argument("--tokens", default="1,8,128")
+    parser.add_argument("--tokens", type=counts, default="1,8,128", metavar="T,T")
     parser.add_argument("--shape", default="qwen3-30b-a3b")
     parser.add_argument("--experts", default="0", help="fewer, to fit memory twice")
     parser.add_argument("--threads", default="0", help="workers; 0: all physical cores")
@@ -112,12 +136,15 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--loss", type=float, default=0.05, help="default: %(default)s")
     options = parser.parse_args(arguments)
     backends = options.backend or ["BF16", "AMXINT8", "AMXINT4", "FP8", "MXFP4", "RAWINT4"]
-    states = set()
+    states: set[str] = set()
     for backend in backends:
         common = [options.shape, options.experts, options.threads]
-        builds = [Build(python, common) for python in (options.old, options.new)]
-        try:
-            for tokens in map(int, options.tokens.split(",")):
+        with ExitStack() as stack:
+            builds = [
+                stack.enter_context(closing(Build(python, common)))
+                for python in (options.old, options.new)
+            ]
+            for tokens in options.tokens:
                 for build in builds:
                     build.instructions.clear()
                 old, new = (partial(b.sample, backend, tokens, options.seconds) for b in builds)
@@ -125,11 +152,11 @@ def main(arguments: Sequence[str]) -> int:
                 said = f"{verdict or 'cannot run here'}"
                 said += executed(*(build.instructions for build in builds))
                 print(f"{backend}, {tokens} tokens: {said}", flush=True)
-                states.add(verdict.state if verdict else "passes")
-        finally:
-            for build in builds:
-                build.close()
-    return 1 if "fails" in states else 3 if "undecided" in states else 0
+                if verdict:
+                    states.add(verdict.state)
+    if not states:
+        print("gate: nothing was compared", file=sys.stderr)
+    return status(states)
 
 
 if __name__ == "__main__":
