@@ -55,8 +55,8 @@ def readable(name: str, array: Array) -> Array:
         return array
 
 
-def writable(name: str, array: Array) -> Array:
-    """Return what the core writes to without a copy.
+def check_writable(name: str, array: Array) -> None:
+    """Refuse an array that cannot be written to.
 
     Raises
     ------
@@ -65,13 +65,19 @@ def writable(name: str, array: Array) -> Array:
     ValueError
         It is a tensor whose memory has its values negated.
     """
-    if is_tensor(array):
-        refuse_gradient(name, array)
-        if array.is_neg():
-            raise ValueError(
-                f"{name} is a view whose memory has its values negated (torch.Tensor.is_neg), "
-                "which cannot be written to: give a tensor of its own"
-            )
+    if not is_tensor(array):
+        return
+    refuse_gradient(name, array)
+    if array.is_neg():
+        raise ValueError(
+            f"{name} is a view whose memory has its values negated (torch.Tensor.is_neg), which "
+            "cannot be written to: give a tensor of its own"
+        )
+
+
+def writable(name: str, array: Array) -> Array:
+    """Return what the core writes to without a copy; raises what `check_writable` does."""
+    check_writable(name, array)
     return readable(name, array)
 
 

@@ -174,15 +174,15 @@ def _as_f32(value: Any) -> float:
     if not isinstance(value, Real):
         return math.nan
     try:
-        return float(struct.unpack("f", struct.pack("f", value))[0])
+        return float(struct.unpack("f", struct.pack("f", float(value)))[0])
     except OverflowError:
-        return math.copysign(math.inf, value)
+        return math.inf if value > 0 else -math.inf
 
 
 def _shown(value: Any) -> str:
     """Return a number for a message, and what f32 makes of it."""
     held = _as_f32(value)
-    changed = isinstance(value, Real) and value != 0 and held in (0, math.inf, -math.inf)
+    changed = isinstance(value, Real) and value != held and held in (0, math.inf, -math.inf)
     return f"{value!r}, which is {held} in f32" if changed else repr(value)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ktk import _core
-from ktk.arrays import Array, empty_like, is_tensor, readable, writable
+from ktk.arrays import Array, check_writable, empty_like, is_tensor, readable, writable
 from ktk.errors import BackendUnsupported
 from ktk.expert import Matrix
 from ktk.formats import formats_named
@@ -246,7 +246,7 @@ class Linear:
         call.
         """
         result = empty_like(x, "x", self.out_features) if out is None else out
-        writable("out", result)
+        check_writable("out", result)
         # The call keeps `result`, so that its memory outlives the call.
         return Ticket(_core.LinearCall(self._core, readable("x", x), result), result)
 

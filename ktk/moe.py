@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ktk import _core
-from ktk.arrays import Array, empty_like, readable, writable
+from ktk.arrays import Array, check_writable, empty_like, readable, writable
 from ktk.config import MoEConfig
 from ktk.cost.layer import PredictedLayer
 from ktk.errors import BackendUnsupported
@@ -461,7 +461,7 @@ class MoE(TrainableLayer, PredictedLayer):
         layers on one pool run in the order of their submission. Parameters as in a call.
         """
         result = empty_like(hidden) if out is None else out
-        writable("out", result)
+        check_writable("out", result)
         # The call keeps `result`, so that its memory outlives the call.
         call = _core.AsyncCall(self._core, *inputs(hidden, topk_ids, topk_weights, mask), result)
         _core.AsyncCall.start(call)  # unbound, as above

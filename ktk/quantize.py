@@ -197,14 +197,15 @@ def quantize(
         )
     if not weight.is_floating_point() or weight.itemsize == 1:
         raise ValueError(f"weight must hold floats, got {weight.dtype}")
-    _finite(weight)
+    if not torch.isfinite(weight).all():
+        raise ValueError("weight holds values that are not finite")
     if format.element in _HALF_BYTE and weight.shape[1] % 2:
         raise ValueError(f"depth {weight.shape[1]} does not fill whole bytes of {format.element}")
     if factor is not None and format != _NVFP4:
         raise ValueError(f"{format} has no factor, got {factor}")
     if format.scale == "none" and format.zero == "none" and format.element in FLOAT_DTYPES:
-        return Quantized(format, _finite(weight.to(FLOAT_DTYPES[format.element])).contiguous())
-    x = _finite(weight.float())
+        return Quantized(format, _narrowed(weight, FLOAT_DTYPES[format.element]).contiguous())
+    x = _narrowed(weight, torch.float32)
     if format.scale == "ue8m0" and format.zero == "none" and format.element in _LARGEST_EXPONENT:
         return _with_exponents(x, format)
     if format.scale == "e4m3" and format.element == "e2m1" and format.zero == "none":
@@ -218,11 +219,13 @@ def quantize(
     raise ValueError(f"cannot quantise to {format}")
 
 
-def _finite(weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight, which some dtype may have been too narrow for."""
-    if not torch.isfinite(weight).all():
-        raise ValueError(f"weight holds values that are not finite in {weight.dtype}")
-    return weight
+def _narrowed(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Convert a weight to a dtype, which must hold its values."""
+    narrowed = weight.to(dtype)
+    overflows = torch.finfo(dtype).max < torch.finfo(weight.dtype).max
+    if overflows and not torch.isfinite(narrowed).all():
+        raise ValueError(f"weight holds values that are not finite in {dtype}")
+    return narrowed
 
 
 def _holds_zeros(fmt: Format) -> bool:

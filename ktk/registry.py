@@ -99,7 +99,8 @@ def load_backend(name: str, *, distribution: str | None = None) -> Backend:
     Raises
     ------
     BackendNotFound, BackendConflict, BackendImportError, BackendIncompatible, BackendUnsupported
-        All are `BackendError`. A failure is remembered and raised again with the same message.
+        All are `BackendError`. A failure is remembered and raised again with the same message, but
+        for an ImportError of the backend's module, which is tried again.
     TypeError
         The name is no str.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ktk import _core
-from ktk.arrays import Array, empty_like, is_tensor, readable
+from ktk.arrays import Array, empty_like, is_tensor, readable, writable
 from ktk.config import MoEConfig
 from ktk.layer import PackedLayer, inputs
 from ktk.lora import FACTORS, Lora, given_adapters
@@ -132,7 +132,7 @@ class TrainableLayer(PackedLayer):
         _core.forward_with(
             self._core,
             *inputs(*map(_plain, (hidden, topk_ids, topk_weights, mask))),
-            readable("out", result),
+            writable("out", result),
             adapters,
             None,
             readable("kept", kept),
@@ -249,7 +249,7 @@ def kept_shape(config: MoEConfig, ids: Sequence[int], rank: int = 0) -> tuple[in
 def linear_backward(linear: Any, grad: Array, x_gradient: Array) -> Array:
     """Write the gradient of a dense layer's input, [..., in_features], and return it."""
     _core.linear_backward(
-        linear._core, float_backend(), _read("grad", grad), readable("x_gradient", x_gradient)
+        linear._core, float_backend(), _read("grad", grad), writable("x_gradient", x_gradient)
     )
     return x_gradient
 

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ktk import _core
-from ktk.arrays import readable
+from ktk.arrays import readable, writable
 from ktk.dtypes import FLOAT_DTYPES
 from ktk.hosts.numbered import living
 from ktk.linear import Linear
@@ -77,7 +77,7 @@ class OpLinear:
             self.linear(x, out=out)
         else:
             group, index = self._together
-            group.forward(index, readable("x", x), readable("out", out))
+            group.forward(index, readable("x", x), writable("out", out))
 
     def __copy__(self) -> OpLinear:
         return self

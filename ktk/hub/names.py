@@ -1,8 +1,8 @@
 """Finds models by name: in the cache of the Hugging Face hub, and in the user's own folders.
 
 A name is a path, OWNER/NAME of the hub, or what a model is called in one of the folders; @REVISION
-and :FILE.gguf, or a part of that file's name, may follow. Nothing is downloaded. The cache is read
-as huggingface_hub lays it out:
+and :FILE.gguf, or its folder or a part of its name, may follow. Nothing is downloaded. The cache
+is read as huggingface_hub lays it out:
 
     models--OWNER--NAME/refs/REVISION       the commit that a branch or tag means
                         snapshots/COMMIT    links to files in ../blobs, named by their checksums
@@ -23,7 +23,7 @@ from ktk.settings import setting
 
 _NAME = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
-    r"(@(?P<revision>[\w./-]+))?(:(?P<file>[^/:]+))?"
+    r"(@(?P<revision>[\w./-]+))?(:(?P<file>[^:]+))?"
 )
 # Of a split GGUF model the first file stands for all.
 _LATER_SHARD = re.compile(r".*-(?!00001)\d{5}-of-\d{5}\.gguf")
@@ -105,11 +105,15 @@ def cached_models() -> Iterator[Found]:
 def models_in(folders: Sequence[str]) -> Iterator[Found]:
     """Yield the models in folders of the user's."""
     for text in folders:
-        folder = Path(text)
+        folder, seen = Path(text), set[Path]()
         if is_model(folder):
-            yield from _models(str(folder), folder)
+            for found in _models(str(folder), folder):
+                seen.add(found.path)
+                yield found
         for path in models_below(folder):
-            yield from _models(str(path.relative_to(folder)), path)
+            for found in _models(str(path.relative_to(folder)), path):
+                if found.path not in seen:
+                    yield found
 
 
 def _models(name: str, path: Path, *, cached: bool = False) -> Iterator[Found]:
@@ -118,18 +122,18 @@ def _models(name: str, path: Path, *, cached: bool = False) -> Iterator[Found]:
     if not files and is_model(path):
         yield Found(name, path, cached)
     for file in files:
-        called = f"{name}:{file.name}" if cached else str(Path(name, file.relative_to(path)))
-        yield Found(called, file, cached)
+        within = file.relative_to(path)
+        yield Found(f"{name}:{within}" if cached else str(Path(name, within)), file, cached)
 
 
 def _gguf_files(folder: Path) -> list[Path]:
-    """Return the GGUF models in a folder; where it has no weights, those in folders below it.
+    """Return the GGUF models in a folder and in those below it; none beside safetensors.
 
     Large models are published so: a folder of shards for each type of quantisation.
     """
     if any(folder.glob("*.safetensors")):
         return []
-    files = sorted(folder.glob("*.gguf")) or sorted(folder.glob("*/*.gguf"))
+    files = sorted(folder.glob("*.gguf")) + sorted(folder.glob("*/*.gguf"))
     return [file for file in files if not _LATER_SHARD.fullmatch(file.name)]
 
 
@@ -153,21 +157,28 @@ def _in_cache(name: str, revision: str | None, file: str | None) -> Path:
             f"{snapshot} has neither config.json nor weights, so {name} was downloaded in part "
             f"only. Get the rest: {command}"
         )
+    within = {one: str(one.relative_to(snapshot)) for one in found}
     if file is None:
         below = [one for one in found if one.parent != snapshot]
-        if len(below) > 1:
-            names = ", ".join(one.name for one in below)
-            raise CheckpointError(f"{name} has several models: give {name}:FILE, of {names}")
+        if below and len(found) > 1:
+            listed = ", ".join(within.values())
+            raise CheckpointError(f"{name} has several models: give {name}:FILE, of {listed}")
         return below[0] if below else snapshot
-    meant = [one for one in found if file.lower() in str(one.relative_to(snapshot)).lower()]
-    exact = [one for one in meant if file in (one.name, one.parent.name)] or meant
+    wanted = file.lower()
+    meant = [one for one, path in within.items() if wanted in path.lower()]
+    exact = [one for one in meant if wanted in _names(one, within[one])] or meant
     if len(exact) == 1:
         return exact[0]
-    listed = ", ".join(one.name for one in exact or found) or "none"
+    listed = ", ".join(within[one] for one in exact or found) or "none"
     raise CheckpointError(
         f"{'several' if exact else 'no'} GGUF files of {name} are called {file!r}: {listed}. "
         f"Give one of them, or get another: {command} --include '*{file}*'"
     )
+
+
+def _names(file: Path, within: str) -> tuple[str, ...]:
+    """Return what a file of a repository may be called: its path there, its name, its folder."""
+    return within.lower(), file.name.lower(), *(part.lower() for part in Path(within).parts[:-1])
 
 
 def _commit(folder: Path, revision: str | None) -> str | None:

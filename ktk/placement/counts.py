@@ -47,9 +47,12 @@ def save_counts(path: str | Path, counts: Mapping[int, Counted | npt.ArrayLike])
     found = {}
     for name, one in layer_names(counts).items():
         given = np.asarray(getattr(one, "counts", one))
-        whole = given.astype(np.int64)
-        if given.ndim != 1 or not given.size or (whole < 0).any() or not (whole == given).all():
-            raise ValueError(f"layer {name}: counts must be whole numbers from 0 on, one each")
+        is_row = given.ndim == 1 and given.size and given.dtype.kind in "biuf"
+        whole = given.astype(np.int64) if is_row else None
+        if whole is None or (whole < 0).any() or not (whole == given).all():
+            raise ValueError(
+                f"layer {name}: counts must be whole numbers from 0 on, below 2**63, one each"
+            )
         found[name] = whole.tolist()
     write_document(Path(path), _FORMAT, {"layers": found})
 

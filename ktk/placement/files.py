@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,10 +25,12 @@ def layer_names(layers: Mapping[int, Any]) -> dict[str, Any]:
     ------
     ValueError
         There are no layers, or a number is none of a layer.
+    TypeError
+        What is to be a number is no int.
     """
     if not layers:
         raise ValueError("there are no layers to write")
-    named = {str(int(number)): layers[number] for number in sorted(layers)}
+    named = {str(operator.index(number)): layers[number] for number in sorted(layers)}
     for name in named:
         if not _LAYER.fullmatch(name):
             raise ValueError(f"{name} is no number of a layer: they are counted from 0 on")

@@ -76,12 +76,16 @@ def counts_of_recorder(path: Path) -> dict[int, npt.NDArray[np.int64]]:
     counts = found.get("logical_count") if isinstance(found, dict) else found
     if not isinstance(counts, torch.Tensor) or counts.ndim != 3 or not counts.numel():
         raise CheckpointError(f"{path} has no logical_count [steps, layers, experts]")
-    if counts.layout != torch.strided or counts.is_meta or counts.is_complex():
+    plain = counts.layout == torch.strided and not (counts.is_nested or counts.is_meta)
+    small_float = counts.is_floating_point() and counts.itemsize == 1
+    if not plain or small_float or counts.is_complex():
         raise CheckpointError(f"{path} has a logical_count without plain numbers")
     whole = counts.to(torch.int64)
-    if (whole < 0).any() or (whole != counts).any():
+    # As the dtype that came: torch does not compare uint64 with int64.
+    if (whole < 0).any() or not torch.equal(whole.to(counts.dtype), counts):
         raise CheckpointError(f"{path} has counts that are no whole numbers from 0 on")
-    if (whole.double().sum(0) >= 2.0**63).any():
+    sums = whole.cumsum(0)  # the first that is beyond 64 bits is below 0
+    if (sums < 0).any():
         raise CheckpointError(f"{path} has counts whose sums are beyond 64 bits")
-    total = whole.sum(0)
+    total = sums[-1]
     return {n: row.numpy() for n, row in enumerate(total) if row.any()}

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from ktk.cli import app
 from ktk.errors import CheckpointError
-from ktk.hub import cache_folder, cached_models, find_model
+from ktk.hub import cache_folder, cached_models, find_model, models_in
 
 runner = CliRunner()
 E, H, I = 2, 64, 32  # noqa: E741 - the names of the table of families
@@ -245,15 +245,22 @@ def test_gguf_models_in_folders_of_a_repository(cache: Path) -> None:
     first, other = snapshot / "Q8_0" / shards[0], snapshot / "UD-Q8_0" / shards[2]
     assert find_model("big/GGUF:Q8_0") == first
     assert find_model("big/GGUF:UD-Q8_0") == other
-    assert [one.name for one in cached_models()] == [
-        f"big/GGUF:{shards[0]}",
-        f"big/GGUF:{shards[2]}",
-    ]
+    assert find_model("big/GGUF:q8_0") == first
+    listed = [f"big/GGUF:Q8_0/{shards[0]}", f"big/GGUF:UD-Q8_0/{shards[2]}"]
+    assert [one.name for one in cached_models()] == listed
+    assert [find_model(name) for name in listed] == [first, other]
     assert find_model(f"big/GGUF:{shards[0]}") == first
-    with pytest.raises(
-        CheckpointError, match=f"several models: give big/GGUF:FILE, of {shards[0]}"
-    ):
+    with pytest.raises(CheckpointError, match=f"give big/GGUF:FILE, of Q8_0/{shards[0]}, UD-Q8_0"):
         find_model("big/GGUF")
+    small = snapshot / "Big-Q2_K.gguf"  # small types are often beside the folders
+    small.write_bytes(b"GGUF" + bytes(60))
+    assert find_model("big/GGUF:Q2_K") == small
+    assert find_model("big/GGUF:Q8_0") == first
+    with pytest.raises(CheckpointError, match=r"has several models: .* Big-Q2_K\.gguf, Q8_0/"):
+        find_model("big/GGUF")
+    names = [one.name for one in models_in([str(snapshot)])]
+    assert len(names) == len(set(names)) == 3
+    small.unlink()
     (snapshot / "config.json").write_text("{}")
     assert find_model("big/GGUF:UD-Q8_0") == other
     for shard in shards[2:]:

@@ -171,28 +171,41 @@ def test_other_files_that_cannot_be_used(tmp_path: Path) -> None:
     for wrong_counts_of_steps, message in (
         (torch.ones(1, 2, 3).to_sparse(), "without plain numbers"),
         (torch.ones(1, 2, 3, device="meta"), "without plain numbers"),
+        (torch.ones(1, 2, 3).to(torch.float8_e4m3fn), "without plain numbers"),
         (torch.full((1, 2, 3), 0.6), "no whole numbers from 0 on"),
         (torch.full((4, 2, 3), 2**62), "beyond 64 bits"),
     ):
         torch.save({"logical_count": wrong_counts_of_steps}, tmp_path / "counts.pt")
         with pytest.raises(CheckpointError, match=message):
             load_counts(tmp_path / "counts.pt")
+    for dtype in (torch.uint16, torch.uint64, torch.float32):
+        torch.save({"logical_count": torch.full((2, 1, 3), 5).to(dtype)}, tmp_path / "counts.pt")
+        assert load_counts(tmp_path / "counts.pt")[0].tolist() == [10, 10, 10]
+    save_for_sglang(tmp_path / "counts.pt", {0: [2**63 - 1]})
+    assert load_counts(tmp_path / "counts.pt")[0].tolist() == [2**63 - 1]
     torch.save({"count": torch.ones(2)}, tmp_path / "counts.pt")
     with pytest.raises(CheckpointError, match="has no logical_count"):
         load_counts(tmp_path / "counts.pt")
     with pytest.raises(CheckpointError, match="cannot be written: No such file"):
         save_counts(tmp_path / "none" / "counts.json", {0: [1]})
-    for wrong in ([-1], [0.5], [[1]], []):
+    for wrong in ([-1], [0.5], [[1]], [], [2**64], [2**63]):
         with pytest.raises(ValueError, match=r"counts must be whole numbers"):
             save_counts(tmp_path / "counts.json", {0: wrong})
     with pytest.raises(ValueError, match="no layers to write"):
         save_counts(tmp_path / "counts.json", {})
+    half: Any = 0.5
+    with pytest.raises(TypeError, match="float"):
+        save_counts(tmp_path / "counts.json", {half: [1]})
     for wrong_layer in (-1, 10**10):
         with pytest.raises(ValueError, match=f"{wrong_layer} is no number of a layer"):
             save_counts(tmp_path / "counts.json", {wrong_layer: [1]})
         with pytest.raises(ValueError, match=f"{wrong_layer} is no number of a layer"):
             save_masks(tmp_path / "gpu.json", {wrong_layer: torch.ones(2, dtype=torch.bool)})
-    for wrong_mask in (torch.tensor([0, 5, 7]), torch.ones(2, 2, dtype=torch.bool)):
+    for wrong_mask in (
+        torch.tensor([0, 5, 7]),
+        torch.ones(0, dtype=torch.bool),
+        torch.ones(2, 2, dtype=torch.bool),
+    ):
         with pytest.raises(TypeError, match=r"layer 0: a mask must be bool \[num_experts\], got"):
             save_masks(tmp_path / "gpu.json", {0: wrong_mask})
     assert not list(tmp_path.glob("*.json"))
