@@ -171,12 +171,11 @@ def _whole(value: Any) -> int | None:
 
 def _as_f32(value: Any) -> float:
     """Return a number as the core keeps it; NaN for what is none."""
-    if not isinstance(value, Real):
-        return math.nan
+    number: Any = value if isinstance(value, Real) else math.nan
     try:
-        return float(struct.unpack("f", struct.pack("f", float(value)))[0])
+        return float(struct.unpack("f", struct.pack("f", float(number)))[0])
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return math.inf if number > 0 else -math.inf
 
 
 def _shown(value: Any) -> str:
