@@ -1,7 +1,7 @@
-// E2M1 with AVX512-VNNI: 16-bit rows as two bytes, up to 4 rows x 32 columns or, with codes looked
-// up ahead, 12 x 32.
+// E2M1 with AVX512-VNNI: 16-bit rows as two bytes, up to 4 rows x 32 columns, or as words, with
+// codes looked up ahead, 12 x 32.
 #include "mxfp4/variant.h"
-#include "mxfp4/zmm_bytes_decoded.h"
+#include "mxfp4/zmm_words.h"
 
 namespace ktk::mxfp4 {
 namespace {
@@ -11,8 +11,10 @@ struct Variant {
   using Act = ActBytes;
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel("gemm_4x32_avx512_vnni", 4, gemm_by_layout<Formats, BytesKernel>),
-      ukernel("gemm_decoded_12x32_avx512_vnni", gemm_by_layout<Formats, DecodedBytesKernel>,
-              decoded_bytes_size)};
+      ukernel("gemm_words_12x32_avx512_vnni", 12, gemm_by_layout<Formats, WordsKernel>),
+      ukernel("gemm_decoded_12x32_avx512_vnni", gemm_by_layout<Formats, DecodedWordsKernel>,
+              decoded_words_size),
+  };
 };
 
 }  // namespace

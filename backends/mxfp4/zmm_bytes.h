@@ -8,8 +8,12 @@
 //   sum of a group = 256 * (sum of weights * high) + (sum of weights * low) + start
 //
 // where start takes the offset away (act_bytes.h). Sums are below 2^24 and exact, and every output
-// is dst = fma(sum * (act scale / 2), weight scale, dst), group after group of ascending k: a row
-// gets the same bits in any batch.
+// is dst = fma(sum * (act scale / 2), weight scale, dst), group after group of ascending k. Groups
+// of 16 k, two of which share an act scale, are multiplied with that together:
+//
+//   dst = fma(fma(sum 1, weight scale 1, sum 0 * weight scale 0), act scale / 2, dst)
+//
+// A row gets the same bits in any batch, also from zmm_words.h.
 #pragma once
 
 #include "codec/scaled/zmm.h"
@@ -33,10 +37,6 @@ inline void add_fours(__m512i& sum, __m512i weights, const int8_t* act) {
       : "v"(weights), "m"(*reinterpret_cast<const int*>(act)));
 }
 
-inline void add_fours(__m512i& sum, __m512i weights, __m512i act) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weights), "v"(act));
-}
-
 struct ByteLookup {
   __m512i bytes = _mm512_broadcast_i32x4(
       _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
@@ -51,14 +51,24 @@ struct ByteLookup {
 
 // What the sums of a group begin with, which is `part` of those that share a group of act.
 template <class Scales>
-inline __m512i group_start(const ActGroup& act, size_t part) {
+inline __m512i group_start(const ActGroupEnd& act, size_t part) {
   return _mm512_set1_epi32(kActShare<Scales> == 1 ? act.start : act.part_start[part]);
 }
 
-// dst += a scaled sum of sixteen columns, which is of twice the weights' values.
-inline void add_scaled(float* dst, __m512i sum, float half_act_scale, __m512 scale) {
-  const __m512 value = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(half_act_scale));
-  _mm512_storeu_ps(dst, _mm512_fmadd_ps(value, scale, _mm512_loadu_ps(dst)));
+// Ends a group, `kPart` of those that share a group of act, for sixteen columns of a row: dst +=
+// the scaled sum, which is of twice the weights' values. That of the first part rests in `first`.
+template <class Scales, size_t kPart>
+inline void add_scaled(float* dst, __m512i sum, float half_act_scale, __m512 scale, __m512& first) {
+  const __m512 value = _mm512_cvtepi32_ps(sum), half = _mm512_set1_ps(half_act_scale);
+  if constexpr (kActShare<Scales> == 1) {
+    const __m512 of_act = _mm512_mul_ps(value, half);
+    _mm512_storeu_ps(dst, _mm512_fmadd_ps(of_act, scale, _mm512_loadu_ps(dst)));
+  } else if constexpr (kPart == 0) {
+    first = _mm512_mul_ps(value, scale);
+  } else {
+    const __m512 both = _mm512_fmadd_ps(value, scale, first);
+    _mm512_storeu_ps(dst, _mm512_fmadd_ps(both, half, _mm512_loadu_ps(dst)));
+  }
 }
 
 // Of one group of sixteen columns.
@@ -69,21 +79,42 @@ inline __m512 weight_scale(const ZmmScales<Scales>& scales, size_t half) {
   return _mm512_mul_ps(scale, _mm512_set1_ps(Scales::kUnit));
 }
 
-// A group, `part` of those that share `act`, of the first row.
+// Bytes and ends of groups of act, of the rows of a tile.
+struct ByteRows {
+  const char *bytes, *ends;
+  size_t stride;
+
+  ByteRows(const ktk_matrix* matrix, const Tile& t)
+      : bytes(t.act + first_group(t) * sizeof(ActGroupBytes)),
+        ends(t.act + ActBytes::ends_offset(matrix) + first_group(t) * sizeof(ActGroupEnd)),
+        stride(t.act_stride) {}
+
+  static size_t first_group(const Run& run) { return run.begin * kStepDepth / ActGroup::kDepth; }
+  const ActGroupBytes& group(size_t row) const {
+    return *reinterpret_cast<const ActGroupBytes*>(bytes + row * stride);
+  }
+  const ActGroupEnd& end(size_t row) const {
+    return *reinterpret_cast<const ActGroupEnd*>(ends + row * stride);
+  }
+  void advance() {
+    bytes += sizeof(ActGroupBytes);
+    ends += sizeof(ActGroupEnd);
+  }
+};
+
+// A group, `kPart` of those that share the group of act.
 template <class Layout, size_t kRows, size_t kPart>
 [[gnu::always_inline]] inline void multiply_group(const ByteLookup& lookup, const char*& line,
-                                                  const ActGroup* act, size_t act_stride,
+                                                  const ByteRows& act,
                                                   const ZmmScales<typename Layout::Scales>& scales,
-                                                  float* dst, size_t dst_stride, Fetch& fetch) {
+                                                  __m512 (&first)[kRows][2], const Tile& t,
+                                                  Fetch& fetch) {
   using Scales = typename Layout::Scales;
-  const auto row = [&](size_t i) -> const ActGroup& {
-    return *reinterpret_cast<const ActGroup*>(reinterpret_cast<const char*>(act) + i * act_stride);
-  };
   __m512i high[kRows][2], low[kRows][2];
 #pragma GCC unroll 4
   for (size_t i = 0; i < kRows; ++i) {
     high[i][0] = high[i][1] = _mm512_setzero_si512();
-    low[i][0] = low[i][1] = group_start<Scales>(row(i), kPart);
+    low[i][0] = low[i][1] = group_start<Scales>(act.end(i), kPart);
   }
 #pragma GCC unroll 4
   for (size_t u = 0; u < Scales::kGroupDepth; u += Codes::kLineDepth) {
@@ -97,40 +128,43 @@ template <class Layout, size_t kRows, size_t kPart>
         const size_t at = kPart * Scales::kGroupDepth + u + four * kFour;
 #pragma GCC unroll 4
         for (size_t i = 0; i < kRows; ++i) {
-          add_fours(high[i][half], weights, row(i).high + at);
-          add_fours(low[i][half], weights, row(i).low + at);
+          add_fours(high[i][half], weights, act.group(i).high + at);
+          add_fours(low[i][half], weights, act.group(i).low + at);
         }
       }
     }
   }
   const __m512 scale[2] = {weight_scale(scales, 0), weight_scale(scales, 1)};
+  float* dst = t.dst;
 #pragma GCC unroll 4
-  for (size_t i = 0; i < kRows; ++i, dst += dst_stride) {
+  for (size_t i = 0; i < kRows; ++i, dst += t.dst_stride) {
 #pragma GCC unroll 2
     for (size_t half = 0; half < 2; ++half) {
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[i][half], 8), low[i][half]);
-      add_scaled(dst + half * kHalfCols, sum, row(i).half_scale, scale[half]);
+      add_scaled<Scales, kPart>(dst + half * kHalfCols, sum, act.end(i).half_scale, scale[half],
+                                first[i][half]);
     }
   }
 }
 
 template <class Layout, size_t kRows>
-void multiply_bytes(const ScaledKernel<Layout>& kernel, const Tile& t) {
+void multiply_bytes(const ScaledKernel<Layout>& kernel, const ktk_matrix* matrix,
+                    const Tile& tile) {
   using Scales = typename Layout::Scales;
+  const Tile t = tile;  // a copy that stores to dst cannot change
   const ByteLookup lookup;
   Fetch fetch = t.fetch;
   ZmmScales<Scales> scales(nullptr);
-  const ActGroup* act =
-      reinterpret_cast<const ActGroup*>(t.act) + t.begin * kStepDepth / ActGroup::kDepth;
+  ByteRows act(matrix, t);
   for (const char *line = kernel.begin(t), *const end = kernel.end(t); line != end;) {
     scales.begin(line);
     fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
     line += Scales::kLineBytes;
 #pragma GCC unroll 1
-    for (size_t i = 0; i < kStepDepth; i += ActGroup::kDepth, ++act) {
+    for (size_t i = 0; i < kStepDepth; i += ActGroup::kDepth, act.advance()) {
+      __m512 first[kRows][2];
       unroll<kActShare<Scales>>([&]<size_t part>() __attribute__((always_inline)) {
-        multiply_group<Layout, kRows, part>(lookup, line, act, t.act_stride, scales, t.dst,
-                                            t.dst_stride, fetch);
+        multiply_group<Layout, kRows, part>(lookup, line, act, scales, first, t, fetch);
         scales.advance();
       });
     }
@@ -138,15 +172,20 @@ void multiply_bytes(const ScaledKernel<Layout>& kernel, const Tile& t) {
 }
 
 template <class Layout>
-struct BytesKernel : ScaledKernel<Layout> {
-  using ScaledKernel<Layout>::ScaledKernel;
+class BytesKernel : public ScaledKernel<Layout> {
+ public:
   static constexpr size_t kMr = 4;
   // Two registers of bytes are multiplied twice; decoding them takes about as long as one product.
   static constexpr size_t kLineProducts = 5;
   static constexpr auto kTiles =
       row_table<kMr>([]<size_t kRows> { return &multiply_bytes<Layout, kRows>; });
 
-  void tile(const Tile& t) const { kTiles[t.rows](*this, t); }
+  explicit BytesKernel(const ktk_matmul* mm) : ScaledKernel<Layout>(mm), matrix_(mm->matrix) {}
+
+  void tile(const Tile& t) const { kTiles[t.rows](*this, matrix_, t); }
+
+ private:
+  const ktk_matrix* matrix_;
 };
 
 }  // namespace

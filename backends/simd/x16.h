@@ -3,7 +3,7 @@
 //   load_f32, load_f16, load_bf16   of floats
 //   round_product, round_quotient   x * factor or x / divisor as integers, to nearest even
 //   narrow                          int32 as bytes, those beyond their range as the nearest one
-//   store_words                     int32 as int16, likewise; AVX2 only
+//   store_words                     int32 as int16, likewise; x86 only
 //   store_product                   bytes as f32, each times a factor
 //
 // Unnamed namespaces, as in all headers of kernels: each library keeps the copy that was compiled
