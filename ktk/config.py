@@ -124,7 +124,7 @@ class MoEConfig:
                 f"but there are only {self.num_ids} experts"
             )
         limit, alpha = self.activation_limit, self.activation_alpha
-        if limit is not None and not _as_f32(limit) > 0:
+        if limit is not None and not (0 < _as_f32(limit) < math.inf or limit == math.inf):
             raise ValueError(
                 f"activation_limit must be a positive number or None, got {_shown(limit)}"
             )

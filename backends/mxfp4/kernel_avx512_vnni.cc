@@ -1,5 +1,5 @@
-// E2M1 with AVX512-VNNI: 16-bit rows as two bytes, up to 4 rows x 32 columns, or as words, with
-// codes looked up ahead, 12 x 32.
+// E2M1 with AVX512-VNNI: 16-bit rows as two bytes, up to 4 rows x 32 columns, or as words, 12 x 32,
+// with codes looked up beside the products or ahead.
 #include "mxfp4/variant.h"
 #include "mxfp4/zmm_words.h"
 

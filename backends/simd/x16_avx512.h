@@ -33,10 +33,10 @@ inline I32x16 zero_i32() { return {_mm512_setzero_si512()}; }
 inline I32x16 add(I32x16 a, I32x16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
 inline int32_t sum(I32x16 a) { return _mm512_reduce_add_epi32(a.v); }
 inline __m128i narrow(I32x16 a) { return _mm512_cvtsepi32_epi8(a.v); }
-// 16 bytes as f32, each times `factor`.
 inline void store_words(int16_t* out, I32x16 a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm512_cvtsepi32_epi16(a.v));
 }
+// 16 bytes as f32, each times `factor`.
 inline void store_product(float* out, __m128i q, float factor) {
   const __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(q));
   _mm512_storeu_ps(out, _mm512_mul_ps(x, _mm512_set1_ps(factor)));

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,11 +39,11 @@ def check_plot(path: Path) -> None:
         raise ValueError(f"{path.suffix} is no picture; known: {', '.join(sorted(known))}")
     path = path if path.suffix else path.with_suffix(".png")  # as savefig does
     # Tried, because root may write anywhere, but not in a file system that is read-only.
-    is_new = not os.path.lexists(path)
+    is_new = not path.exists()
     try:
         path.open("ab").close()
         if is_new:
-            path.unlink()
+            path.resolve().unlink()
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
 

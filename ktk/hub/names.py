@@ -166,7 +166,8 @@ def _in_cache(name: str, revision: str | None, file: str | None) -> Path:
         return below[0] if below else snapshot
     wanted = file.lower()
     meant = [one for one, path in within.items() if wanted in path.lower()]
-    exact = [one for one in meant if wanted in _names(one, within[one])] or meant
+    called = [one for one in meant if wanted in _names(one, within[one])]
+    exact = [one for one in meant if within[one] == file] or called or meant
     if len(exact) == 1:
         return exact[0]
     listed = ", ".join(within[one] for one in exact or found) or "none"

@@ -175,6 +175,7 @@ def test_an_expert_that_is_not_there() -> None:
         ),
         ({"activation_limit": "7"}, "activation_limit must be a positive number or None, got '7'"),
         ({"activation_limit": -(10**400)}, "limit must be .*, which is -inf in f32"),
+        ({"activation_limit": 1e39}, r"limit must be .*, got 1e\+39, which is inf in f32"),
         ({"activation_alpha": float("inf")}, "activation_alpha must be a number, got inf$"),
         ({"activation_limit": 1e-50}, "limit must be .*, got 1e-50, which is 0.0 in f32"),
         ({"activation_alpha": None}, "activation_alpha must be a number, got None"),

@@ -260,6 +260,10 @@ def test_gguf_models_in_folders_of_a_repository(cache: Path) -> None:
         find_model("big/GGUF")
     names = [one.name for one in models_in([str(snapshot)])]
     assert len(names) == len(set(names)) == 3
+    like = snapshot / "UD-Q8_0" / small.name
+    like.write_bytes(b"GGUF" + bytes(60))
+    assert all(find_model(one.name) == one.path for one in cached_models())
+    like.unlink()
     small.unlink()
     (snapshot / "config.json").write_text("{}")
     assert find_model("big/GGUF:UD-Q8_0") == other
