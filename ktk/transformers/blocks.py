@@ -15,7 +15,7 @@ from ktk.checkpoint.gguf.blocks import as_blocks, format_of
 from ktk.checkpoint.gguf.header import TensorInfo
 from ktk.checkpoint.gguf.shards import TensorSet
 from ktk.dtypes import FLOAT_DTYPES
-from ktk.errors import BackendError
+from ktk.errors import BackendError, CheckpointError
 from ktk.expert import Matrix
 from ktk.names import BLOCKS
 from ktk.registry import load_backend
@@ -107,6 +107,12 @@ def load_blocks(tensors: TensorSet, model: Any, kept: Kept, bias: torch.Tensor |
     """Read a matrix, pack it, and put it into the model."""
     tensors.check(kept.tensor)
     info = tensors.info(kept.tensor)
+    old = model.get_submodule(kept.module)
+    if tuple(info.shape) != tuple(old.weight.shape):
+        raise CheckpointError(
+            f"{tensors.path}: {kept.tensor} has shape {list(info.shape)}, and the metadata want "
+            f"{list(old.weight.shape)}: are some of them missing, or wrong?"
+        )
     fmt = format_of(info)
     data = torch.from_numpy(as_blocks(info, tensors.rows(kept.tensor, 0, info.shape[0])))
     if kept.order is not None:
@@ -118,7 +124,6 @@ def load_blocks(tensors: TensorSet, model: Any, kept: Kept, bias: torch.Tensor |
     is_head = head is not None and kept.module in (head[0], tied and tied[0])
     name = head[0] if head is not None and is_head else kept.module
     layer = packed_matrix(kept.backend, Matrix(fmt, data, bias=bias), name)
-    old = model.get_submodule(kept.module)
     if is_head:
         put_head(model, name, layer)
     elif isinstance(old, nn.Linear):

@@ -48,7 +48,8 @@ def naming_damage(path: str, **options: Any) -> Iterator[None]:
     except Exception as error:
         if not _makes_none(path, options, error):
             raise
-        source = os.path.join(path, "config.json") if os.path.isdir(path) else path
+        named = options.get("gguf_file", "config.json")
+        source = os.path.join(path, named) if os.path.isdir(path) else path
         raise CheckpointError(f"{source} makes no model: {reason(error)}") from error
 
 

@@ -8,6 +8,7 @@ the class `gguf.GGUFReader`, which cuts a memory map into half a million arrays.
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,18 @@ class PlainReader(gguf.GGUFReader):
 
     It refuses files with tensors of a type that it does not know, such as those of ik_llama.cpp.
     Here these have a name and no data, which is all that is asked for of them.
+
+    transformers 5.23 takes the length of a key's name for the value, of gpt-oss' keys of scaled
+    RoPE: it does not see them, and gguf_config.py reads them.
     """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+        self.all_fields = self.fields
+        hidden = "gpt-oss.rope.scaling."
+        self.fields = OrderedDict(
+            (name, field) for name, field in self.fields.items() if not name.startswith(hidden)
+        )
 
     @property
     def data(self) -> Any:
@@ -54,6 +66,19 @@ class PlainReader(gguf.GGUFReader):
                     field=field,
                 )
             )
+
+
+def metadata_of(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a file says of itself, by key, but for arrays; read once inside `read_once`."""
+    module: Any = gguf
+    reader = module.GGUFReader(path)
+    fields = getattr(reader, "all_fields", reader.fields)
+    is_array = gguf.GGUFValueType.ARRAY
+    return {
+        name: field.contents()
+        for name, field in fields.items()
+        if field.types and field.types[0] != is_array
+    }
 
 
 @contextmanager

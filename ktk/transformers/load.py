@@ -20,6 +20,7 @@ from ktk.errors import CheckpointError
 from ktk.hub import find_model
 from ktk.transformers.config import METHOD, KtkConfig
 from ktk.transformers.damage import naming_damage, reason
+from ktk.transformers.gguf_config import config_of
 from ktk.transformers.gguf_metadata import read_once
 
 
@@ -73,6 +74,8 @@ def load(
     tells = options.pop("output_loading_info", False)
     auto: Any = transformers.AutoModelForCausalLM
     with read_once(), naming_damage(found.name, **found.options):
+        if found.options and "config" not in options:
+            options["config"] = config_of(found.name, **found.options)
         model, said = auto.from_pretrained(
             found.name,
             dtype=dtype or found.dtype,
@@ -83,7 +86,7 @@ def load(
             **found.options,
             **options,
         )
-    _check_whole(found.name, said["missing_keys"], () if fits else said["mismatched_keys"])
+    _check_whole(found, said["missing_keys"], () if fits else said["mismatched_keys"])
     return (model, said) if tells else model
 
 
@@ -95,19 +98,25 @@ def _check_generation(found: Located, options: Mapping[str, Any]) -> None:
         read_json(generation)
 
 
-def _check_whole(path: str, missing: Iterable[str], others: Iterable[tuple[str, Any, Any]]) -> None:
+def _check_whole(
+    found: Located, missing: Iterable[str], others: Iterable[tuple[str, Any, Any]]
+) -> None:
     """Refuse a model some of whose tensors were not in the files, and are random numbers now."""
+    path, what, cure = found.name, "config.json", "one of the files is of another model"
+    doubt = "is a file missing, or config.json of another model?"
+    if gguf_file := found.options.get("gguf_file"):
+        path, what = os.path.join(path, gguf_file), "its metadata"
+        cure = "are some of it missing?"
+        doubt = (
+            "is it whole, and of an architecture whose experts transformers knows in GGUF files?"
+        )
     for name, stored, wanted in others:
         raise CheckpointError(
-            f"{path}: {name} has shape {list(stored)}, and config.json wants {list(wanted)}: one "
-            "of the files is of another model"
+            f"{path}: {name} has shape {list(stored)}, and {what} wants {list(wanted)}: {cure}"
         )
     if lacking := sorted(missing):
         more = f" and {len(lacking) - 1} more tensors" if lacking[1:] else ""
-        raise CheckpointError(
-            f"{path} lacks {lacking[0]}{more}, which config.json wants: is a file missing, or "
-            "config.json of another model?"
-        )
+        raise CheckpointError(f"{path} lacks {lacking[0]}{more}, which {what} wants: {doubt}")
 
 
 def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:

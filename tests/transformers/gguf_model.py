@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,14 @@ def write(
     family: tiny.Family = QWEN3,
     dense: str = "q8_0",
     experts: Type | None = None,
+    metadata: Callable[[Any], None] | None = None,
     **split: Any,
 ) -> tuple[Path, Any]:
     """Write it; return the first file, and the model in float32 that its blocks mean.
 
     `dense` is the type of all matrices but those of experts: f32, q8_0, or one of ik_llama.cpp,
     whose values are random. `experts` is that of all matrices of experts; by default they differ.
+    `metadata` gets the writer, for more of them.
     """
     exact = family.make()
     config = exact.config
@@ -62,6 +65,8 @@ def write(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if family is GPT_OSS:
         writer.add_sliding_window(config.sliding_window)
+    if metadata is not None:
+        metadata(writer)
     add_tokenizer(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     with torch.no_grad():
