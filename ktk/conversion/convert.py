@@ -169,6 +169,8 @@ class Conversion(Closing):
             source_name=name_of(self.source),
             layers=tuple(encoder.number for encoder in encoders),
             stamps=self._source.stamps,
+            activation=self._reading["activation"],
+            top_k=self._reading["top_k"],
         )
         index = merged(self.output, mine, resume=resume)
         remove_temporaries(self.output)

@@ -41,7 +41,7 @@ def merged(folder: Path, mine: Index, *, resume: bool) -> Index:
             "folder"
         )
     earlier = read_index(folder)
-    check_options(folder, earlier, mine, ("backend", "group_size"))
+    check_options(folder, earlier, mine, ("backend", "group_size", "activation", "top_k"))
     if earlier.source != mine.source:
         names = ", ".join(changed(earlier.stamps, mine.stamps))
         raise CheckpointError(

@@ -69,15 +69,19 @@ def switch_on(backend: str | None = None, **options: Any) -> None:
 
     from ktk.transformers import KtkConfig
     from ktk.transformers.linears import pack_bf16
+    from ktk.transformers.load import load_whole
 
     stock = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(stock)
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("quantization_config") is not None:
-            return stock(cls, *args, **kwargs)
+    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        def load(path: str, **keywords: Any) -> Any:
+            return stock(cls, path, *args, **keywords)
+
+        if name is None or kwargs.get("quantization_config") is not None:
+            return load(name, **kwargs)
         kwargs["quantization_config"] = given = KtkConfig(backend, **options)
-        made = stock(cls, *args, **{**kwargs, "experts_implementation": "ktk"})
+        made = load_whole(load, str(name), **{**kwargs, "experts_implementation": "ktk"})
         model = made[0] if isinstance(made, tuple) else made
         pack_bf16(model, linears=given.linears is None, head=given.head is None)
         return made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,23 +71,48 @@ def load(
     found = locate(path)
     _check_generation(found, options)
     config = KtkConfig(backend, experts=experts or found.experts, linears=linears, head=head)
+    auto: Any = transformers.AutoModelForCausalLM
+    return load_whole(
+        auto.from_pretrained,
+        found.name,
+        dtype=dtype or found.dtype,
+        experts_implementation=METHOD,
+        quantization_config=config,
+        **found.options,
+        **options,
+    )
+
+
+def load_whole(from_pretrained: Callable[..., Any], name: str, **options: Any) -> Any:
+    """Load a model by `from_pretrained`, and refuse it if something of it was not in the files.
+
+    Parameters
+    ----------
+    from_pretrained : callable
+        Of a class of transformers.
+    name, **options
+        What it is called with; of a GGUF file, it gets the completed configuration.
+
+    Raises
+    ------
+    CheckpointError
+        Files are damaged, lack a tensor of the model or have one of another shape.
+    """
     fits = options.pop("ignore_mismatched_sizes", False)
     tells = options.pop("output_loading_info", False)
-    auto: Any = transformers.AutoModelForCausalLM
-    with read_once(), naming_damage(found.name, **found.options):
-        if found.options and "config" not in options:
-            options["config"] = config_of(found.name, **found.options)
-        model, said = auto.from_pretrained(
-            found.name,
-            dtype=dtype or found.dtype,
-            experts_implementation=METHOD,
-            quantization_config=config,
+    gguf_file = options.get("gguf_file")
+    file = {"gguf_file": gguf_file} if gguf_file else {}
+    with read_once(), naming_damage(name, **file):
+        if gguf_file and options.get("config") is None:
+            options["config"] = config_of(name, gguf_file)
+        model, said = from_pretrained(
+            name,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # transformers' error names no tensor
-            **found.options,
             **options,
         )
-    _check_whole(found, said["missing_keys"], () if fits else said["mismatched_keys"])
+    others = () if fits else said["mismatched_keys"]
+    _check_whole(name, gguf_file, said["missing_keys"], others)
     return (model, said) if tells else model
 
 
@@ -99,12 +125,15 @@ def _check_generation(found: Located, options: Mapping[str, Any]) -> None:
 
 
 def _check_whole(
-    found: Located, missing: Iterable[str], others: Iterable[tuple[str, Any, Any]]
+    path: str,
+    gguf_file: str | None,
+    missing: Iterable[str],
+    others: Iterable[tuple[str, Any, Any]],
 ) -> None:
     """Refuse a model some of whose tensors were not in the files, and are random numbers now."""
-    path, what, cure = found.name, "config.json", "one of the files is of another model"
+    what, cure = "config.json", "one of the files is of another model"
     doubt = "is a file missing, or config.json of another model?"
-    if gguf_file := found.options.get("gguf_file"):
+    if gguf_file:
         path, what = os.path.join(path, gguf_file), "its metadata"
         cure = "are some of it missing?"
         doubt = (
@@ -132,6 +161,8 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:
     try:
         with read_once(), naming_damage(found.name, **found.options):
             made = auto.from_pretrained(found.name, **found.options, **options)
+    except json.JSONDecodeError as error:
+        raise _no_readable_tokenizer(found.name, error) from error
     except (OSError, ValueError) as error:
         if _may_have_tokenizer(found):
             raise
@@ -139,10 +170,7 @@ def load_tokenizer(path: str | os.PathLike[str], **options: Any) -> Any:
     except CheckpointError:
         raise
     except Exception as error:  # tokenizers raises no other kind
-        raise CheckpointError(
-            f"{found.name}: its tokenizer cannot be read: {reason(error)}. Is a file damaged, or "
-            "of a later version than tokenizers and transformers here?"
-        ) from error
+        raise _no_readable_tokenizer(found.name, error) from error
     # Of a class whose files are not there, transformers makes one that knows nothing.
     if len(made) <= len(made.all_special_tokens) and not _may_have_tokenizer(found):
         raise _no_tokenizer(found.name)
@@ -154,6 +182,13 @@ def _may_have_tokenizer(found: Located) -> bool:
     if found.options or not os.path.isdir(found.name):
         return True
     return any(any(Path(found.name).glob(pattern)) for pattern in patterns)
+
+
+def _no_readable_tokenizer(folder: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: its tokenizer cannot be read: {reason(error)}. Is a file damaged, or "
+        "of a later version than tokenizers and transformers here?"
+    )
 
 
 def _no_tokenizer(folder: str) -> CheckpointError:

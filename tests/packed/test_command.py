@@ -78,6 +78,15 @@ def test_it_says_what_becomes_of_which_layers(tmp_path: Path) -> None:
     assert made.contents(output) == made.contents(tmp_path / "expected")
 
 
+def test_an_activation_is_that_of_all_layers(tmp_path: Path) -> None:
+    source, output = made.write(tmp_path / "source", layers=(0, 1)), tmp_path / "packed"
+    arguments = ["convert", str(source), str(output), "--backend", "AMXINT8", "--layers"]
+    assert runner.invoke(app, [*arguments, "0"]).exit_code == 0
+    with pytest.raises(CheckpointError, match="begun with the activation None, not gelu: leave"):
+        convert(source, output, backend="AMXINT8", layers=[1], resume=True, activation="gelu")
+    assert runner.invoke(app, [*arguments, "1", "--resume"]).exit_code == 0
+
+
 def test_groups_are_passed_on(tmp_path: Path) -> None:
     source = made.write(tmp_path / "source")
     arguments = ["convert", str(source), str(tmp_path / "packed"), "--backend", "AMXINT4"]

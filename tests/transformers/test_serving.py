@@ -9,8 +9,10 @@ import gguf_model
 import pytest
 import tiny
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from ktk.errors import CheckpointError
 from ktk.serving.transformers import switch_on
 from ktk.transformers.packed import packed_modules
 
@@ -40,3 +42,19 @@ def test_a_gguf_file_stays_in_its_blocks(tmp_path: Path, manager: Any) -> None:
     with tiny.routed_as(model, calls):  # products of 8 bits may swap two experts that are alike
         got = tiny.logits(model, ids)
     assert torch.nn.functional.cosine_similarity(got, expected, dim=-1).min() > 0.99
+
+
+def test_a_model_that_lacks_a_tensor_is_not_served(tmp_path: Path, manager: Any) -> None:
+    """transformers itself would fill it with random numbers, and go on."""
+    tiny.FAMILIES["qwen3-moe"].save(tmp_path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    auto: Any = AutoModelForCausalLM
+    with pytest.raises(CheckpointError, match=f"{tmp_path.name} lacks {name}, which config.json"):
+        auto.from_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(CheckpointError, match=r"is damaged or truncated: .* Download it again"):
+        auto.from_pretrained(tmp_path)

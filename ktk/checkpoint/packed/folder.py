@@ -46,6 +46,8 @@ class Index:
         All layers of the conversion, those that are not there yet included.
     stamps
         Of the source's files: all layers that are there were made of what they hold.
+    activation, top_k
+        What was asked for where the source does not say it, or not right; None if nothing was.
     """
 
     backend: str
@@ -54,6 +56,8 @@ class Index:
     source_name: str
     layers: tuple[int, ...]
     stamps: Stamps = field(default_factory=dict)
+    activation: str | None = None
+    top_k: int | None = None
 
 
 def file_of(folder: Path, layer: int) -> Path:
@@ -77,7 +81,8 @@ def read_index(folder: Path) -> Index:
             f"reads version {VERSION}"
         )
     try:
-        groups = entries.get("group_size")
+        groups, top_k = entries.get("group_size"), entries.get("top_k")
+        activation = entries.get("activation")
         layers = items("layers", entries.get("layers"))
         if len(layers) > _MOST_LAYERS:
             raise EntryError(f"layers lists {len(layers)}, expected no more than {_MOST_LAYERS}")
@@ -91,6 +96,8 @@ def read_index(folder: Path) -> Index:
                 name: integers(f"the stamp of {name}", stamp, 4, most=_ANY)
                 for name, stamp in table("stamps", entries.get("stamps", {})).items()
             },
+            activation=None if activation is None else text("activation", activation),
+            top_k=None if top_k is None else integer("top_k", top_k),
         )
     except EntryError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from error
