@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import StopStringCriteria
 
 from ktk.text.graphs import Steps, captures
 from ktk.text.interrupt import Interrupt
 from ktk.text.stream import Show, Stop, Stream
 from ktk.text.threads import FewThreads
+
+# One text that is shown as it is made, behind a prompt whose last token is the template's.
+_ONE_TEXT = {"num_beams": 1, "num_return_sequences": 1, "token_healing": False}
 
 
 class ContextFull(ValueError):
@@ -47,6 +52,16 @@ class Sampling:
         """Return the model's generation_config with these changes."""
         made = copy.deepcopy(model.generation_config)
         made.max_length, made.max_new_tokens = None, self.max_tokens
+        # `Generator` gives each reply the cache of the last one, and transformers takes no kind
+        # beside it.
+        made.cache_implementation = None
+        for name, value in _ONE_TEXT.items():
+            if (given := getattr(made, name, None)) not in (None, value):
+                warnings.warn(
+                    f"the model's generation_config has {name} {given!r}; ktk does not follow that",
+                    stacklevel=2,
+                )
+            setattr(made, name, value)
         if self.temperature is not None or self.top_p is not None:
             made.do_sample = True
         if self.temperature is not None:
@@ -106,9 +121,16 @@ class Generator:
         if self._config.pad_token_id is None:
             ends = self._config.eos_token_id
             self._config.pad_token_id = ends[0] if isinstance(ends, list) else ends
+        # `generate` makes the same of stop_strings and a tokenizer, but hands that on to the model.
+        words, self._config.stop_strings = self._config.stop_strings, None
+        self._words = [StopStringCriteria(tokenizer, words)] if words else []
         self._cache: Any = None
         self._cached: list[int] = []
-        self._steps = Steps(model, self._context()) if captures(model) else None
+        # Such a mode guesses several tokens and takes the wrong ones back. It puts the whole prompt
+        # in again behind what a cache has, and refuses a static one.
+        self._guesses = self._config.get_generation_mode() == "assisted_generation"
+        captured = not self._guesses and captures(model)
+        self._steps = Steps(model, self._context()) if captured else None
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
 
@@ -146,26 +168,24 @@ class Generator:
         stream = Stream(self.tokenizer, show)
         ids = torch.tensor([prompt], device=self.model.device)
         cache = self._cache if self._steps is None else self._steps.cache(needed, reused)
+        config = copy.copy(self._config)
+        config.max_new_tokens = limit
         # What fails or is interrupted in the middle of a token leaves half a cache.
         self.forget()
         with (
             Interrupt(lambda: stream.tokens > 0) as interrupt,
             FewThreads(self.model),
+            self._no_other_config(),
             self._steps or contextlib.nullcontext(),
             torch.inference_mode(),
         ):
-            config = copy.copy(self._config)
-            config.max_new_tokens = limit
-            # transformers takes a cache or its kind, not both.
-            if cache is not None:
-                config.cache_implementation = None
             try:
                 made = self.model.generate(
                     ids,
                     attention_mask=torch.ones_like(ids),
                     generation_config=config,
                     streamer=stream,
-                    stopping_criteria=[Stop(lambda: interrupt.asked)],
+                    stopping_criteria=[Stop(lambda: interrupt.asked), *self._words],
                     past_key_values=cache,
                     return_dict_in_generate=True,
                 )
@@ -174,16 +194,35 @@ class Generator:
                     raise
                 return self._result(stream, prompt, reused, "interrupted")
         sequence = made.sequences[0].tolist()
-        self._cache = made.get("past_key_values")
-        # The last token was made and not put in.
-        self._cached = sequence[:-1] if self._cache is not None else []
+        self._keep(made.get("past_key_values"), sequence)
         if interrupt.asked:
             finish = "interrupted"
         else:
             full = limit < int(self._config.max_new_tokens)
             cut = "context" if full else "length"
-            finish = "stop" if self._ends(sequence[-1]) else cut
+            finish = "stop" if self._ends(made.sequences) else cut
         return self._result(stream, prompt, reused, finish)
+
+    @contextlib.contextmanager
+    def _no_other_config(self) -> Iterator[None]:
+        """Keep `generate` from taking what is None from the model's own generation_config.
+
+        The call that guesses tokens within another call would guess in its turn, too.
+        """
+        own = self.model.generation_config
+        self.model.generation_config = type(own)()
+        try:
+            yield
+        finally:
+            self.model.generation_config = own
+
+    def _keep(self, cache: Any, sequence: list[int]) -> None:
+        """Keep a cache for the next reply, if it has the tokens that it should have."""
+        # The last token was made and not put in.
+        tokens = sequence[:-1]
+        if cache is None or self._guesses or int(cache.get_seq_length()) != len(tokens):
+            return
+        self._cache, self._cached = cache, tokens
 
     def _room(self, used: int) -> int:
         """Return how many tokens a reply may have."""
@@ -225,9 +264,12 @@ class Generator:
         self._cached = self._cached[:same]
         return same
 
-    def _ends(self, token: int) -> bool:
+    def _ends(self, sequences: torch.Tensor) -> bool:
+        """Whether a reply ends with a token or a text that ends replies."""
         ends = self._config.eos_token_id
-        return token in (ends if isinstance(ends, list) else [ends])
+        if int(sequences[0, -1]) in (ends if isinstance(ends, list) else [ends]):
+            return True
+        return any(bool(word(sequences, None)) for word in self._words)
 
     @staticmethod
     def _result(stream: Stream, prompt: list[int], reused: int, finish: str) -> Reply:

@@ -105,12 +105,15 @@ def check_generation(path: Path) -> None:
     """
     config = read_json(path)
     kinds: dict[str, tuple[Any, str]] = {
-        **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), ((int, float), "a number")),
+        **dict.fromkeys(
+            ("temperature", "top_p", "top_k", "min_p", "max_new_tokens"), ((int, float), "a number")
+        ),
         **dict.fromkeys(("eos_token_id", "pad_token_id"), (int, "a token's number, or some")),
+        "stop_strings": (str, "a text, or some"),
     }
     for key, (kind, wanted) in kinds.items():
         given = config.get(key)
-        values = given if isinstance(given, list) and kind is int else [given]
+        values = given if isinstance(given, list) and kind in (int, str) else [given]
         if given is not None and not (
             values and all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
         ):

@@ -251,6 +251,8 @@ def test_a_folder_without_a_tokenizer_says_so(model: Path, tmp_path: Path, run: 
         ("generation_config.json", None, None, "cannot be read: it is None, expected an object"),
         ("generation_config.json", "eos_token_id", [], "says eos_token_id [], which should be"),
         ("generation_config.json", "temperature", "0.5", "temperature '0.5', which should be a"),
+        ("generation_config.json", "max_new_tokens", "x", "max_new_tokens 'x', which should be a"),
+        ("generation_config.json", "stop_strings", ["a", 5], "['a', 5], which should be a text"),
         ("tokenizer.json", "normalizer", {"type": "Of2027"}, "its tokenizer cannot be read: data"),
     ],
 )
@@ -265,6 +267,16 @@ def test_a_wrong_value_in_a_file_is_one_line_that_names_it(
     assert (done.returncode, done.stdout) == (1, "")
     assert what in done.stderr
     assert done.stderr.startswith(f"ktk: {folder}") or key == "model_type"
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_tokenizer_that_was_cut_off_is_named(model: Path, tmp_path: Path, run: Command) -> None:
+    folder = tmp_path / "wrong"
+    shutil.copytree(model, folder)
+    (folder / "tokenizer.json").write_text((model / "tokenizer.json").read_text()[:100])
+    done = run(str(folder), "-p", "x", "-n", "2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"ktk: {folder}: its tokenizer cannot be read: ")
     assert done.stderr.count("\n") == 1
 
 
