@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,7 +64,8 @@ class ExpertParallel:
     ValueError
         Ranks disagree on sizes, backend, formats or placement, or lack experts; on all of them.
     TypeError
-        `moe` is no `ktk.MoE`.
+        An argument of this rank is of a wrong type, as a `moe` that is no `ktk.MoE`; the others
+        raise a ValueError that says so.
     ConnectionError
         A rank cannot be reached.
 
@@ -83,24 +88,24 @@ class ExpertParallel:
         chunk: int = CHUNK,
         timeout: float | timedelta = TIMEOUT,
     ) -> None:
-        if not isinstance(moe, MoE):
-            raise TypeError(f"moe must be a ktk.MoE, got {moe!r}")
-        group = dist.group.WORLD if group is None else group
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        if rank < 0:
-            raise ValueError("this process is not in the group")
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        placement = placement or Placement.contiguous(moe.config.num_experts, size)
-        problem = _problem(moe, placement, rank, size, chunk, seconds)
-        mine = {
-            **asdict(moe.config),
-            "backend": moe.backend.name,
-            "formats": [str(one) for one in (moe.format, moe.up_format, moe.down_format)],
-            "placement": placement.experts,
-            "shared": bool(shared),
-            "chunk": chunk,
-            "timeout": seconds,
-        }
+        group, rank, size = _group(group)
+        with _told(group):
+            if not isinstance(moe, MoE):
+                raise TypeError(f"moe must be a ktk.MoE, got {moe!r}")
+            chunk, seconds = _integer(chunk), _seconds(timeout)
+            if placement is None:
+                placement = Placement.contiguous(moe.config.num_experts, size)
+            _check_placement(placement)
+            problem = _problem(moe, placement, rank, size, chunk, seconds)
+            mine = {
+                **asdict(moe.config),
+                "backend": moe.backend.name,
+                "formats": [str(one) for one in (moe.format, moe.up_format, moe.down_format)],
+                "placement": placement.experts,
+                "shared": bool(shared),
+                "chunk": chunk,
+                "timeout": seconds,
+            }
         _agree(problem, mine, group)
         mesh = mesh_of(group, seconds)
         self.moe = moe
@@ -130,16 +135,30 @@ class ExpertParallel:
             As of :meth:`ktk.MoE.from_checkpoint`; so are further options.
         group, placement, shared, chunk, timeout
             As of the class.
+
+        Raises
+        ------
+        Exception
+            What :meth:`ktk.MoE.from_checkpoint` raised on this rank.
+        ValueError
+            A rank could not load its experts, and this sentence says why; also as of the class.
+        TypeError, ConnectionError
+            As of the class.
         """
         from ktk.checkpoint.open import open_checkpoint
 
-        if placement is None:
-            read = {name: options.get(name) for name in ("module", "activation", "top_k")}
-            with open_checkpoint(path, **read) as checkpoint:
-                config = options.get("config") or checkpoint.layer(layer).config
-            placement = Placement.contiguous(config.num_experts, dist.get_world_size(group))
-        experts = placement.experts[dist.get_rank(group)]
-        moe = MoE.from_checkpoint(path, layer, backend, experts=experts, **options)
+        group, rank, size = _group(group)
+        with _told(group):
+            if placement is None:
+                read = {name: options.get(name) for name in ("module", "activation", "top_k")}
+                with open_checkpoint(path, **read) as checkpoint:
+                    config = options.get("config") or checkpoint.layer(layer).config
+                placement = Placement.contiguous(config.num_experts, size)
+            _check_placement(placement)
+            if placement.ranks != size:
+                raise ValueError(_other_ranks(placement, size))
+            experts = placement.experts[rank]
+            moe = MoE.from_checkpoint(path, layer, backend, experts=experts, **options)
         return cls(moe, group, placement=placement, shared=shared, chunk=chunk, timeout=timeout)
 
     def __call__(
@@ -258,12 +277,45 @@ def _result(out: torch.Tensor | None, tokens: Tokens) -> torch.Tensor:
     return out
 
 
+def _group(group: Any) -> tuple[Any, int, int]:
+    """Return a group, by default that of all ranks, and this process's rank and its size."""
+    group = dist.group.WORLD if group is None else group
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank < 0:
+        raise ValueError("this process is not in the group")
+    return group, rank, size
+
+
+def _integer(chunk: Any) -> int:
+    try:
+        return operator.index(chunk)
+    except TypeError:
+        raise TypeError(f"chunk must be an integer, got {chunk!r}") from None
+
+
+def _seconds(timeout: Any) -> float:
+    if isinstance(timeout, timedelta):
+        return timeout.total_seconds()
+    if not isinstance(timeout, Real):
+        raise TypeError(f"timeout must be seconds or a timedelta, got {timeout!r}")
+    return float(timeout)
+
+
+def _check_placement(placement: Any) -> None:
+    if not isinstance(placement, Placement):
+        raise TypeError(f"placement must be a Placement, got {placement!r}")
+
+
+def _other_ranks(placement: Placement, size: int) -> str:
+    return f"placement has {placement.ranks} ranks, and the group {size}"
+
+
 def _problem(
     moe: MoE, placement: Placement, rank: int, size: int, chunk: int, timeout: float
 ) -> str:
     """Say what is wrong with the arguments of a rank; empty if nothing is."""
     if placement.ranks != size:
-        return f"placement has {placement.ranks} ranks, and the group {size}"
+        return _other_ranks(placement, size)
     if placement.num_experts != moe.config.num_experts:
         return (
             f"placement is of {placement.num_experts} experts, and the layer has "
@@ -278,10 +330,27 @@ def _problem(
     return ""
 
 
-def _agree(problem: str, mine: dict[str, Any], group: Any) -> None:
-    """Compare what ranks were made with; raise a ValueError on all of them if that differs."""
+@contextmanager
+def _told(group: Any) -> Iterator[None]:
+    """Raise an error of this rank, when the others have learned of it where they agree."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(RuntimeError):  # of ranks that are gone; what is wrong here says more
+            _exchange(f"{type(error).__name__}: {error}", {}, group)
+        raise
+
+
+def _exchange(problem: str, mine: dict[str, Any], group: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Return what all ranks say is wrong, if anything, and what they were made with."""
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, (problem, mine), group=group)
+    return every
+
+
+def _agree(problem: str, mine: dict[str, Any], group: Any) -> None:
+    """Compare what ranks were made with; raise a ValueError on all of them if that differs."""
+    every = _exchange(problem, mine, group)
     for rank, (said, _) in enumerate(every):
         if said:
             raise ValueError(f"rank {rank}: {said}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
@@ -18,8 +19,9 @@ class ModelState:
     """The state of one model's layers between their calls.
 
     Layers that are made without ``model=`` find one by their weights, sizes and workers; a layer
-    number that such a state already has begins a new one. Two models that agree in all of these
-    and are made in turns need a state each: make one, and pass it to the layers of the model.
+    number that such a state already has begins a new one. Where states that were found so have
+    different layers, nobody knows which layers are one model, and calls that could lose deferred
+    experts are refused (:meth:`check_chain`): make a state, and pass it to all layers of a model.
 
     The layers of a model are called in ascending order, one at a time.
     """
@@ -28,6 +30,7 @@ class ModelState:
         self.errors = _core.Latch()
         self.staging = StagingCache()
         self.captured_calls: list[_core.AsyncCall] = []
+        self._key: Hashable = None  # of a state that layers found; None for one that was given
         self._layers: WeakValueDictionary[int, object] = WeakValueDictionary()
         self._carried: Carried | None = None
         self._sums: dict[tuple[Any, ...], tuple[torch.Tensor, _core.Carry]] = {}
@@ -39,6 +42,7 @@ class ModelState:
         state = _by_key.get(key)
         if state is None or layer_idx in state._layers:
             _by_key[key] = state = cls()
+            state._key = key
         return state
 
     def add_layer(self, layer_idx: int, layer: object) -> None:
@@ -50,6 +54,34 @@ class ModelState:
     def check(self) -> None:
         """Raise what went wrong in a call that nobody waited for."""
         self.errors.check()
+
+    def check_chain(self, layer_idx: int, defers: bool) -> None:
+        """Refuse a call if deferred experts could be lost between this state and another.
+
+        A layer that was made while another of its number lived has begun a new state. It may
+        belong to a model of its own, or have replaced the other one; or the other one was made to
+        try something, before the model. A state that has all layers of the others is a model.
+        """
+        if self._key is None:
+            return
+        others = [state for state in list(_states) if state is not self and state._key == self._key]
+        left = [state._carried for state in others if state._carried is not None]
+        if not defers and all(carried.layer_idx >= layer_idx for carried in left):
+            return
+        if self._lacks(others):
+            gc.collect()  # of layers that are there only because an exception was
+        if lacks := self._lacks(others):
+            raise RuntimeError(
+                f"layer {layer_idx} was found to be of another model than layer {min(lacks)}, "
+                "because two layers of one number, with the same weights, sizes and workers, were "
+                "there at once; if they are of one model, deferred experts would be lost. Make the "
+                "layers of a model with the same model=ModelState(), and let go of a layer before "
+                "another one replaces it"
+            )
+
+    def _lacks(self, others: list[ModelState]) -> set[int]:
+        """Return the numbers of layers that only other states have."""
+        return {number for state in others for number in list(state._layers)} - set(self._layers)
 
     # --- deferred experts -----------------------------------------------------------------------
 

@@ -64,7 +64,8 @@ class KTMoEWrapper(Layer):
     swiglu_limit, swiglu_alpha : float
         See :func:`ktk.ktmoe.arguments.activation`.
     model : ModelState, optional
-        What the layers of a model share; found by weights and sizes if it is not given.
+        What the layers of a model share; found by weights, sizes and workers if it is not given.
+        Give one where layers are replaced, or tried before the model is made.
     deferral_policy : str
         "per-token", or "batch-union" for kt-kernel's own choice; see :mod:`ktk.ktmoe.deferral`.
     keep_gpu_experts : bool
@@ -133,6 +134,7 @@ class KTMoEWrapper(Layer):
             cuda_stream,
         )
         what = self._submission()
+        self.model.check_chain(self.layer_idx, what.deferred > 0)
         on_pool = not inputs.stream and not on_gpu(inputs.hidden)
         captured = not on_pool and _core.stream_is_capturing(inputs.stream)
         take = self.model.take(self.layer_idx, inputs.hidden, captured, on_pool)

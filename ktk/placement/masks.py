@@ -81,7 +81,7 @@ def save_masks(path: str | Path, masks: Mapping[int, torch.Tensor]) -> None:
     """
     layers, sizes = {}, set()
     for name, given in layer_names(masks).items():
-        mask = torch.as_tensor(given)
+        mask = torch.as_tensor(given, device="cpu")
         if mask.dtype != torch.bool or mask.ndim != 1 or not len(mask):
             raise TypeError(
                 f"layer {name}: a mask must be bool [num_experts], got {mask.dtype} "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 import ktk
 from ktk.distributed import Placement
@@ -36,6 +39,33 @@ def layer(only: Collection[int] | None = None, backend: str = "AMXINT8", **sizes
         )
         moe.load_expert(expert, gate, up, down)
     return moe
+
+
+def write_checkpoint(folder: Path, intermediate: int = INTERMEDIATE) -> None:
+    """Write a checkpoint of one layer with all experts."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 1,
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": intermediate,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "zero_expert_num": ZERO_EXPERTS,
+        "hidden_act": "silu",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        "gate_proj": (intermediate, HIDDEN),
+        "up_proj": (intermediate, HIDDEN),
+        "down_proj": (HIDDEN, intermediate),
+    }
+    weights = {
+        f"model.layers.0.mlp.experts.{expert}.{name}.weight": torch.randn(shape).bfloat16() / 8
+        for expert in range(EXPERTS)
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors")
 
 
 def tokens(

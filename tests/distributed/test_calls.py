@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from layers import EXPERTS, TOP_K, ZERO_EXPERTS, in_order_of_ranks, layer, tokens
+from layers import EXPERTS, TOP_K, in_order_of_ranks, layer, tokens, write_checkpoint
 from ranks import run
 
 from ktk.distributed import ExpertParallel, Placement, connect
@@ -145,34 +145,8 @@ def files(rank: int, size: int, say: Any, folder: str) -> tuple[int, int]:
 
 @pytest.mark.slow
 def test_a_rank_reads_its_experts_only(tmp_path: Path) -> None:
-    import json
-
-    from safetensors.torch import save_file
-
     intermediate = 1024  # so that headers and configuration are small beside an expert
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_hidden_layers": 1,
-        "hidden_size": 64,
-        "moe_intermediate_size": intermediate,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOP_K,
-        "zero_expert_num": ZERO_EXPERTS,
-        "hidden_act": "silu",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    shapes = {
-        "gate_proj": (intermediate, 64),
-        "up_proj": (intermediate, 64),
-        "down_proj": (64, intermediate),
-    }
-    weights = {
-        f"model.layers.0.mlp.experts.{expert}.{name}.weight": torch.randn(shape).bfloat16() / 8
-        for expert in range(EXPERTS)
-        for name, shape in shapes.items()
-    }
-    save_file(weights, tmp_path / "model.safetensors")
+    write_checkpoint(tmp_path, intermediate)
     one = 3 * 2 * 64 * intermediate
     for (read, size), experts in zip(run(2, files, str(tmp_path)), (6, 6), strict=True):
         assert size > EXPERTS * one

@@ -1,12 +1,13 @@
-"""What does not go together is one sentence on all ranks, and the next call may be right."""
+"""What does not go together is said on all ranks, and the next call may be right."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from layers import EXPERTS, ZERO_EXPERTS, layer, tokens
+from layers import EXPERTS, ZERO_EXPERTS, layer, tokens, write_checkpoint
 from ranks import run
 
 from ktk.distributed import ExpertParallel, Placement
@@ -106,3 +107,49 @@ def test_making() -> None:
         "timeout": "ValueError: rank 1 has timeout 5.0 and rank 0 has 6.0",
     }.items():
         assert first[name].startswith(expected), first[name]
+
+
+def alone(rank: int, size: int, say: Any, folder: str) -> Sentences:
+    """Let rank 1 fail before ranks compare anything."""
+    other = rank == 1
+    placement = Placement.contiguous(EXPERTS, size)
+    mine = layer(placement.experts[rank])
+    wrong: Any = 3 if other else None
+    half: Any = 2.5 if other else 4
+    text: Any = "5" if other else 5
+    load = ExpertParallel.from_checkpoint
+    found = {
+        "moe": lambda: ExpertParallel(wrong or mine),
+        "chunk": lambda: ExpertParallel(mine, chunk=half),
+        "timeout": lambda: ExpertParallel(mine, timeout=text),
+        "placement": lambda: ExpertParallel(mine, placement=wrong),
+        "file": lambda: load(f"{folder}/none" if other else folder, 0, "BF16"),
+        "backend": lambda: load(folder, 0, "none" if other else "BF16", placement=placement),
+        "ranks": lambda: load(
+            folder, 0, "BF16", placement=Placement.contiguous(EXPERTS, 1) if other else placement
+        ),
+        "chunk of a file": lambda: load(folder, 0, "BF16", chunk=half),
+    }
+    said = {name: sentence(call) for name, call in found.items()}
+    divided = load(folder, 0, "BF16", timeout=100)  # all is well again
+    hidden, ids, weights = tokens(4, rank)
+    assert torch.isfinite(divided(hidden, ids.clamp(max=EXPERTS - 1), weights)).all()
+    return said
+
+
+@pytest.mark.slow
+def test_an_error_of_one_rank_is_told_to_the_others(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    first, second = run(2, alone, str(tmp_path))
+    for name, expected in {
+        "moe": "TypeError: moe must be a ktk.MoE, got 3",
+        "chunk": "TypeError: chunk must be an integer, got 2.5",
+        "timeout": "TypeError: timeout must be seconds or a timedelta, got '5'",
+        "placement": "TypeError: placement must be a Placement, got 3",
+        "file": "CheckpointError: ",
+        "backend": "BackendNotFound: ",
+        "ranks": "ValueError: placement has 1 ranks, and the group 2",
+        "chunk of a file": "TypeError: chunk must be an integer, got 2.5",
+    }.items():
+        assert second[name].startswith(expected), second[name]
+        assert first[name] == f"ValueError: rank 1: {second[name]}"

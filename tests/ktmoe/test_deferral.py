@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +99,8 @@ def chain(deferred: int, policy: str, last: int) -> list[KTMoEWrapper]:
 
 @functools.cache
 def plain(layer_idx: int) -> KTMoEWrapper:
-    return wrapper(layer_idx, seed=layer_idx, zero_expert_num=len(ZERO_IDS))
+    zeros = len(ZERO_IDS)
+    return wrapper(layer_idx, seed=layer_idx, model=ModelState(), zero_expert_num=zeros)
 
 
 def in_f32(layer_idx: int, x: torch.Tensor, ids: Ids, w: torch.Tensor) -> torch.Tensor:
@@ -252,6 +255,66 @@ def test_models_keep_what_they_defer_to_themselves() -> None:
     for n in range(2):
         for m in range(3):
             assert torch.equal(mixed[n][m], alone[m][n])
+
+
+def made(numbers: Iterable[int], **options: Any) -> dict[int, KTMoEWrapper]:
+    """Make layers of which all but the last, 3, defer."""
+    return {
+        n: wrapper(n, seed=n, max_deferred_experts_per_token=int(n < 3), **options) for n in numbers
+    }
+
+
+def passed(model: dict[int, KTMoEWrapper]) -> list[torch.Tensor]:
+    return [model[n].forward(*inputs(3, seed=n)) for n in sorted(model)]
+
+
+@pytest.mark.parametrize("tried", range(4))
+@pytest.mark.parametrize("defers", [0, 1])
+def test_a_layer_tried_before_its_model_loses_nothing(tried: int, defers: int) -> None:
+    expected = passed(made(range(4), model=ModelState()))
+    probe = wrapper(tried, seed=tried, max_deferred_experts_per_token=defers, hidden_size=H)
+    model = made(range(4))
+    if tried:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"model=ModelState|were never added"):
+                passed(model)
+    else:
+        assert all(map(torch.equal, passed(model), expected))
+    assert probe.layer_idx == tried  # still there
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("number", range(4))
+def test_a_layer_that_replaces_another_loses_nothing(number: int, kept: bool) -> None:
+    model = made(range(4))
+    old = model[number]
+    model |= made([number])
+    if not kept:
+        del old
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"model=ModelState|were never added"):
+            passed(model)
+
+
+def test_layers_made_anew_in_any_order_are_one_model() -> None:
+    model = made(range(4))
+    expected = passed(model)
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
+        for number in order:
+            model |= made([number])
+        assert all(map(torch.equal, passed(model), expected))
+    del model[2]
+    model |= made([2])  # the old one is gone
+    assert all(map(torch.equal, passed(model), expected))
+
+
+def test_a_layer_tried_beside_its_model_leaves_that_alone() -> None:
+    model = made(range(4))
+    expected = passed(model)
+    x, ids, w = inputs(3)
+    probe = wrapper(2, seed=2)
+    assert torch.equal(probe.forward(x, ids, w), in_f32(2, x, ids.tolist(), w).bfloat16())
+    assert all(map(torch.equal, passed(model), expected))
 
 
 def test_dropping_buffers_keeps_what_was_deferred() -> None:
