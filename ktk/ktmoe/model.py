@@ -65,6 +65,8 @@ class ModelState:
         if self._key is None:
             return
         others = [state for state in list(_states) if state is not self and state._key == self._key]
+        if not others:
+            return
         left = [state._carried for state in others if state._carried is not None]
         if not defers and all(carried.layer_idx >= layer_idx for carried in left):
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 from typing import Any
 
@@ -64,24 +65,29 @@ def switch_on(backend: str | None = None, **options: Any) -> None:
     backend, **options
         Of `ktk.transformers.KtkConfig`.
     """
-    from transformers import AutoConfig, PreTrainedModel
+    from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from ktk.transformers import KtkConfig
+    from ktk.transformers.gguf_metadata import read_once
     from ktk.transformers.linears import pack_bf16
     from ktk.transformers.load import load_whole
 
     stock = PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
 
     @functools.wraps(stock)
-    def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = pretrained_model_name_or_path
+
         def load(path: str, **keywords: Any) -> Any:
             return stock(cls, path, *args, **keywords)
 
         if name is None or kwargs.get("quantization_config") is not None:
             return load(name, **kwargs)
         kwargs["quantization_config"] = given = KtkConfig(backend, **options)
-        made = load_whole(load, str(name), **{**kwargs, "experts_implementation": "ktk"})
+        made = load_whole(load, os.fspath(name), **{**kwargs, "experts_implementation": "ktk"})
         model = made[0] if isinstance(made, tuple) else made
         pack_bf16(model, linears=given.linears is None, head=given.head is None)
         return made
@@ -90,14 +96,23 @@ def switch_on(backend: str | None = None, **options: Any) -> None:
 
     @functools.wraps(stock_config)
     def with_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        made = stock_config(cls, *args, **kwargs)
+        with read_once():
+            made = stock_config(cls, *args, **kwargs)
         config = made[0] if isinstance(made, tuple) else made
         known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
         if config.architectures is None and known is not None:
             config.architectures = [known]
         return made
 
+    stock_tokenizer = AutoTokenizer.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    @functools.wraps(stock_tokenizer)
+    def with_reader(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with read_once():  # which hides what transformers reads wrong
+            return stock_tokenizer(cls, *args, **kwargs)
+
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)  # type: ignore[assignment]
+    AutoTokenizer.from_pretrained = classmethod(with_reader)  # type: ignore[assignment]
     AutoConfig.from_pretrained = classmethod(with_class)  # type: ignore[assignment]
 
 

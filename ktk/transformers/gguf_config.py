@@ -7,10 +7,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import transformers
+from transformers.utils.hub import cached_file
 
 from ktk.errors import CheckpointError
 from ktk.transformers.gguf_metadata import metadata_of
@@ -26,25 +26,27 @@ _YARN = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
+# Parameters of RoPE that are not about how far it is stretched.
+_OF_ANY_LENGTH = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
-def config_of(folder: str, gguf_file: str, **options: Any) -> Any:
+def config_of(name: str, gguf_file: str, **hub: Any) -> Any:
     """Return the configuration of a model, completed from its GGUF file.
 
     Parameters
     ----------
-    folder, gguf_file
-        Where the file is, as `from_pretrained` takes them.
-    **options
-        Of `AutoConfig.from_pretrained`.
+    name, gguf_file
+        Where the file is, as `from_pretrained` takes them: in a folder or a repository.
+    **hub
+        Further options of `from_pretrained` that say where, such as revision and subfolder.
 
     Raises
     ------
     CheckpointError
         The file wants a kind of RoPE that is not read here.
     """
-    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=gguf_file, **options)
-    path = Path(folder, gguf_file)
+    config = transformers.AutoConfig.from_pretrained(name, gguf_file=gguf_file, **hub)
+    path: Any = cached_file(name, gguf_file, **hub)
     metadata = metadata_of(path)
     architecture = metadata["general.architecture"]
     own = {
@@ -52,23 +54,30 @@ def config_of(folder: str, gguf_file: str, **options: Any) -> Any:
         for name, value in metadata.items()
         if name.startswith(f"{architecture}.")
     }
-    for key, name in _WIDTHS.items():
-        if isinstance(own.get(key), int) and hasattr(config, name):
-            setattr(config, name, own[key])
+    text = config.get_text_config(decoder=True)
+    for key, attribute in _WIDTHS.items():
+        if isinstance(own.get(key), int) and hasattr(text, attribute):
+            setattr(text, attribute, own[key])
     if scaling := _rope(path, own):
-        # What the file does not say, such as gpt-oss' `truncate`, stays where the kind is the same.
-        known = config.rope_parameters
-        same = known.get("rope_type") == scaling["rope_type"]
-        base = known if same else {"rope_theta": known["rope_theta"]}
-        config.rope_parameters = {**base, **scaling}
+        text.rope_parameters = _stretched(text.rope_parameters, scaling)
     return config
+
+
+def _stretched(known: dict[str, Any], scaling: dict[str, Any]) -> dict[str, Any]:
+    """Return RoPE's parameters with others for its length."""
+    if (full := known.get("full_attention")) is not None:  # by kind of layer: sliding ones stay
+        return {**known, "full_attention": _stretched(full, scaling)}
+    # What the file does not say, such as gpt-oss' `truncate`, stays where the kind is the same.
+    if known.get("rope_type") != scaling["rope_type"]:
+        known = {name: known[name] for name in _OF_ANY_LENGTH if name in known}
+    return {**known, **scaling}
 
 
 def _rope(path: str | os.PathLike[str], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return how RoPE is stretched, in transformers' words; empty if it is not.
 
-    As llama.cpp reads it: a factor without a type is a linear one, and the factor of attention is
-    one beside what YaRN has anyway, 1 + ln(factor) / 10.
+    As llama.cpp reads these keys: a factor without a type is a linear one, and the factor of
+    attention is one beside what YaRN has anyway, 1 + ln(factor) / 10.
     """
     prefix = "rope.scaling."
     found = {

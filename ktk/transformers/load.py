@@ -24,6 +24,19 @@ from ktk.transformers.damage import naming_damage, reason
 from ktk.transformers.gguf_config import config_of
 from ktk.transformers.gguf_metadata import read_once
 
+# Options of `from_pretrained` that say where files are.
+_HUB = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+# Others that stay its own, though a configuration has attributes of these names.
+_ITS_OWN = {"attn_implementation", "dtype", "experts_implementation", "quantization_config"}
+
 
 def load(
     path: str | os.PathLike[str],
@@ -101,10 +114,13 @@ def load_whole(from_pretrained: Callable[..., Any], name: str, **options: Any) -
     fits = options.pop("ignore_mismatched_sizes", False)
     tells = options.pop("output_loading_info", False)
     gguf_file = options.get("gguf_file")
-    file = {"gguf_file": gguf_file} if gguf_file else {}
-    with read_once(), naming_damage(name, **file):
+    where = {key: options[key] for key in ("gguf_file", *_HUB) if options.get(key) is not None}
+    with read_once(), naming_damage(name, **where):
         if gguf_file and options.get("config") is None:
-            options["config"] = config_of(name, gguf_file)
+            config = options["config"] = config_of(name, **where)
+            # As `from_pretrained` does where it makes the configuration itself.
+            for key in [key for key in options if key not in _ITS_OWN and hasattr(config, key)]:
+                setattr(config, key, options.pop(key))
         model, said = from_pretrained(
             name,
             output_loading_info=True,

@@ -14,7 +14,7 @@ from dense_layers import check_linears
 
 import ktk.transformers
 from ktk.errors import CheckpointError
-from ktk.transformers.gguf_config import config_of
+from ktk.transformers.gguf_config import _stretched, config_of
 from ktk.transformers.gguf_metadata import read_once
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -96,6 +96,35 @@ def test_factors_of_yarn(tmp_path: Path) -> None:
     found = config(tmp_path, "qwen3moe", yarn).rope_parameters
     assert found["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * 1.3862943611198906))
     assert {**YARN, "beta_fast": 16.0}.items() <= found.items()
+
+
+def test_what_is_not_about_lengths_stays(tmp_path: Path) -> None:
+    def part(writer: Any) -> None:
+        writer.add_rope_dimension_count(32)
+        writer.add_key_length(64)
+        writer.add_head_count(4)
+        writer.add_embedding_length(256)
+        for add in (writer.add_rope_scaling_factor, writer.add_layer_norm_rms_eps):
+            add(2.0)
+
+    found = config(tmp_path, "minimax-m2", part).rope_parameters
+    assert (found["rope_type"], found["factor"]) == ("linear", 2.0)
+    assert found["partial_rotary_factor"] == 0.5
+
+
+def test_kinds_of_layers_that_slide_are_not_stretched() -> None:
+    known = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    assert _stretched(known, LINEAR) == {
+        "sliding_attention": {"rope_theta": 1e4},
+        "full_attention": {"rope_theta": 1e6, **LINEAR},
+    }
+
+
+@pytest.mark.slow
+def test_options_of_the_configuration_reach_it(tmp_path: Path) -> None:
+    path, _ = gguf_model.write(tmp_path)
+    model = ktk.transformers.load(path, use_cache=False, num_experts_per_tok=1)
+    assert (model.config.use_cache, model.config.num_experts_per_tok) == (False, 1)
 
 
 def test_other_kinds_are_refused(tmp_path: Path) -> None:
