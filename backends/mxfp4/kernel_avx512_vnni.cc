@@ -8,7 +8,7 @@ namespace {
 
 struct Variant {
   using Weight = WeightCodec;
-  using Act = ActBytes;
+  using Act = ActCodes;
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel("gemm_4x32_avx512_vnni", 4, gemm_by_layout<Formats, BytesKernel>),
       ukernel("gemm_words_12x32_avx512_vnni", 12, gemm_by_layout<Formats, WordsKernel>),

@@ -7,7 +7,7 @@
 //
 //   sum of a group = 256 * (sum of weights * high) + (sum of weights * low) + start
 //
-// where start takes the offset away (act_bytes.h). Sums are below 2^24 and exact, and every output
+// where start takes the offset away (act_codes.h). Sums are below 2^24 and exact, and every output
 // is dst = fma(sum * (act scale / 2), weight scale, dst), group after group of ascending k. Groups
 // of 16 k, two of which share an act scale, are multiplied with that together:
 //
@@ -17,7 +17,7 @@
 #pragma once
 
 #include "codec/scaled/zmm.h"
-#include "mxfp4/act_bytes.h"
+#include "mxfp4/act_codes.h"
 #include "mxfp4/layout.h"
 
 namespace ktk::mxfp4 {
@@ -86,7 +86,7 @@ struct ByteRows {
 
   ByteRows(const ktk_matrix* matrix, const Tile& t)
       : bytes(t.act + first_group(t) * sizeof(ActGroupBytes)),
-        ends(t.act + ActBytes::ends_offset(matrix) + first_group(t) * sizeof(ActGroupEnd)),
+        ends(t.act + ActCodes::ends_offset(matrix) + first_group(t) * sizeof(ActGroupEnd)),
         stride(t.act_stride) {}
 
   static size_t first_group(const Run& run) { return run.begin * kStepDepth / ActGroup::kDepth; }

@@ -34,6 +34,7 @@ inline void add_pairs(__m512i& sum, __m512i weights, __m512i act) {
 
 // Where the pairs of two lines of codes come from, one of each half of a block.
 struct CodedPairs {
+  static constexpr bool kIsDecoded = false;
   static constexpr size_t kFetches = 2;  // lines that are used
   WordLookup lookup;
   const char* line = nullptr;
@@ -47,7 +48,8 @@ struct CodedPairs {
 
 // What decode() wrote.
 struct DecodedPairs {
-  static constexpr size_t kFetches = kLinePairs;
+  static constexpr bool kIsDecoded = true;
+  static constexpr size_t kFetches = kLinePairs;  // one beside each pair of k
   const char* words;
 
   void begin_step(const char*) {}
@@ -111,15 +113,15 @@ void multiply_words(const ScaledKernel<Layout>& kernel, const ktk_matrix* matrix
   const Tile t = tile;  // a copy that stores to dst cannot change
   Fetch fetch = t.fetch;
   const size_t group = ByteRows::first_group(t);
-  RowPointers<kRows> words(t.act + ActBytes::words_offset(matrix) + group * sizeof(ActGroupWords),
+  RowPointers<kRows> words(t.act + ActCodes::words_offset(matrix) + group * sizeof(ActGroupWords),
                            t.act_stride);
-  RowPointers<kRows> ends(t.act + ActBytes::ends_offset(matrix) + group * sizeof(ActGroupEnd),
+  RowPointers<kRows> ends(t.act + ActCodes::ends_offset(matrix) + group * sizeof(ActGroupEnd),
                           t.act_stride);
   ZmmScales<Scales> scales(nullptr);
   for (const char *step = kernel.begin(t), *const end = kernel.end(t); step != end;
        step += Layout::kStepBytes) {
     scales.begin(step);
-    if (Pairs::kFetches == 2) fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
+    if constexpr (!Pairs::kIsDecoded) fetch.template next_unseen_of<Scales::kLineBytes / kLine>();
     pairs.begin_step(step + Scales::kLineBytes);
 #pragma GCC unroll 1
     for (size_t i = 0; i < kStepDepth; i += ActGroup::kDepth) {

@@ -44,7 +44,7 @@ struct ActGroupEnd {
 };
 static_assert(sizeof(ActGroupEnd) == 16);
 
-struct ActBytes {
+struct ActCodes {
   static constexpr float kLevels = 127 * 256 + 127;  // both bytes within [-128, 127]
   static constexpr ktk_format kFormat = {KTK_I16, KTK_F32, KTK_NONE, 1, ActGroup::kDepth};
   static constexpr uint32_t kKStep = kStepDepth;
