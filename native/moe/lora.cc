@@ -94,7 +94,7 @@ void LowRank::expand(size_t begin, size_t end, size_t m, const float* p, size_t 
     const size_t count = std::min(end - at, kBlock);
     const float* rows = raw;
     if (row_order_) {
-      read_b(at, count, raw, rank_);
+      read_b(at, count, raw);
     } else {
       rows = read(b_, (expert_ * rows_ + at) * rank_, count * rank_, raw);
     }
@@ -115,10 +115,11 @@ void LowRank::read_a(size_t first, size_t count, size_t begin, size_t end, float
   }
 }
 
-void LowRank::read_b(size_t first, size_t count, float* to, size_t stride) const {
-  for (size_t r = 0; r < count; ++r) {
-    const size_t row = row_order_ ? row_order_[first + r] : first + r;
-    copy(b_, (expert_ * rows_ + row) * rank_, rank_, to + r * stride);
+void LowRank::read_b(size_t first, size_t count, float* to) const {
+  const size_t of_expert = expert_ * rows_;
+  if (!row_order_) return copy(b_, (of_expert + first) * rank_, count * rank_, to);
+  for (size_t r = 0; r < count; ++r, to += rank_) {
+    copy(b_, (of_expert + row_order_[first + r]) * rank_, rank_, to);
   }
 }
 

@@ -70,8 +70,8 @@ class LowRank {
               size_t y_row, char* own) const;
   // Columns [begin, end) of rows [first, first + count) of A, as f32 rows `stride` apart.
   void read_a(size_t first, size_t count, size_t begin, size_t end, float* to, size_t stride) const;
-  // The same of whole rows of B.
-  void read_b(size_t first, size_t count, float* to, size_t stride) const;
+  // Whole rows of B, one behind the other.
+  void read_b(size_t first, size_t count, float* to) const;
 
  private:
   size_t rank_;

@@ -29,35 +29,33 @@ constexpr size_t kNr = kVectors * kLanes;
 // Rows of b that a panel of kNr columns keeps in L1 while rows of a pass it.
 constexpr size_t kDepth = 256;
 
-struct Operands {
-  size_t k;
-  const float* a;
-  size_t a_row, a_column;
-  const float* b;
-  size_t b_row;
-  float* c;
-  size_t c_row;
+// What all tiles of a product share. Operands come beside it as values: to read them from memory
+// that was just written would cost a tile more than some steps of its depth.
+struct Shape {
+  size_t k, a_row, a_column, b_row, c_row;
+  bool begins;  // with zeros: c is not read
 };
 
 template <size_t kRows, size_t kWidth>
-void tile(const Operands& o) {
+void tile(const Shape& shape, const float* a, const float* b, float* c) {
+  const size_t a_row = shape.a_row, a_column = shape.a_column, b_row = shape.b_row;
+  const size_t c_row = shape.c_row;
   Floats sums[kRows][kWidth];
 #pragma GCC unroll 12
   for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (size_t v = 0; v < kWidth; ++v) {
-      sums[i][v] = *reinterpret_cast<const Floats*>(o.c + i * o.c_row + v * kLanes);
+      const float* const sum = c + i * c_row + v * kLanes;
+      sums[i][v] = shape.begins ? Floats{} : *reinterpret_cast<const Floats*>(sum);
     }
   }
-  const float* a = o.a;
-  const float* b = o.b;
-  for (size_t l = 0; l < o.k; ++l, a += o.a_column, b += o.b_row) {
+  for (size_t l = shape.k; l > 0; --l, a += a_column, b += b_row) {
     Floats row[kWidth];
 #pragma GCC unroll 4
     for (size_t v = 0; v < kWidth; ++v) row[v] = *reinterpret_cast<const Floats*>(b + v * kLanes);
 #pragma GCC unroll 12
     for (size_t i = 0; i < kRows; ++i) {
-      const float factor = a[i * o.a_row];
+      const float factor = a[i * a_row];
 #pragma GCC unroll 4
       for (size_t v = 0; v < kWidth; ++v) sums[i][v] += factor * row[v];
     }
@@ -66,67 +64,59 @@ void tile(const Operands& o) {
   for (size_t i = 0; i < kRows; ++i) {
 #pragma GCC unroll 4
     for (size_t v = 0; v < kWidth; ++v) {
-      *reinterpret_cast<Floats*>(o.c + i * o.c_row + v * kLanes) = sums[i][v];
+      *reinterpret_cast<Floats*>(c + i * c_row + v * kLanes) = sums[i][v];
     }
   }
 }
 
 template <size_t kWidth, size_t kRows = kMr>
-void tile_of(size_t rows, const Operands& o) {
+void tile_of(size_t rows, const Shape& shape, const float* a, const float* b, float* c) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return tile<kRows, kWidth>(o);
-    tile_of<kWidth, kRows - 1>(rows, o);
+    if (rows == kRows) return tile<kRows, kWidth>(shape, a, b, c);
+    tile_of<kWidth, kRows - 1>(rows, shape, a, b, c);
   }
 }
 
 // Rows are dealt out evenly over tiles.
 template <size_t kWidth>
-void columns(size_t m, const Operands& all) {
+void columns(size_t m, const Shape& shape, const float* a, const float* b, float* c) {
   const size_t tiles = (m + kMr - 1) / kMr;
   for (size_t t = 0, row = 0; t < tiles; ++t) {
     const size_t end = m * (t + 1) / tiles;
-    Operands o = all;
-    o.a += row * o.a_row;
-    o.c += row * o.c_row;
-    tile_of<kWidth>(end - row, o);
+    tile_of<kWidth>(end - row, shape, a + row * shape.a_row, b, c + row * shape.c_row);
     row = end;
   }
 }
 
 // Fewer columns than a vector, on copies that have one.
-void last_columns(size_t m, size_t n, const Operands& all) {
-  float b[kDepth][kLanes] = {}, c[kMr][kLanes] = {};
-  for (size_t l = 0; l < all.k; ++l) {
-    __builtin_memcpy(b[l], all.b + l * all.b_row, n * sizeof(float));
+void last_columns(size_t m, size_t n, Shape shape, const float* a, const float* b, float* c) {
+  float rows_of_b[kDepth][kLanes] = {}, sums[kMr][kLanes] = {};
+  for (size_t l = 0; l < shape.k; ++l) {
+    __builtin_memcpy(rows_of_b[l], b + l * shape.b_row, n * sizeof(float));
   }
-  for (size_t row = 0; row < m; row += kMr) {
+  const size_t c_row = shape.c_row;
+  shape.b_row = shape.c_row = kLanes;
+  for (size_t row = 0; row < m; row += kMr, a += kMr * shape.a_row, c += kMr * c_row) {
     const size_t rows = m - row < kMr ? m - row : kMr;
-    float* const to = all.c + row * all.c_row;
-    for (size_t i = 0; i < rows; ++i) {
-      __builtin_memcpy(c[i], to + i * all.c_row, n * sizeof(float));
+    for (size_t i = 0; i < rows && !shape.begins; ++i) {
+      __builtin_memcpy(sums[i], c + i * c_row, n * sizeof(float));
     }
-    Operands o = all;
-    o.a += row * o.a_row;
-    o.b = b[0];
-    o.b_row = kLanes;
-    o.c = c[0];
-    o.c_row = kLanes;
-    tile_of<1>(rows, o);
-    for (size_t i = 0; i < rows; ++i) {
-      __builtin_memcpy(to + i * all.c_row, c[i], n * sizeof(float));
-    }
+    tile_of<1>(rows, shape, a, rows_of_b[0], sums[0]);
+    for (size_t i = 0; i < rows; ++i) __builtin_memcpy(c + i * c_row, sums[i], n * sizeof(float));
   }
 }
 
+template <bool kOfZeros>
 void gemm(size_t m, size_t n, size_t k, const float* a, size_t a_row, size_t a_column,
           const float* b, size_t b_row, float* c, size_t c_row) {
   for (size_t l = 0; l < k; l += kDepth) {
     const size_t depth = k - l < kDepth ? k - l : kDepth;
-    Operands o = {depth, a + l * a_column, a_row, a_column, b + l * b_row, b_row, c, c_row};
+    const Shape shape = {depth, a_row, a_column, b_row, c_row, kOfZeros && l == 0};
+    const float *const part_of_a = a + l * a_column, *const part_of_b = b + l * b_row;
     size_t j = 0;
-    for (; j + kNr <= n; j += kNr, o.b += kNr, o.c += kNr) columns<kVectors>(m, o);
-    for (; j + kLanes <= n; j += kLanes, o.b += kLanes, o.c += kLanes) columns<1>(m, o);
-    if (j < n) last_columns(m, n - j, o);
+    for (; j + kNr <= n; j += kNr) columns<kVectors>(m, shape, part_of_a, part_of_b + j, c + j);
+    for (; j + kLanes <= n; j += kLanes) columns<1>(m, shape, part_of_a, part_of_b + j, c + j);
+    if (j < n) last_columns(m, n - j, shape, part_of_a, part_of_b + j, c + j);
   }
 }
 
@@ -290,5 +280,8 @@ void turn_pairs(const char* src, size_t steps, char* dst, size_t block_bytes) {
 }  // namespace
 
 extern "C" const ktk_products KTK_VARIANT(products);
-extern "C" const ktk_products KTK_VARIANT(products) = {
-    .gemm = gemm, .transpose = transpose, .pack_pairs = pack_pairs, .turn_pairs = turn_pairs};
+extern "C" const ktk_products KTK_VARIANT(products) = {.gemm = gemm<false>,
+                                                       .gemm_of_zeros = gemm<true>,
+                                                       .transpose = transpose,
+                                                       .pack_pairs = pack_pairs,
+                                                       .turn_pairs = turn_pairs};

@@ -15,6 +15,9 @@ typedef struct ktk_products {
   // that starts with what it is before: cutting m, n or k into several calls changes no bit.
   void (*gemm)(size_t m, size_t n, size_t k, const float* a, size_t a_row, size_t a_column,
                const float* b, size_t b_row, float* c, size_t c_row);
+  // The same as if c were zeros: it is not read. k is not 0.
+  void (*gemm_of_zeros)(size_t m, size_t n, size_t k, const float* a, size_t a_row, size_t a_column,
+                        const float* b, size_t b_row, float* c, size_t c_row);
   // dst[columns][rows] = src[rows][columns].
   void (*transpose)(size_t rows, size_t columns, const float* src, size_t src_row, float* dst,
                     size_t dst_row);

@@ -149,14 +149,13 @@ class AttentionRun {
     const auto [head, begin, count] = task;
     const size_t span = begin / span_;
     const size_t together = heads_.together(), depth = heads_.depth, query = head * together;
-    std::fill_n(scores, together * span_, 0.0f);
     Ahead ahead(*this, task, following, kAhead);
     for (size_t t = 0; t < count; t += kBlock) {
       const size_t n = std::min(kBlock, count - t);
       convert(keys_, head, begin + t, n, rows, ahead);
       products_.transpose(n, depth, rows, depth, turned, kBlock);
-      products_.gemm(together, n, depth, query_ + query * depth, depth, 1, turned, kBlock,
-                     scores + t, span_);
+      products_.gemm_of_zeros(together, n, depth, query_ + query * depth, depth, 1, turned, kBlock,
+                              scores + t, span_);
     }
     ops_.scale(heads_.scaling, together, count, scores, span_);
     for (size_t q = 0; q < together; ++q) {

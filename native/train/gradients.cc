@@ -11,7 +11,7 @@ namespace {
 // Between rows of Gradients::kColumns columns: an odd number of cache lines, see odd_stride().
 constexpr size_t kStride = Gradients::kColumns + 16;
 // Rows of tokens, which lie anywhere, between the one that is fetched and the one that is decoded.
-constexpr size_t kAhead = 2;
+constexpr size_t kAhead = 6;
 
 // to[columns of a][n] += a^T x b over `rows`, where `to` may be NULL.
 void add_product(size_t m, size_t n, size_t rows, const float* a, size_t a_row, const float* b,
@@ -28,14 +28,14 @@ void add_rows(size_t rows, size_t columns, const float* from, size_t stride, flo
 void decode(const Rows& from, const Route& route, size_t begin, const Gradients::Task& task,
             size_t done, size_t m, float* to) {
   const Route::Active& active = route.active[task.active];
-  const size_t columns = task.end - task.begin;
-  const auto at = [&](size_t row) {
-    return from.at(begin + route.tokens[active.first + row], task.begin);
-  };
+  const size_t columns = task.end - task.begin, bytes = from.bytes_of(columns);
+  const size_t row_bytes = from.bytes_of(from.stride);
+  const char* const first = from.at(begin, task.begin);
+  const auto at = [&](size_t row) { return first + route.tokens[active.first + row] * row_bytes; };
   for (size_t row = done; row < done + m; ++row, to += kStride) {
     if (row + kAhead < active.count) {
       const char* const next = at(row + kAhead);
-      for (size_t i = 0; i < from.bytes_of(columns); i += 64) __builtin_prefetch(next + i);
+      for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i);
     }
     ops().to_f32(at(row), from.type, columns, to);
   }

@@ -46,9 +46,8 @@ void InnerSums::add(const RowBlock& block, size_t begin, size_t end, const Panel
                                 : part == LoraRows::kUp ? panels.up
                                                         : panels.h;
       float* const to = sums(i, block.active, first) + begin;
-      for (size_t r = 0; r < rank_; ++r) std::fill_n(to + r * stride_, end - begin, 0.0f);
-      products().gemm(rank_, end - begin, m, low.row(part, first), 1, low.width(),
-                      from + done * panels.stride, panels.stride, to, stride_);
+      products().gemm_of_zeros(rank_, end - begin, m, low.row(part, first), 1, low.width(),
+                               from + done * panels.stride, panels.stride, to, stride_);
     }
   }
 }

@@ -42,12 +42,11 @@ void BackwardLora::pack_a(const Beside& beside, size_t active, size_t begin,
 
 void BackwardLora::pack_b(size_t active, const RowsOfB& rows, const Transposing& transposing,
                           const TransposedMatrix& to, char* memory, char* own) const {
-  const size_t stride = transposing.stride();
   float* const buffer = transposing.buffer(own);
   for (size_t done = 0; done < rows.rows; done += transposing.rows()) {
     const size_t count = std::min(rows.rows - done, transposing.rows());
-    backward_.factors(adapter_, rows.part, active).read_b(rows.first + done, count, buffer, stride);
-    Transposing::pack(buffer, stride, count, to, rows.at + done, memory);
+    backward_.factors(adapter_, rows.part, active).read_b(rows.first + done, count, buffer);
+    Transposing::pack(buffer, adapter_.rank, count, to, rows.at + done, memory);
   }
 }
 

@@ -310,6 +310,16 @@ TEST(gemm_adds_products_in_one_order) {
           }
         }
         CHECK(std::memcmp(whole.data(), parts.data(), whole.size() * sizeof(float)) == 0);
+        if (k == 0) continue;
+        std::vector<float> zeros = before, unread(before.size(), std::nanf(""));
+        for (size_t i = 0; i < m; ++i) {
+          std::fill_n(&zeros[i * (n + 1)], n, 0.0f);
+          unread[i * (n + 1) + n] = before[i * (n + 1) + n];
+        }
+        gemm(m, n, k, a.data(), a_row, a_column, b.data(), n + 5, zeros.data(), n + 1);
+        ktk::products().gemm_of_zeros(m, n, k, a.data(), a_row, a_column, b.data(), n + 5,
+                                      unread.data(), n + 1);
+        CHECK(std::memcmp(zeros.data(), unread.data(), zeros.size() * sizeof(float)) == 0);
       }
     }
   });
