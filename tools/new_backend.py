@@ -1,8 +1,9 @@
 """Start a backend: new_backend.py NAME [--package DIR | --dir ROOT]
 
 With --package it writes a package of its own into DIR, which builds against an installed ktk.
-Without, it writes backends/<name>/ into ktk's source tree, and adds it to backends/meson.build and
-to the entry points in pyproject.toml. Either is a small one that works (f32 weights, plain loops):
+Without, it writes backends/<name>/ into ktk's source tree (where ktk is installed from one, by
+pip install -e, into that one), and adds it to backends/meson.build and to the entry points in
+pyproject.toml. Either is a small one that works (f32 weights, plain loops):
 it builds and passes ``python -m ktk.testing NAME`` at once; then replace it piece by piece.
 backends/README.md is the author's guide.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -87,6 +89,8 @@ def package(name: str, folder: Path) -> Path:
     check_name(name)
     if folder.exists():
         raise SystemExit(f"{folder} exists already")
+    if set("[]") & set(str(folder)):
+        raise SystemExit(f"{folder}: pip takes what is in [ ] for extras; name another folder")
     sources = [path for path in TEMPLATE.iterdir() if path.suffix in (".cc", ".h")]
     write([*PACKAGE.glob("*.*"), TEMPLATE / "README.md"], folder, name)
     write(sources, folder / name.lower(), name)
@@ -102,17 +106,24 @@ def main(arguments: list[str]) -> int:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--package", type=Path, metavar="DIR", help="new folder for a package")
     where.add_argument(
-        "--dir", type=Path, metavar="ROOT", default=HERE.parent, help="ktk's source tree"
+        "--dir",
+        type=Path,
+        metavar="ROOT",
+        default=HERE.parent,
+        help="ktk's source tree; default: the one that this script is in",
     )
     options = parser.parse_args(arguments)
-    if options.package:
-        folder = package(options.name, options.package)
-        # Without a point, pip looks for a package of that name in an index.
-        here = folder if folder.is_absolute() else f".{os.sep}{folder}"
-        install = f"pip install --no-build-isolation {here}"
-    else:
-        folder = scaffold(options.name, options.dir)
-        install = "pip install --no-build-isolation -e ."
+    try:
+        if options.package:
+            folder = package(options.name, options.package)
+            # Without a point, pip looks for a package of that name in an index.
+            here = folder if folder.is_absolute() else f".{os.sep}{folder}"
+            install = f"pip install --no-build-isolation {shlex.quote(str(here))}"
+        else:
+            folder = scaffold(options.name, options.dir)
+            install = "pip install --no-build-isolation -e ."
+    except OSError as error:
+        raise SystemExit(f"nothing usable was written: {error}") from None
     print(f"wrote {folder}")
     print(f"next: {install}")
     print(f"      python -m ktk.testing {options.name.upper()}")

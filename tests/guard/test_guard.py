@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -114,3 +115,74 @@ def test_random_layers_notice_and_survive_faults(
     assert done.returncode == 1, done.stdout + done.stderr
     assert ": SIGSEGV" in done.stderr
     assert ": AssertionError: " in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--layers", "--seed", "--first"])
+def test_numbers_below_zero_are_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KTK_GUARD", os.environ.get("KTK_GUARD", "0"))  # the tool sets it
+    monkeypatch.setattr(sys, "argv", ["guard", option, "-1"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(TOOL), run_name="__main__")
+    assert f"argument {option}: -1 is less than 0" in capsys.readouterr().err
+
+
+# The tool, whose every second layer does what no layer should.
+PLANTED = """
+import os, runpy, signal, sys, time
+
+tool = runpy.run_path(sys.argv[1])
+names = tool["main"].__globals__
+def hang(subject, chance):
+    time.sleep(1000)
+
+def killed(subject, chance):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def right(subject, chance):
+    pass
+
+def layers(numbers, seed, choices, report):
+    if how == "none":
+        sys.exit(7)
+    for number in numbers:
+        names["compute"] = names["train"] = names["dense"] = faulty if number % 2 else right
+        work(iter([number]), seed, choices, report)
+
+how = sys.argv[2]
+if how == "hang":
+    names["PATIENCE"] = 2
+faulty, work = {"hang": hang, "killed": killed, "none": right}[how], tool["work"]
+names["work"] = layers
+sys.argv[1:] = ["--layers", "4", "--backend", "BF16"]
+sys.exit(tool["main"]())
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("hang", ["layer 1 ", "hang: no end after 2 s", "layer 3 ", "hang: no end after 2 s"]),
+        ("killed", ["layer 1 ", "killed: SIGKILL", "layer 3 ", "killed: SIGKILL"]),
+        ("none", ["a child began no layer: status 7"]),
+    ],
+)
+def test_a_layer_without_end_and_a_child_that_others_end_are_faults(
+    how: str, said: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PLANTED, TOOL, how],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    faults = [line for line in done.stderr.splitlines() if line.startswith("seed 1, ")]
+    assert len(faults) == (len(said) + 1) // 2
+    rest = "\n".join(faults)
+    for text in said:
+        assert text in rest, done.stderr
+        rest = rest.partition(text)[2]
+    assert done.stdout.splitlines()[-1].endswith(f" s, {len(faults)} faults")

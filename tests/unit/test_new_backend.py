@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,30 @@ def test_a_package_of_its_own_builds_and_passes_the_kit(tmp_path: Path) -> None:
     again = subprocess.run(new, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode != 0
     assert f"{folder} exists already" in again.stderr
+
+
+def new_package(folder: Path, where: Path) -> subprocess.CompletedProcess[str]:
+    script = ROOT / "tools" / "new_backend.py"
+    command = [sys.executable, str(script), "Scaffold", "--package", str(folder)]
+    return subprocess.run(command, cwd=where, capture_output=True, text=True, check=False)
+
+
+def test_the_printed_command_is_one_that_a_shell_reads(tmp_path: Path) -> None:
+    done = new_package(Path("two words"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    [line] = [one for one in done.stdout.splitlines() if one.startswith("next: ")]
+    assert shlex.split(line)[-1] == f".{os.sep}two words"
+
+
+def test_a_folder_that_pip_or_the_system_refuses_is_named(tmp_path: Path) -> None:
+    done = new_package(Path("some[thing]"), tmp_path)
+    assert "some[thing]: pip takes what is in [ ] for extras" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    done = new_package(tmp_path / "file" / "package", tmp_path)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"Not a directory: '{tmp_path}/file/package'" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["BF16", "two words", "1ST", "../x"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import subprocess
 import sys
+import threading
+from collections import Counter
 
 import pytest
 
@@ -69,9 +72,29 @@ def test_reader_keeps_the_best_pattern() -> None:
 
 
 def test_threads_run_on_the_given_cpus() -> None:
-    cpu = max(os.sched_getaffinity(0))
-    assert _probe.read_bandwidth(4 << 20, 1, 0.01, [cpu]) > 0
-    assert os.sched_getaffinity(0) >= {cpu}, "the caller's own mask must stay as it was"
+    before = os.sched_getaffinity(0)
+    cpu = max(before)
+    others = set(os.listdir("/proc/self/task"))
+    seen: Counter[frozenset[int]] = Counter()
+    ended = threading.Event()
+
+    def watch() -> None:
+        mine = str(threading.get_native_id())
+        while not ended.wait(0.001):
+            for task in set(os.listdir("/proc/self/task")) - others - {mine}:
+                with contextlib.suppress(ProcessLookupError):
+                    seen[frozenset(os.sched_getaffinity(int(task)))] += 1
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        assert _probe.read_bandwidth(4 << 20, 1, 0.1, [cpu]) > 0
+    finally:
+        ended.set()
+        watcher.join()
+    # A thread begins with its parent's mask, for a moment.
+    assert seen.most_common(1)[0][0] == {cpu}
+    assert os.sched_getaffinity(0) == before, "the caller's own mask must stay as it was"
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from ktk.bench.records import Subject
 from ktk.bench.runner import load_subject, make_layer
 from ktk.bench.shapes import Shape, find_shape
 from ktk.bench.weights import prepare
+from ktk.errors import BackendError
 from ktk.system import last_level_cache_bytes
 
 DEFAULT = ["BF16", "AMXINT8", "AMXINT4", "FP8"]
@@ -172,17 +173,27 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print each cell as a line")
     options = parser.parse_args(arguments)
-    shape = find_shape(options.shape)
-    shape = shape.with_experts(options.experts or shape.num_experts)
     torch.set_num_threads(1)  # threads of OpenMP keep the workers' CPUs busy between calls
     kinds = [
         (name, threads)
         for threads in options.threads or [2, 1]
         for name in options.backend or DEFAULT
     ]
+    if options.cells < len(kinds):
+        parser.error(
+            f"--cells {options.cells}: they are dealt to {len(kinds)} pairs of a backend and a"
+            f" number of threads; say {len(kinds)} or more"
+        )
+    try:
+        shape = find_shape(options.shape)
+        shape = shape.with_experts(options.experts or shape.num_experts)
+        for name, threads in kinds:
+            check_threads(threads)
+            load_subject(Subject(name))
+    except (ValueError, BackendError) as error:
+        parser.error(str(error))
     found: list[dict[str, Any]] = []
     for number, (name, threads) in enumerate(kinds):
-        check_threads(threads)
         count = options.cells * (number + 1) // len(kinds) - options.cells * number // len(kinds)
         part = list(compare(name, threads, count, shape, options.seed + number))
         found += part

@@ -46,11 +46,25 @@ class Parts:
 
     @classmethod
     def of(cls, rows: list[dict[str, Any]], speed: float) -> Parts:
-        """Take the parts from measurements with as many experts of each token on each rank."""
+        """Take the parts from measurements with as many experts of each token on each rank.
+
+        Raises ValueError where measurements are too few, or make no sense together.
+        """
         even = {row["tokens"]: row for row in rows if row["even"]}
+        if len(even) < 2:
+            raise ValueError(
+                f"{len(even)} numbers of tokens were measured with as many experts of each token"
+                " on each rank (even), and two are needed: distributed.py --tokens 1 1024"
+            )
         few, many = even[min(even)], even[max(even)]
         expert = few["one"] / (TOP_K * few["tokens"])
         row = (many["one"] - EXPERTS * expert) / (TOP_K * many["tokens"])
+        if not (expert > 0 and row > 0):
+            raise ValueError(
+                f"{many['tokens']} tokens took {many['one'] * 1e3:.3g} ms, and reading all experts"
+                f" would take {EXPERTS * expert * 1e3:.3g} ms, by {few['tokens']} tokens: measure"
+                " on an idle machine, with one token and with many (distributed.py --tokens 1 1024)"
+            )
         call = max(0.0, few["split"] - few["one"])
         token = max(0.0, many["split"] - many["one"] - call) / many["tokens"]
         return cls(expert / speed, row / speed, call, token / speed)
@@ -91,8 +105,19 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=1.0, help="of a machine, against this one")
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 1024])
     options = parser.parse_args()
-    with open(options.measured) as file:
-        parts = Parts.of(json.load(file), options.speed)
+    if not options.speed > 0:
+        parser.error(f"--speed {options.speed:g}: it must be above 0")
+    if min(options.tokens, default=1) < 1:
+        parser.error(f"--tokens {min(options.tokens)}: it must be at least 1")
+    try:
+        with open(options.measured) as file:
+            parts = Parts.of(json.load(file), options.speed)
+    except OSError as error:
+        parser.error(str(error))
+    except ValueError as error:
+        parser.error(f"{options.measured}: {error}")
+    except (KeyError, TypeError):
+        parser.error(f"{options.measured} is not what distributed.py --json writes")
     print(
         f"expert {parts.expert * 1e6:.1f} us, row {parts.row * 1e6:.2f} us, call "
         f"{parts.call * 1e6:.0f} us, token {parts.token * 1e6:.2f} us"

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -153,13 +153,20 @@ class Adapted:
 
 
 class Peak:
-    """The most anonymous memory of this process from now on, in bytes, seen every 5 ms."""
+    """The most anonymous memory of this process in a block, in bytes, seen every 5 ms."""
 
     def __init__(self) -> None:
         self.bytes, self.started = 0, self.now()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch)
+
+    def __enter__(self) -> Self:
         self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
 
     @staticmethod
     def now() -> int:
@@ -171,46 +178,42 @@ class Peak:
         while not self.ended.wait(0.005):
             self.bytes = max(self.bytes, self.now())
 
-    def end(self) -> int:
-        self.ended.set()
-        self.thread.join()
-        return self.bytes
-
 
 def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train one model in this process."""
     made = ktk_model if name == "ktk" else torch_model
-    whole = Peak()
-    model, factors, held = made(options, RUNS[name])
-    loading = whole.end()
-    peak = Peak()
-    optimizer = torch.optim.AdamW(factors, lr=options.rate, weight_decay=0)
-    losses, begin = [], time.perf_counter()
-    for ids in batches(options):
-        optimizer.zero_grad()
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        print(f"{name}: {len(losses)} {losses[-1]:.4f}", file=sys.stderr, flush=True)
+    with Peak() as loading:
+        model, factors, held = made(options, RUNS[name])
+    with Peak() as training:
+        optimizer = torch.optim.AdamW(factors, lr=options.rate, weight_decay=0)
+        losses, begin = [], time.perf_counter()
+        for ids in batches(options):
+            optimizer.zero_grad()
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            print(f"{name}: {len(losses)} {losses[-1]:.4f}", file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - begin
     return {
         "run": name,
         "losses": losses,
-        "seconds": time.perf_counter() - begin,
-        "started": whole.started,
+        "seconds": seconds,
+        "started": loading.started,
         "experts": held,
         "factors": sum(one.nbytes for one in factors),
-        "peak": max(loading, peak.end()),
+        "peak": max(loading.bytes, training.bytes),
     }
 
 
 def report(found: list[dict[str, Any]]) -> None:
-    """Print how far the curves are apart, and what memory was taken."""
+    """Print how far curves are from torch's, where that was run, and what memory was taken."""
     losses = {one["run"]: torch.tensor(one["losses"]) for one in found}
-    stock = losses.pop("torch")
-    for name, curve in losses.items():
-        off = (curve - stock).abs()
-        print(f"{name} to torch: {off.mean():.4f} on average, {off.max():.4f} at most")
+    stock = losses.pop("torch", None)
+    if stock is not None:
+        for name, curve in losses.items():
+            off = (curve - stock).abs()
+            print(f"{name} to torch: {off.mean():.4f} on average, {off.max():.4f} at most")
     for one in found:
         over = (one["peak"] - one["experts"]) / 1e9
         print(

@@ -120,6 +120,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for name in ("threads", "prompt", "turns"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: it must be at least 1")
     if options.one:
         print(json.dumps(one(options.model, options.one, options.threads, options.prompt)))
         return

@@ -20,6 +20,7 @@ import ktk
 from ktk import _core
 from ktk.bench.limits import LimitProbe
 from ktk.bench.machine import check_threads
+from ktk.errors import BackendError
 from prefetch.cases import Case, cases_of, choose_variants, dealing_cases, either_cases
 from prefetch.choose import (
     Verdict,
@@ -237,7 +238,7 @@ def main() -> int:
         print(f"memory is read at {probe.read(0.5) / 1e9:.1f} GB/s; policy now: {machine.present}")
         del probe
         verdicts, chosen = measure(machine, wanted)
-    except (ValueError, OSError, MemoryError) as error:
+    except (BackendError, ValueError, OSError, MemoryError) as error:
         say(f"prefetch: {error}")
         return 1
     report(machine, verdicts, chosen)
