@@ -32,7 +32,8 @@ class PendingFile:
         self.path = path
         self._temporary, self._fd = _begun(path)
         try:
-            _allocate(self._fd, size)
+            with naming(path):
+                _allocate(self._fd, size)
         except BaseException:
             self.discard()
             raise
@@ -40,13 +41,15 @@ class PendingFile:
     def write(self, data: bytes | memoryview, offset: int) -> None:
         """Write at a place; several threads may, each at its own."""
         view = memoryview(data)
-        while view:
-            count = os.pwrite(self._fd, view, offset)
-            view, offset = view[count:], offset + count
+        with naming(self.path):
+            while view:
+                count = os.pwrite(self._fd, view, offset)
+                view, offset = view[count:], offset + count
 
     def commit(self) -> None:
         """Bring the file to the disk, then give it its name."""
-        os.fsync(self._fd)
+        with naming(self.path):
+            os.fsync(self._fd)
         # Still open, and so locked: else another writer might take it for a dead one's.
         os.replace(self._temporary, self.path)
         self._close()
@@ -85,7 +88,8 @@ def replaced(path: Path) -> Iterator[Path]:
         # The block may have made another file of this name.
         fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            os.fsync(fd)
+            with naming(path):
+                os.fsync(fd)
         finally:
             os.close(fd)
         os.replace(temporary, path)
@@ -93,6 +97,17 @@ def replaced(path: Path) -> Iterator[Path]:
     finally:
         os.close(held)
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an error of the system the name of the file that it is about, if it has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import re
 from typing import Any
 
@@ -26,6 +27,14 @@ _GROUP = re.compile(r"(?P<row>row)|g(?P<columns>\d+)|(?P<n>\d+|n)x(?P<k>\d+|k)")
 # Of rows and columns, what the core counts to.
 _MOST = 2**32 - 1
 _USUAL_SCALE = {"e2m1": "ue8m0", "u4": "bf16", "i4": "bf16"}
+
+
+def _reduced(fmt: Format) -> tuple[type[Format], tuple[str, str, str, int, int]]:
+    """Say what a format is made of again, for pickle and copy."""
+    return Format, (fmt.element, fmt.scale, fmt.zero, fmt.group_n, fmt.group_k)
+
+
+copyreg.pickle(Format, _reduced)
 
 
 def label(fmt: Format) -> str:

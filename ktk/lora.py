@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,6 +11,8 @@ from ktk.arrays import Array, readable
 
 #: Names of the factors in the order that the core takes them.
 FACTORS = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+#: The largest number of float32, which layers compute with.
+LARGEST = (2 - 2**-23) * 2.0**127
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +34,11 @@ class Lora:
 
     Raises
     ------
+    TypeError
+        The scale is no number.
     ValueError
-        There are no factors, one of a pair is missing, or ranks differ.
+        There are no factors, one of a pair is missing, ranks differ, or the scale is no finite
+        number of float32.
     """
 
     gate_a: Array | None = None
@@ -61,6 +67,15 @@ class Lora:
         if len(set(ranks.values())) > 1:
             listed = ", ".join(f"{rank} of {name}" for name, rank in ranks.items())
             raise ValueError(f"all factors of an adapter have one rank, got {listed}")
+        try:
+            scale = float(self.scale)
+        except OverflowError:
+            scale = math.inf
+        except (TypeError, ValueError):
+            raise TypeError(f"scale must be a number, got {self.scale!r}") from None
+        # A NaN is not within either.
+        if not -LARGEST <= scale <= LARGEST:
+            raise ValueError(f"scale must be a finite number of float32, got {self.scale!r}")
 
     @property
     def rank(self) -> int:

@@ -76,7 +76,7 @@ class Progress(Closing):
         return self
 
     def close(self) -> None:
-        """Take the bar away, or print the last line."""
+        """End the bar, which stays, or print the last line."""
         if self._bar is not None:
             self._bar.stop()
         elif self._step:

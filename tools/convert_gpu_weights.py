@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+DTYPES = ("bfloat16", "float16", "float32")
 # What stays as it is: the head, and what routes tokens, where an error changes which experts run.
 IGNORED = ("lm_head", r"re:.*\.gate$", r"re:.*\.router$", r"re:.*shared_expert_gate$")
 MISSING = (
@@ -43,7 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--ignore_patterns", nargs="*", default=[], help=f"beside {', '.join(IGNORED)}"
     )
-    parser.add_argument("--torch_dtype", default="bfloat16")
+    parser.add_argument("--torch_dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.add_argument("--random_seed", type=int, default=42)
     parser.add_argument("--max_gpu_memory", help="of each GPU, such as 20GiB")

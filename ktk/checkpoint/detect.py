@@ -87,8 +87,15 @@ def is_model(folder: Path) -> bool:
     return (
         is_packed(folder)
         or os.path.lexists(folder / "config.json")
-        or any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "gguf"))
+        or any(name.endswith((".safetensors", ".gguf")) for name in _names(folder))
     )
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def models_below(folder: Path) -> Iterator[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from ktk.cli import contents
 from ktk.cli.verify import document_of, lines_of
 from ktk.errors import BackendError, CheckpointError
 from ktk.hub import Found, blobs_of, cache_folder, cached_models, find_model, models_in, own_folders
+from ktk.hub.names import listed
 from ktk.loading import default_backend
 from ktk.loading.route import route_of
 from ktk.progress import Progress
@@ -124,8 +126,10 @@ def show_verify(name: str, *, as_json: bool) -> bool:
         for line in faults:
             typer.echo(line)
         if blobs:
-            wrong = f"{len(faults)} differ from" if faults else "all have"
-            typer.echo(f"{path}: {len(blobs)} files of the hub were read; {wrong} their checksums")
+            read = f"{len(blobs)} files of the hub were read; all have their checksums"
+            if faults:
+                read = f"{len(faults)} of {len(blobs)} files of the hub are not whole"
+            typer.echo(f"{path}: {read}")
         for line in lines_of(result):
             typer.echo(line)
     return result.sound and not faults
@@ -135,9 +139,9 @@ def look(found: Found) -> Entry:
     """Read the headers of a model; what is wrong is returned and not raised."""
     stored: dict[str, None] = {}
     names: dict[str, None] = {}
-    packed = experts = 0
-    size = sum(path.stat().st_size for path in _files(found.path))
+    packed = experts = size = 0
     try:
+        size = sum(path.stat().st_size for path in _files(found.path))
         with open_checkpoint(found.path) as checkpoint:
             for error in checkpoint.faults():
                 raise error
@@ -152,9 +156,9 @@ def look(found: Found) -> Entry:
                 stored[layer.storage.dtype] = None
                 packed += layer.config.num_experts * route_of(layer, backend).packed_nbytes
                 experts += layer.nbytes
-    except (BackendError, CheckpointError) as error:
-        stored_as = ", ".join(stored)
-        return Entry(found.name, str(found.path), stored_as, size, fault=str(error))
+    except (BackendError, CheckpointError, OSError) as error:
+        fault = _unread(error) if isinstance(error, OSError) else str(error)
+        return Entry(found.name, str(found.path), ", ".join(stored), size, fault=fault)
     return Entry(
         name=found.name,
         path=str(found.path),
@@ -171,25 +175,32 @@ def _advance(progress: Progress, step: str, nbytes: int) -> None:
 
 def _files(path: Path) -> Sequence[Path]:
     """Return the files of weights; not links to what is gone."""
-    if not path.is_dir():
+    if not os.path.isdir(path):
         stem, _, rest = path.name.partition("-00001-of-")
-        found = sorted(path.parent.glob(f"{stem}-*-of-{rest}")) if rest else [path]
+        found = listed(path.parent, f"{stem}-*-of-{rest}") if rest else [path]
     else:
-        found = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
-    return [one for one in found if one.is_file()]
+        found = listed(path, "*.safetensors") or listed(path, "*.gguf")
+    return [one for one in found if os.path.isfile(one)]
 
 
 def _tokenizer(path: Path) -> str:
     if path.suffix == ".gguf":
         return ""
-    folder = path if path.is_dir() else path.parent
-    there = [one for one in ("tokenizer.json", "tokenizer_config.json") if (folder / one).exists()]
+    folder = path if os.path.isdir(path) else path.parent
+    names = ("tokenizer.json", "tokenizer_config.json")
+    there = [one for one in names if os.path.exists(folder / one)]
     if not there:
         return "tokenizer: none in this folder"
-    template = (folder / "chat_template.jinja").exists() or any(
-        '"chat_template"' in (folder / one).read_text(errors="replace") for one in there[-1:]
-    )
+    template = os.path.exists(folder / "chat_template.jinja")
+    try:
+        template = template or '"chat_template"' in (folder / there[-1]).read_text(errors="replace")
+    except OSError as error:
+        return f"tokenizer: {there[0]}; {_unread(error)}"
     return f"tokenizer: {there[0]}, {'with a' if template else 'no'} chat template"
+
+
+def _unread(error: OSError) -> str:
+    return f"{error.filename} cannot be read: {error.strerror}"
 
 
 def _print_list(entries: list[Entry], folders: Sequence[str]) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktk.checkpoint.files import MissingFile, regular
 from ktk.errors import CheckpointError
 
 # Of large files SHA-256, of others what git calls a blob of this content.
@@ -26,7 +28,7 @@ class Blob:
     target
         The file that this links to; its name is the checksum.
     nbytes
-        Size; 0 where the file is missing.
+        Size; 0 where the file is missing, or nobody may ask.
     """
 
     path: Path
@@ -34,8 +36,11 @@ class Blob:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file; 0 where it is missing."""
-        return self.target.stat().st_size if self.target.is_file() else 0
+        """Bytes of the file; 0 where it is missing, or nobody may ask."""
+        try:
+            return regular(self.target).st_size
+        except CheckpointError:
+            return 0
 
     def check(self, on_read: Callable[[int], None] = lambda nbytes: None) -> None:
         """Read the file and compare its checksum.
@@ -48,29 +53,42 @@ class Blob:
         Raises
         ------
         CheckpointError
-            The file is missing or differs.
+            The file is missing, cannot be read, or differs.
         """
-        if not self.target.is_file():
-            raise CheckpointError(f"{self.path} links to {self.target}, which is missing")
+        try:
+            nbytes = regular(self.target).st_size
+        except MissingFile:
+            raise CheckpointError(f"{self.path} links to {self.target}, which is missing") from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {error}") from None
         name = self.target.name
         found = hashlib.sha256() if _SHA256.fullmatch(name) else hashlib.sha1()
         if _GIT.fullmatch(name):
-            found.update(f"blob {self.nbytes}\0".encode())
-        with self.target.open("rb") as file:
-            while data := file.read(_READ):
-                found.update(data)
-                on_read(len(data))
+            found.update(f"blob {nbytes}\0".encode())
+        for data in self._parts():
+            found.update(data)
+            on_read(len(data))
         if found.hexdigest() != name:
             raise CheckpointError(
                 f"{self.path} is damaged: its checksum is {found.hexdigest()}, not {name}. Remove "
                 f"{self.target}, and download it again"
             )
 
+    def _parts(self) -> Iterator[bytes]:
+        try:
+            with self.target.open("rb") as file:
+                while data := file.read(_READ):
+                    yield data
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: {self.target} cannot be read: {error.strerror}"
+            ) from error
+
 
 def blobs_of(path: Path) -> Iterator[Blob]:
     """Yield the files of a snapshot in the hub's cache, or the one file given; else nothing."""
-    for link in [path] if not path.is_dir() else sorted(path.rglob("*")):
-        if not link.is_symlink():
+    for link in sorted(path.rglob("*")) if os.path.isdir(path) else [path]:
+        if not os.path.islink(link):
             continue
         target = link.parent / link.readlink()
         named = _SHA256.fullmatch(target.name) or _GIT.fullmatch(target.name)

@@ -74,7 +74,7 @@ def find_model(name: str | Path, folders: Sequence[str] | None = None) -> Path:
             if os.path.lexists(candidate):
                 return candidate
     match = _NAME.fullmatch(name)
-    if match and not path.parent.exists():
+    if match and not os.path.exists(path.parent):
         return _in_cache(match["name"], match["revision"], match["file"])
     known = [found.name for found in (*cached_models(), *models_in(folders))]
     close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
@@ -94,7 +94,7 @@ def own_folders() -> list[str]:
 
 def cached_models() -> Iterator[Found]:
     """Yield the models in the hub's cache whose files are of a kind that ktk reads."""
-    for folder in sorted(cache_folder().glob("models--*--*")):
+    for folder in listed(cache_folder(), "models--*--*"):
         name = folder.name.removeprefix("models--").replace("--", "/", 1)
         commit = _commit(folder, None)
         for snapshot in _snapshots(folder):
@@ -116,6 +116,14 @@ def models_in(folders: Sequence[str]) -> Iterator[Found]:
                     yield found
 
 
+def listed(folder: Path, pattern: str) -> list[Path]:
+    """Return what a folder has by a pattern, sorted; nothing if it may not be read, or is gone."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:
+        return []
+
+
 def _models(name: str, path: Path, *, cached: bool = False) -> Iterator[Found]:
     """Yield the model in a folder, or those of its GGUF files."""
     files = _gguf_files(path)
@@ -131,9 +139,9 @@ def _gguf_files(folder: Path) -> list[Path]:
 
     Large models are published so: a folder of shards for each type of quantisation.
     """
-    if any(folder.glob("*.safetensors")):
+    if listed(folder, "*.safetensors"):
         return []
-    files = sorted(folder.glob("*.gguf")) + sorted(folder.glob("*/*.gguf"))
+    files = listed(folder, "*.gguf") + listed(folder, "*/*.gguf")
     return [file for file in files if not _LATER_SHARD.fullmatch(file.name)]
 
 
@@ -142,7 +150,7 @@ def _in_cache(name: str, revision: str | None, file: str | None) -> Path:
     command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
     commit = _commit(folder, revision)
     snapshot = folder / "snapshots" / commit if commit else None
-    if snapshot is None or not snapshot.is_dir():
+    if snapshot is None or not os.path.isdir(snapshot):
         others = ", ".join(one.name for one in _snapshots(folder))
         also = f" There are other revisions of it: {others}, given as {name}@REVISION." * bool(
             others
@@ -193,7 +201,7 @@ def _commit(folder: Path, revision: str | None) -> str | None:
 
 
 def _snapshots(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("snapshots/*") if path.is_dir())
+    return [path for path in listed(folder, "snapshots/*") if os.path.isdir(path)]
 
 
 def _expanded(text: str) -> Path:

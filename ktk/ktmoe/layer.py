@@ -134,7 +134,8 @@ class Layer:
         self.cpu_infer = CPUInfer(pool, self.model)
         self.moe: MoE | None = None
         self._given: Formats | None = None  # what the weights were before they were loaded
-        self._order: list[int] | None = None  # which expert of weight_path each slot has
+        self._from_tensors = False  # and not from weight_path
+        self._order: list[int] | None = None  # which expert of either each slot has
 
     # What Python says of wrong arguments names the class that users know.
     __init__.__qualname__ = "KTMoEWrapper.__init__"
@@ -193,8 +194,7 @@ class Layer:
             CheckpointTooLarge when memory cannot hold it.
         """
         order = as_list(physical_to_logical_map_cpu)
-        self._use(self._load("load_weights", self._experts(), order, force=force))
-        self._order = order
+        self._use(self._load("load_weights", self._experts(), order, force=force), order)
 
     def release_gpu_experts(self) -> int:
         """Give the memory of experts back that the mask gives to the GPU, for good.
@@ -219,7 +219,8 @@ class Layer:
         """Load experts from `weight_path` that the mask gives to the CPU, and that have no memory.
 
         They were released, or never loaded because of ``keep_gpu_experts=False``. Calls meanwhile
-        wait for an expert at most.
+        wait for an expert at most. Weights that were last given as tensors come back by tensors
+        only: nobody knows whether `weight_path` has the same.
 
         Parameters
         ----------
@@ -230,10 +231,24 @@ class Layer:
         -------
         int
             How many were loaded.
+
+        Raises
+        ------
+        CheckpointError
+            As of :meth:`load_weights`.
+        RuntimeError
+            The layer has no weights, or lacks experts of weights that were given as tensors.
         """
         moe = self._loaded("load_cpu_experts")
         loaded = set(moe.loaded)
         experts = [expert for expert in self._cpu_experts() if expert not in loaded]
+        if experts and self._from_tensors:
+            raise RuntimeError(
+                f"load_cpu_experts of layer {self.layer_idx}: expert {experts[0]} has no memory, "
+                "and its weights were given as tensors, which weight_path may not have. Give the "
+                "tensors again, by load_weights_from_tensors; load_weights loads what weight_path "
+                "has"
+            )
         if experts:
             self._load("load_cpu_experts", experts, self._order, force=force, into=moe)
         return len(experts)
@@ -265,9 +280,10 @@ class Layer:
                 order,
                 pool=self.cpu_infer.pool,
                 shards=self._shards,
-            )
+            ),
+            order,
+            from_tensors=True,
         )
-        self._order = order  # what load_cpu_experts() reads has the order of the tensors
 
     @staticmethod
     def force_release_loader() -> None:
@@ -314,10 +330,13 @@ class Layer:
             )
         return self.moe
 
-    def _use(self, loaded: Loaded) -> None:
+    def _use(
+        self, loaded: Loaded, order: list[int] | None = None, *, from_tensors: bool = False
+    ) -> None:
         moe, given = loaded
         check_method(self.method, moe)
         self.moe, self._given = moe, given
+        self._order, self._from_tensors = order, from_tensors
         # What a checkpoint says.
         self.config = replace(self.config, zero_expert_num=moe.config.zero_expert_num)
         if not self._keep_gpu_experts:

@@ -112,7 +112,8 @@ def _rows(
     tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], otherwise: torch.dtype
 ) -> torch.Tensor:
     """Return rows whose elements are neighbours and of a dtype that the workers read."""
-    rows = tensor.detach().reshape(-1, tensor.shape[-1])
+    # Of a view such as z.conj().imag, memory has the values negated, and the workers read memory.
+    rows = tensor.detach().resolve_neg().reshape(-1, tensor.shape[-1])
     rows = rows if tensor.dtype in dtypes else rows.to(otherwise)
     return rows if on_gpu(rows) or rows.stride(-1) == 1 else rows.contiguous()
 
@@ -195,8 +196,9 @@ def submit_on_stream(
         if captured and inputs.copied:
             raise ValueError(
                 "a graph reads its inputs again at every replay, but a tensor that was given has "
-                "leading dimensions that only a copy makes one, strided columns, or a dtype that "
-                "is converted; pass [tokens, ...] with contiguous rows, and ids in int32 or int64"
+                "leading dimensions that only a copy makes one, strided columns, memory that has "
+                "the values negated, or a dtype that is converted; pass [tokens, ...] with "
+                "contiguous rows, and ids in int32 or int64"
             )
         out = torch.empty(inputs.hidden.shape, dtype=inputs.hidden.dtype, device="cpu")
         call = what.call(state, inputs, out, give, take, live=captured)

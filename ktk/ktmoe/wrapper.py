@@ -70,7 +70,7 @@ class KTMoEWrapper(Layer):
         "per-token", or "batch-union" for kt-kernel's own choice; see :mod:`ktk.ktmoe.deferral`.
     keep_gpu_experts : bool
         False: experts that the mask gives to the GPU are not loaded, and take no memory. When the
-        mask changes, :meth:`load_cpu_experts` loads them.
+        mask changes, :meth:`load_cpu_experts` loads them from `weight_path`.
     shards : int, optional
         Parts that weights are divided into, as of :class:`ktk.MoE`: by default one per NUMA node
         that has workers. ``moe.shard_widths`` says what came of it.

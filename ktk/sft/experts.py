@@ -155,8 +155,8 @@ def merge(model: torch.nn.Module) -> torch.nn.Module:
     Raises
     ------
     ValueError
-        Experts are packed as codes, which a merge would have to quantize again; or factors are not
-        finite. The model is as it was.
+        Experts are packed as codes, which a merge would have to quantize again; or factors, or
+        sums of weights and factors, are not finite. The model is as it was.
     """
     leave_parts(model)
     adapted = [one for one in packed_experts(model) if adapter.lora_of(one[1]) is not None]

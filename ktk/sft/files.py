@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ktk.durable import replaced
+from ktk.durable import naming, replaced
 from ktk.lora import Lora
 from ktk.sft import names
 from ktk.sft.arguments import checked_dtype
@@ -49,9 +49,12 @@ def save_adapter(
 
     Raises
     ------
+    OSError
+        A file cannot be written, as on a full disk; it is named, and what was there stays.
     ValueError
         The experts have no adapter, or the layout is none, or cannot tell two modules apart.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     if layout not in LAYOUTS:
@@ -95,8 +98,13 @@ def save_adapter(
         folder.mkdir(parents=True, exist_ok=True)
         tensors = folder / _FILES.get(layout, PEFT)
         with replaced(folder / CONFIG) as says, replaced(tensors) as has:
-            save_file(state, has, metadata={"format": "pt"})
-            says.write_text(json.dumps(config, indent=2) + "\n")
+            try:
+                with naming(tensors):
+                    save_file(state, has, metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{tensors} cannot be written: {error}") from error
+            with naming(folder / CONFIG):
+                says.write_text(json.dumps(config, indent=2) + "\n")
             # An interruption from here on leaves no tensors beside the config of others.
             (folder / CONFIG).unlink(missing_ok=True)
 

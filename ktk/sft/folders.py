@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ktk.lora import LARGEST
 
 #: What names of modules begin with in a model that PEFT has wrapped.
 PREFIX = "base_model.model."
@@ -111,11 +112,10 @@ class Written(Mapping[str, torch.Tensor]):
         return found
 
     def number(self, name: str) -> float:
-        """Return the one number that a tensor has, unrounded."""
+        """Return the one number that a tensor has, unrounded; float32 holds one of its size."""
         self.take(name)
         number = float(self._tensors[name])
-        if not math.isfinite(number):
-            raise AdapterError(f"{self._files[name]}: {name} is {number}")
+        _check_finite(self._files[name], name, number)
         return number
 
     def check_not_taken(self, name: str, several: str) -> None:
@@ -198,10 +198,16 @@ def _patterns(path: Path, patterns: Any) -> dict[re.Pattern[str], float]:
 
 
 def _number(path: Path, name: str, value: Any) -> float:
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not known or not math.isfinite(value):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise AdapterError(f"{path}: {name} must be a number, got {value!r}")
+    _check_finite(path, name, value)
     return float(value)
+
+
+def _check_finite(path: Path, name: str, number: float) -> None:
+    # A NaN is not within either, and an integer of JSON may be beyond any float.
+    if not -LARGEST <= number <= LARGEST:
+        raise AdapterError(f"{path}: {name} must be a finite number of float32, got {number!r}")
 
 
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:

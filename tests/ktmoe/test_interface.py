@@ -37,6 +37,14 @@ def test_columns_may_be_strided() -> None:
     assert torch.equal(layer.forward(*strided), layer.forward(*given))
 
 
+@pytest.mark.parametrize("position", range(3))
+def test_a_view_of_negated_memory_has_its_own_values(position: int) -> None:
+    layer, given = wrapper(), inputs(5)
+    call: list[Any] = list(given)
+    call[position] = torch._neg_view(-call[position])
+    assert torch.equal(layer.forward(*call), layer.forward(*given))
+
+
 def test_the_readme_of_kt_kernel_runs() -> None:
     # Its section "Direct Python API Usage", with smaller sizes and CPU tensors.
     layer = KTMoEWrapper(

@@ -302,19 +302,33 @@ def test_experts_are_released_and_loaded_again(tmp_path: Path) -> None:
     assert torch.equal(made.forward(x, ids, w), whole.forward(x, ids, w))
 
 
-def test_experts_come_back_in_the_order_that_tensors_were_given_in(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "model")
+def test_experts_of_tensors_do_not_come_back_from_a_file(tmp_path: Path) -> None:
+    """`weight_path` may hold what the weights were before they were updated."""
     order = torch.arange(E).flip(0)
-    whole, made = layer(path), layer(path)
-    whole.load_weights(order)
+    made = layer(checkpoint(tmp_path / "model"))
     made.load_weights()
-    made.load_weights_from_tensors(*weights(), order)
+    made.load_weights_from_tensors(*weights(1), order)
+    assert made.load_cpu_experts() == 0  # none is missing
+    whole = made.forward(*inputs(9))
+    made.gpu_experts_mask[:5] = True
+    made.release_gpu_experts()
+    assert made.load_cpu_experts() == 0
+    made.gpu_experts_mask[:] = False
+    refused = "load_cpu_experts of layer 5: expert 0 .* given as tensors, .* load_weights_from_tens"
+    with pytest.raises(RuntimeError, match=refused):
+        made.load_cpu_experts()
+    assert made.moe is not None
+    assert made.moe.loaded == (5, 6, 7)
+    made.load_weights_from_tensors(*weights(1), order)
+    assert torch.equal(made.forward(*inputs(9)), whole)
+    # What is loaded from the file again comes back from there, in its own order.
+    made.load_weights(order.roll(1))
+    whole = made.forward(*inputs(9))
     made.gpu_experts_mask[:5] = True
     made.release_gpu_experts()
     made.gpu_experts_mask[:] = False
     assert made.load_cpu_experts() == 5
-    call = inputs(9)
-    assert torch.equal(made.forward(*call), whole.forward(*call))
+    assert torch.equal(made.forward(*inputs(9)), whole)
 
 
 def test_experts_that_were_never_loaded_come_when_the_mask_wants_them(tmp_path: Path) -> None:
@@ -327,10 +341,9 @@ def test_experts_that_were_never_loaded_come_when_the_mask_wants_them(tmp_path: 
     assert made.load_cpu_experts() == 5
     call = inputs(9)
     assert torch.equal(made.forward(*call), whole.forward(*call))
-    given = layer(tmp_path / "nothing", gpu_experts_mask=torch.arange(E) < 5)
-    given.weight_path = None
-    given.load_weights_from_tensors(*weights())
-    given.release_gpu_experts()
-    given.gpu_experts_mask[:] = False
+    made.gpu_experts_mask[:] = True
+    made.release_gpu_experts()
+    made.gpu_experts_mask[:] = False
+    made.weight_path = None
     with pytest.raises(ValueError, match="load_cpu_experts needs the weight_path that the layer"):
-        given.load_cpu_experts()
+        made.load_cpu_experts()

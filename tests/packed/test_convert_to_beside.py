@@ -17,6 +17,7 @@ from ktk.checkpoint.quantization import read_quantization
 from ktk.checkpoint.safetensors.index import TensorIndex
 from ktk.checkpoint.safetensors.single import find_matrix
 from ktk.conversion.compressed import convert_checkpoint
+from ktk.conversion.convert import convert
 from ktk.errors import CheckpointError
 from ktk.quantize import quantize
 from ktk.testing import formats
@@ -143,6 +144,20 @@ def test_what_nobody_knows_beside_codes_is_refused(suffix: str, tmp_path: Path) 
     with pytest.raises(CheckpointError, match=message):
         convert_checkpoint(source, tmp_path / "to", to="int4")
     assert not (tmp_path / "to").exists()
+
+
+def test_biases_of_experts_are_named(tmp_path: Path) -> None:
+    source = models.write(tmp_path / "source", SIZES)
+    for expert in range(SIZES[0]):
+        stem = f"model.layers.0.mlp.experts.{expert}.down_proj"
+        weight = models.tensors(source)[f"{stem}.weight"]
+        models.put(source, stem, {".weight": weight, ".bias": torch.ones(len(weight))})
+    message = (
+        r"^tensor model\.layers\.0\.mlp\.experts\.0\.down_proj\.bias in .* is a bias of experts"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        convert_checkpoint(source, tmp_path / "to", to="int4")
+    convert(source, tmp_path / "packed", backend="BF16")
 
 
 def test_what_a_router_in_codes_adds_to_scores_is_kept(tmp_path: Path) -> None:

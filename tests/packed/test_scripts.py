@@ -10,6 +10,7 @@ from typing import Any
 
 import checkpoints as made
 import pytest
+import torch
 import typer
 from checkpoints import BLOCKS
 
@@ -160,6 +161,16 @@ def test_the_recipe_follows_the_flags(
     assert made_with["targets"] == "Linear"
     assert options.items() <= made_with.items()
     assert made_with["ignore"] == [*tool.IGNORED, "re:.*self_attn.*"]
+
+
+def test_a_dtype_that_torch_has_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    tool = script("convert_gpu_weights")
+    flags = ["--model_id", "m", "--output_dir", "o", "--torch_dtype"]
+    with pytest.raises(SystemExit):
+        tool.parse([*flags, "fp16"])
+    assert "argument --torch_dtype: invalid choice: 'fp16'" in capsys.readouterr().err
+    assert all(isinstance(getattr(torch, name), torch.dtype) for name in tool.DTYPES)
+    assert tool.parse([*flags, "float16"]).torch_dtype == "float16"
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "no finite alpha": (
         configured(lora_alpha=float("nan")),
-        "lora_alpha must be a number, got nan",
+        "lora_alpha must be a finite number of float32, got nan",
+    ),
+    "alpha beyond float32": (
+        configured(lora_alpha=1e39),
+        r"adapter_config\.json: lora_alpha must be a finite number of float32, got 1e\+39",
+    ),
+    "alpha beyond floats": (
+        configured(lora_alpha=10**400),
+        "lora_alpha must be a finite number of float32, got 1000",
+    ),
+    "alpha of one beyond float32": (
+        configured(alpha_pattern={"up_proj": -1e39}),
+        r"alpha_pattern 'up_proj' must be a finite number of float32, got -1e\+39",
     ),
     "alphas in a list": (
         configured(alpha_pattern=[1]),
@@ -325,7 +337,11 @@ def test_parameters_keep_the_rank_and_scale_of_each_module(folder: Path, tmp_pat
     state = load_file(file)
     [scale_of_last] = [name for name in state if name.endswith("1.mlp.experts.lora_scale")]
     for broken, sentence in (
-        ({scale_of_last: torch.tensor(float("inf"))}, "lora_scale is inf"),
+        ({scale_of_last: torch.tensor(float("inf"))}, r"lora_scale must be a finite .*, got inf"),
+        (
+            {scale_of_last: torch.tensor(1e39, dtype=torch.float64)},
+            r"parameters\.safetensors: .*lora_scale must be a finite number of float32, got 1e\+39",
+        ),
         ({scale_of_last: torch.ones(2)}, r"lora_scale has shape \[2\]"),
         ({}, "lora_scale is missing"),
     ):

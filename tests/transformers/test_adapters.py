@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import training
 from tiny import FAMILIES, float32, load, logits, tokens
@@ -173,11 +174,44 @@ def test_factors_that_are_not_finite_are_not_merged(model: Any) -> None:
     ktk.sft.merge(model)
 
 
-def test_adapters_are_written_whole_or_not_at_all(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("dtype", "fits", "beyond"),
+    [(torch.float16, 6e4, 7e4), (torch.bfloat16, 3e38, 3.4e38), (torch.float32, 3e38, 1e39)],
+)
+def test_sums_that_a_type_cannot_hold_are_not_merged(
+    folder: Path, tmp_path: Path, dtype: torch.dtype, fits: float, beyond: float
 ) -> None:
-    import safetensors.torch
+    """The last of all sums is wrong, and no module is changed."""
+    float32(folder).to(dtype).save_pretrained(tmp_path)
+    model = training.packed_by("BF16" if dtype == torch.bfloat16 else "LLAMAFILE", tmp_path)
+    *_, a, b = ktk.sft.add_lora(model, rank=2, alpha=2, targets=["down"])
+    before = list(packed_modules(model).values())
+    assert {one.dtype for one in before} == {dtype}
+    a.data[-1, 0, -1], b.data[-1, -1, 0] = 1e19, beyond / 1e19
+    sentence = (
+        rf"layers\.1\..*: down of expert 7 and its factors have a sum that {dtype} cannot hold"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        ktk.sft.merge(model)
+    assert list(packed_modules(model).values()) == before
+    b.data[-1, -1, 0] = fits / 1e19
+    ktk.sft.merge(model)
+    down = packed_modules(model)[before[-1].name].moe.unpack_expert(7)[2]
+    unit = torch.finfo(dtype).eps
+    assert down is not None
+    assert down[-1, -1] == pytest.approx(fits, rel=unit, abs=1)
 
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        safetensors.SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_adapters_are_written_whole_or_not_at_all(
+    error: Exception, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = packed(folder)
     randomize(ktk.sft.add_lora(model, rank=2))
     ktk.sft.save_adapter(model, tmp_path)
@@ -185,13 +219,14 @@ def test_adapters_are_written_whole_or_not_at_all(
 
     def full(state: Any, path: Path, **_: Any) -> None:
         Path(path).write_bytes(b"half of it")
-        raise OSError(28, "No space left on device")
+        raise error
 
     randomize(list(model.parameters()))
     with monkeypatch.context() as patched:
         patched.setattr(safetensors.torch, "save_file", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match="No space left") as raised:
             ktk.sft.save_adapter(model, tmp_path)
+    assert str(tmp_path / "adapter_model.safetensors") in str(raised.value)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == wanted
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -88,6 +89,28 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     write_file(tmp_path / "file", B)
     remove_temporaries(tmp_path)
     assert {name for name in names if (tmp_path / name).read_bytes() == A} == set(names)
+
+
+# A process whose files may have 100 bytes stands for a full disk.
+_LIMITED = """
+import pathlib, resource, signal, sys
+from ktk.durable import PendingFile
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+path = pathlib.Path(sys.argv[1])
+for attempt in (lambda: PendingFile(path, 101), lambda: PendingFile(path, 1).write(b"1", 100)):
+    try:
+        attempt()
+    except OSError as error:
+        print(error.errno, error.filename)
+"""
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    command = [sys.executable, "-c", _LIMITED, str(path)]
+    said = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True).stdout
+    assert said.splitlines() == [f"{errno.EFBIG} {path}"] * 2
 
 
 def test_a_name_with_signs_of_patterns_is_a_name(tmp_path: Path) -> None:

@@ -79,6 +79,19 @@ def test_what_is_no_option_is_refused(moe: ktk.MoE, options: dict[str, Any], sen
         moe.backward(given[0], *given, **options)
 
 
+@pytest.mark.parametrize(
+    "scale", [float("nan"), -float("inf"), 1e39, 10**400], ids=["nan", "-inf", "f64", "int"]
+)
+def test_a_scale_is_a_finite_number_of_float32(scale: float) -> None:
+    factors = dict(adapter().factors())
+    with pytest.raises(ValueError, match=r"^scale must be a finite number of float32, got"):
+        ktk.Lora(**factors, scale=scale)
+    with pytest.raises(TypeError, match=r"^scale must be a number, got 'x'"):
+        ktk.Lora(**factors, scale="x")  # type: ignore[arg-type]
+    largest = float(np.finfo(np.float32).max)
+    assert ktk.Lora(**factors, scale=-largest).given()[1] == -largest
+
+
 def test_a_gradient_is_only_read(moe: ktk.MoE) -> None:
     """Whatever its strides: `y.sum().backward()` hands out one element for all."""
     given = call(3)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +174,57 @@ def test_a_link_to_a_file_that_is_gone_hides_no_other_model(cache: Path, tmp_pat
     assert result.exit_code == 0
     assert "some/whole" in result.output
     assert "some/gone" in result.output
+
+
+def test_a_model_that_may_not_be_read_hides_no_other_one(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = store(cache, "acme/closed", write(tmp_path / "source"))
+    unlisted = store(cache, "acme/unlisted", tmp_path / "source").parent
+    store(cache, "acme/open", tmp_path / "source")
+    real = os.stat
+
+    # A folder without the right to search it; root has that right anywhere.
+    def stat(path: Any, *args: Any, **named: Any) -> os.stat_result:
+        if isinstance(path, (str, Path)) and {closed, unlisted} & set(Path(path).parents):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real(path, *args, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    entries = {entry["name"]: entry for entry in json.loads(run("list", "--json"))["models"]}
+    assert not entries["acme/open"]["fault"]
+    fault = entries["acme/closed"]["fault"]
+    assert fault == f"{closed / 'config.json'} cannot be read: Permission denied"
+    text = run("list")
+    assert "not usable: acme/closed: " in text
+    assert "acme/open" in text
+
+
+def test_a_file_of_the_hub_that_cannot_be_read_is_named(cache: Path, tmp_path: Path) -> None:
+    snapshot = store(cache, "acme/small-moe", write(tmp_path / "source"))
+    config, weights = (snapshot / name for name in ("config.json", "model.safetensors"))
+    blob = snapshot / config.readlink()
+    blob.unlink()
+    blob.symlink_to("/proc/self/mem")  # reading its first bytes is an input/output error
+    resolved = weights.resolve()
+    resolved.unlink()
+    resolved.mkdir()
+    text = run("verify", "acme/small-moe", status=1)
+    assert f"{config}: {blob} cannot be read: Input/output error" in text
+    assert f"{weights}: {snapshot / weights.readlink()} is a folder, expected a file" in text
+    assert f"{snapshot}: 2 of 2 files of the hub are not whole" in text
+    document = json.loads(run("verify", "acme/small-moe", "--json", status=1))
+    assert len(document["files"]) == 2
+
+
+def test_what_is_known_is_shown_beside_a_tokenizer_that_cannot_be_read(tmp_path: Path) -> None:
+    model = write(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer_config.json").mkdir()
+    text = run("info", str(model))
+    said = f"{model / 'tokenizer_config.json'} cannot be read: Is a directory"
+    assert f"tokenizer: tokenizer.json; {said}" in text
+    assert "Headers only" in text
 
 
 def test_everything_is_read_and_compared_with_its_checksum(cache: Path, tmp_path: Path) -> None:

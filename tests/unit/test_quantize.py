@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import io
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import gguf
@@ -193,6 +197,29 @@ def test_stacks_and_arrays_that_go_backwards() -> None:
     backwards = stack[0].numpy()[::-1, ::-1]
     again = quantize(backwards, FORMATS[0])
     assert torch.equal(again.data, quantize(torch.from_numpy(backwards.copy()), FORMATS[0]).data)
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), saved_and_loaded],
+    ids=["copy", "deepcopy", "pickle", "torch.save"],
+)
+def test_formats_and_results_are_copied_and_pickled(again: Callable[[Any], Any]) -> None:
+    for fmt in (*FORMATS, Format("u4", "f16", "u8", 1, 128), Format("q4_k"), Format("ggml:9999")):
+        assert again(fmt) == fmt
+    made = quantize(torch.randn(64, 64), "e2m1-e4m3-g16")
+    found = again(made)
+    assert found.format == made.format
+    for name in ("data", "scale", "factor"):
+        assert torch.equal(getattr(found, name), getattr(made, name))
+    assert torch.equal(found.dequantize(), made.dequantize())
 
 
 def test_a_result_is_frozen() -> None:

@@ -181,8 +181,9 @@ def plan(
     Raises
     ------
     CheckpointError
-        There are no experts, some that compressed-tensors has no names for, other weights in codes
-        that ktk does not read, or something beside such codes that may change what they mean.
+        There are no experts, some that compressed-tensors has no names for or that have biases,
+        other weights in codes that ktk does not read, or something beside such codes that may
+        change what they mean.
     """
     index = checkpoint.index
     layers = [checkpoint.layer(number) for number in checkpoint.layers()]
@@ -292,11 +293,16 @@ def _check_names(layer: SafetensorsLayer, index: TensorIndex) -> None:
     family = layer.names.family
     fused = any(stored.fused for stored in family.parts.values())
     divided = family.name in _DIVIDED and layer.names.prefix.endswith(_MODULES)
-    if any(map(is_bias, family.parts)) or (fused and not divided):
+    if fused and not divided:
         raise CheckpointError(
             f"{index.where(layer.names.first_name)}: experts that are stored so ({family.name}) "
             "have no names in compressed-tensors that hosts read; ktk convert --backend packs them "
             "for ktk"
+        )
+    for part in filter(is_bias, family.parts):
+        raise CheckpointError(
+            f"{index.where(layer.names.name(part, 0))} is a bias of experts, and hosts read none "
+            "beside experts in compressed-tensors; ktk convert --backend packs it for ktk"
         )
 
 
