@@ -3,21 +3,28 @@
     python examples/finetune.py                                     # a tiny model, made here
     python examples/finetune.py --model Qwen/Qwen3-30B-A3B --data my.txt --backend AMXINT8
 
-Attention gets an adapter of PEFT, if that is installed, and experts one of ktk.sft. The data is a
+The model is a folder, a GGUF file, a folder that `ktk convert` wrote or a name of the hub. Its
+attention gets an adapter of PEFT, if that is installed, and experts one of ktk.sft. The data is a
 text file, of which each line is an example; without one, the tiny model learns a pattern.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+import ktk.hub
 import ktk.sft
 import ktk.transformers
+from ktk.errors import CheckpointError
+from ktk.transformers.dense import KtkLinear
+from ktk.transformers.packed import packed_modules
 
 
 def tiny_model(folder: Path) -> Path:
@@ -48,9 +55,9 @@ def pattern(examples: int, length: int) -> list[dict[str, torch.Tensor]]:
 
 def lines(path: Path, tokenizer: Any, length: int) -> list[dict[str, torch.Tensor]]:
     """Return the lines of a text as examples."""
-    found = []
+    found, end = [], tokenizer.eos_token or ""
     for line in path.read_text().splitlines():
-        ids = tokenizer(line + tokenizer.eos_token, truncation=True, max_length=length).input_ids
+        ids = tokenizer(line + end, truncation=True, max_length=length).input_ids
         if len(ids) > 1:
             found.append({"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)})
     return found
@@ -67,6 +74,18 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
+def attention_of(model: torch.nn.Module) -> list[str]:
+    """Return the names of the dense layers of attention, whatever the family calls them.
+
+    Classes made from them are left out: they may multiply something else, as grouped ones do.
+    """
+    return [
+        name
+        for name, module in model.named_modules()
+        if type(module) in (torch.nn.Linear, KtkLinear) and "attn" in name
+    ]
+
+
 def count(text: str) -> int:
     """Read a number from 1 on."""
     number = int(text)
@@ -77,9 +96,11 @@ def count(text: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="a folder or a name of the hub; a tiny one without it")
+    parser.add_argument(
+        "--model", help="a folder, a GGUF file or a name of the hub; a tiny one without it"
+    )
     parser.add_argument("--data", type=Path, help="a text file, an example on each line")
-    parser.add_argument("--backend", default="BF16", help="what experts are packed for")
+    parser.add_argument("--backend", help="what experts are packed for; default: as they are")
     parser.add_argument("--rank", type=count, default=8)
     parser.add_argument("--steps", type=count, default=20)
     parser.add_argument("--length", type=count, default=64, help="most tokens of an example")
@@ -92,29 +113,28 @@ def main() -> None:
     if options.length < 2:
         parser.error("--length of 1 leaves no token to predict")
 
+    path = options.model or tiny_model(options.output / "model")
+    with contextlib.suppress(CheckpointError):  # transformers downloads what is not here
+        path = ktk.hub.find_model(path)
     if options.data:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+        tokenizer = ktk.transformers.load_tokenizer(path)
         data = lines(options.data, tokenizer, options.length)
     else:
         data = pattern(128, options.length)
     if not data:
         parser.error(f"{options.data} has no line of two tokens or more")
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        options.model or tiny_model(options.output / "model"),
-        experts_implementation="ktk",
-        quantization_config=ktk.transformers.KtkConfig(options.backend),
-        dtype=torch.bfloat16,
-    )
+    model = ktk.transformers.load(path, backend=options.backend, dtype=torch.bfloat16)
+    used = {packed.moe.backend.name for packed in packed_modules(model).values()}
+    print(f"experts are computed by {', '.join(sorted(used))}")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    try:
+    wrapped = model
+    if find_spec("peft") and (attention := attention_of(model)):
         import peft
-    except ImportError:
-        wrapped = model
-    else:
-        attention = peft.LoraConfig(r=options.rank, target_modules=["q_proj", "v_proj"])
-        wrapped = peft.get_peft_model(model, attention)
+
+        config = peft.LoraConfig(r=options.rank, target_modules=attention)
+        wrapped = peft.get_peft_model(model, config)
     ktk.sft.add_lora(wrapped, rank=options.rank, alpha=2 * options.rank)
 
     arguments = transformers.TrainingArguments(

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from ktk import _core
+from ktk.hosts.adapters import by_token
 from ktk.hosts.numbered import LAYERS, NUMBERS, living, plain_inputs
 from ktk.hosts.plain import is_plain
 from ktk.hosts.train import train
 from ktk.ktmoe.model import ModelState
 from ktk.ktmoe.steps import Inputs, Submission, result_on_stream, submit_on_stream
-from ktk.lora import Lora
+from ktk.lora import Adapters
 from ktk.moe import MoE
 
 
@@ -74,11 +75,13 @@ class OpLayer:
         hidden: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
-        lora: Lora | None = None,
+        lora: Adapters | None = None,
+        adapter_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weighted sum of the chosen experts for each token.
 
-        Gradients flow to hidden states, routing weights and factors of an adapter.
+        Gradients flow to hidden states, routing weights and factors of an adapter that all tokens
+        have.
 
         Parameters
         ----------
@@ -86,23 +89,38 @@ class OpLayer:
             bf16, f16 or f32, on any device.
         topk_ids : tensor of integers [tokens, k]
         topk_weights : tensor of floats [tokens, k]
-        lora : Lora, optional
-            An adapter of the layer.
+        lora : Lora or sequence of Lora, optional
+            An adapter for all tokens, or several; factors may be on any device.
+        adapter_ids : tensor [tokens], int32 or int64, optional
+            Which of several adapters each token has; -1, or any number that is none, for no one.
 
         Returns
         -------
         tensor [tokens, hidden_size]
             As `hidden`, contiguous.
+
+        Raises
+        ------
+        RuntimeError
+            Experts are divided over processes, and gradients are recorded or there are adapters; or
+            a backward pass comes to a call with `adapter_ids`.
+        ValueError
+            Shapes or dtypes do not go together, adapters are not of this layer's sizes, or nothing
+            says which token has which.
         """
-        if lora is None and is_plain(hidden) and is_plain(topk_weights):
+        if lora is None and adapter_ids is None and is_plain(hidden) and is_plain(topk_weights):
             return on_cpu(hidden, topk_ids, topk_weights, self.number)
         records = torch.is_grad_enabled()
-        if lora is not None or (records and (hidden.requires_grad or topk_weights.requires_grad)):
-            if self.compute is not self.moe:
-                raise RuntimeError(
-                    f"{self.name} is divided over processes, and has no backward pass or adapters "
-                    "there: compute under torch.no_grad(), or load the model in one process"
-                )
+        recorded = records and (hidden.requires_grad or topk_weights.requires_grad)
+        plain = lora is None and adapter_ids is None and not recorded
+        if not plain and self.compute is not self.moe:
+            raise RuntimeError(
+                f"{self.name} is divided over processes, and has no backward pass or adapters "
+                "there: compute under torch.no_grad(), or load the model in one process"
+            )
+        if adapter_ids is not None or isinstance(lora, Sequence):
+            return by_token(hidden, topk_ids, topk_weights, lora, adapter_ids, self.number)
+        if not plain:
             keep = self.keeps_products and records
             return train(hidden, topk_ids, topk_weights, lora, self.number, keep)
         result: torch.Tensor = torch.ops.ktk.moe(hidden, topk_ids, topk_weights, self.number)

@@ -56,7 +56,8 @@ def train(
     return result
 
 
-def _lora(factors: Sequence[torch.Tensor], targets: int, scale: float) -> Lora | None:
+def lora_of(factors: Sequence[torch.Tensor], targets: int, scale: float) -> Lora | None:
+    """Return the adapter whose factors an operator was given; None for no targets."""
     if not targets:
         return None
     names = [name for name in FACTORS if targets >> _PARTS.index(name[:-2]) & 1]
@@ -75,7 +76,7 @@ def _train(
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs = plain_inputs(hidden.cpu(), topk_ids.cpu(), topk_weights.cpu())
-    lora = _lora(factors, targets, scale)
+    lora = lora_of(factors, targets, scale)
     out, kept = living(LAYERS, layer).moe.forward_train(*inputs, lora=lora, save=keep)
     if kept is None:
         kept = torch.empty(0, dtype=torch.bfloat16, device="cpu")
@@ -109,7 +110,7 @@ def _backward(
         grad.cpu().contiguous(),
         *inputs,
         saved=kept if kept.numel() else None,
-        lora=_lora(factors, targets, scale),
+        lora=lora_of(factors, targets, scale),
     )
     each = [] if found.lora is None else [factor for _, factor in found.lora.factors()]
     return (

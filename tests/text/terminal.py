@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import pty
@@ -59,6 +60,8 @@ class Terminal:
             preexec_fn=_take_terminal,
         )
         os.close(slave)
+        # Reads end where they want, within characters too.
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self.seen = ""
 
     def __enter__(self) -> Self:
@@ -108,8 +111,7 @@ class Terminal:
             data = os.read(self._master, 4096) if ready else b""
         except OSError:  # how Linux says that nobody has the other end
             return False
-        # A character may be cut in two; these tests compare ASCII, or text that has ended.
-        self.seen += data.decode(errors="replace").replace("\r\n", "\n")
+        self.seen += self._decode(data).replace("\r\n", "\n")
         return bool(data)
 
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import gguf_model
 import pytest
 import text_models
 import torch
 import transformers
 from terminal import Command, Terminal
 
+from ktk.hub import cache_folder
 from ktk.text.run import visible
+from tests.unit.test_model_command import store
 
 PROMPT = "What is the capital of France?"
 TOKENS = 24
@@ -70,6 +74,39 @@ def test_a_terminal_shows_the_text_and_then_the_report(model: Path, expected: st
         assert after.startswith("prompt "), terminal.seen
         # Lines break between words.
         assert max(map(len, after.splitlines())) <= 80
+
+
+def on_screen(text: str) -> list[str]:
+    """Return the lines that a terminal of 80 columns shows, and 24 rows."""
+    pyte = pytest.importorskip("pyte")
+    screen = pyte.Screen(80, 24)
+    screen.set_mode(pyte.modes.LNM)  # ends of lines are "\n" here, as programs write them
+    pyte.Stream(screen).feed(text)
+    return "\n".join(line.rstrip() for line in screen.display).rstrip().split("\n")
+
+
+@pytest.mark.slow
+def test_a_screen_has_a_bar_that_is_full_the_text_and_the_report(
+    model: Path, expected: str
+) -> None:
+    arguments = ["run", str(model), "-p", PROMPT, "--greedy", "-n", str(TOKENS)]
+    with Terminal(arguments, kind="xterm-256color") as terminal:
+        assert terminal.status() == 0, terminal.seen
+    assert "\x1b" in terminal.seen
+    bar, *lines = on_screen(terminal.seen)
+    size = re.escape("98.3/98.3 kB")
+    assert re.fullmatch(rf"layer 1 \(BF16\) ━+ {size} [\d.?]+ [kMG]?B/s 0:00:00", bar), bar
+    text = on_screen(visible(expected))
+    assert lines[: len(text)] == text
+    report = lines[len(text) :]
+    number = r"[\d.e+]+"
+    wanted = (
+        rf"prompt \d+ tokens at {number}/s, reply {TOKENS} tokens at {number}/s; cut off there "
+        rf"\(--max-tokens\) loaded in {number} s, experts by BF16, 1 threads, {number} MiB at "
+        r"most; a token reads experts 0\.0 MB, linears 0\.1 MB, head 0\.1 MB, other 0\.0 MB"
+    )
+    assert re.fullmatch(wanted, " ".join(report)), report
+    assert len(report) == 4  # broken between words
 
 
 def test_json_has_what_the_reply_took(model: Path, expected: str, run: Command) -> None:
@@ -140,6 +177,37 @@ def test_sampling_is_the_models_unless_it_is_asked_otherwise(model: Path, run: C
     assert sampled == text("--temperature", "1.5", "--seed", "3")
     assert sampled != greedy
     assert text("--temperature", "1.5", "--seed", "4") != sampled
+
+
+def test_a_gguf_file_is_run_with_its_own_tokenizer(tmp_path: Path, run: Command) -> None:
+    from ktk.transformers import load, load_tokenizer
+
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    path, _ = gguf_model.write(folder)
+    done = run(str(path), "-p", PROMPT, "--greedy", "-n", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["backends"] == ["LLAMAFILE"]
+    tokenizer = load_tokenizer(path)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    made = load(path).generate(ids, do_sample=False, max_new_tokens=8)[0, ids.shape[1] :]
+    assert document["text"] == tokenizer.decode(made, skip_special_tokens=True)
+    assert (document["prompt_tokens"], document["tokens"]) == (ids.shape[1], len(made))
+    # A repository of the hub that has such a file is the file.
+    store(cache_folder(), "acme/tiny-GGUF", folder)
+    named = run("acme/tiny-GGUF", "-p", PROMPT, "--greedy", "-n", "8", "--json")
+    assert named.returncode == 0, named.stderr
+    assert json.loads(named.stdout)["text"] == document["text"]
+
+
+def test_a_name_of_the_hub_is_run_from_the_cache(model: Path, expected: str, run: Command) -> None:
+    store(cache_folder(), "acme/tiny", model)
+    done = run("acme/tiny", "-p", PROMPT, "--greedy", "-n", str(TOKENS))
+    assert (done.returncode, done.stdout) == (0, expected + "\n"), done.stderr
+    away = run("acme/other", "-p", PROMPT)
+    assert (away.returncode, away.stdout) == (1, "")
+    assert "download it: hf download acme/other" in away.stderr
 
 
 @pytest.mark.slow

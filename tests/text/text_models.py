@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ TEMPLATE = (
 )
 
 
-def tokenizer(template: str | None = TEMPLATE) -> Any:
-    """Train byte-level BPE on a few sentences."""
+def tokenizer(template: str | None = TEMPLATE, words: int = 500, first: Sequence[str] = ()) -> Any:
+    """Train byte-level BPE on a few sentences; `first` are special tokens before the template's."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500,
-        special_tokens=["<|im_end|>", "<|im_start|>"],
+        vocab_size=words,
+        special_tokens=[*first, "<|im_end|>", "<|im_start|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

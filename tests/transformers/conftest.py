@@ -1,4 +1,7 @@
-"""Lets the tests import `tiny` and tests/unit's `schemes`; without transformers there are none."""
+"""Lets the tests import `tiny`, and modules beside tests of units and of text.
+
+Without transformers there are none.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE.parent / "unit")]
+sys.path += [str(HERE), str(HERE.parent / "unit"), str(HERE.parent / "text")]
 
 pytest.importorskip("transformers", reason='needs transformers: pip install "ktk[run]"')
 

@@ -82,6 +82,94 @@ def test_gradients_are_those_of_the_layer(layer: OpLayer) -> None:
         assert not layer(one, ids, weights).requires_grad
 
 
+def adapters(dtype: torch.dtype = torch.float32) -> list[ktk.Lora]:
+    """Make two: of rank 4 beside all matrices, and of rank 2 beside one."""
+    generator = torch.Generator().manual_seed(7)
+
+    def factors(part: str, rank: int) -> dict[str, Any]:
+        width, rows = (INTER, H) if part == "down" else (H, INTER)
+        return {
+            f"{part}_a": torch.randn(EXPERTS, rank, width, generator=generator).to(dtype),
+            f"{part}_b": torch.randn(EXPERTS, rows, rank, generator=generator).to(dtype),
+        }
+
+    wide = {k: v for part in ("gate", "up", "down") for k, v in factors(part, 4).items()}
+    return [ktk.Lora(**wide, scale=0.25), ktk.Lora(**factors("up", 2), scale=-2.0)]
+
+
+# One with the first adapter, with none, and with the second; a number that is none; and again.
+CHOSEN = torch.tensor([0, -1, 1, 2, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_choose_adapters_as_in_a_call(layer: OpLayer, dtype: torch.dtype) -> None:
+    both = adapters(dtype)
+    wanted = layer.moe(*call(), lora=both, adapter_ids=CHOSEN)
+    assert torch.equal(layer(*call(), both, CHOSEN), wanted)
+    numbers = torch.stack([CHOSEN, CHOSEN], dim=1)[:, 0]  # with a stride
+    assert torch.equal(layer(*call(), both, numbers), wanted)
+    assert torch.equal(layer(*call(), both, CHOSEN.int()), wanted)
+    # A token's is what all tokens with that adapter have, and without one what they have without.
+    parts = [layer.moe(*call(), lora=one) for one in both]
+    without = layer(*call())
+    for token, number in enumerate(CHOSEN.tolist()):
+        alone = parts[number][token] if number in (0, 1) else without[token]
+        assert torch.equal(wanted[token], alone)
+    assert not torch.equal(wanted[0], without[0])
+    assert not torch.equal(wanted[2], without[2])
+    assert torch.equal(layer(*call(), both[1], torch.zeros(5).int()), parts[1])
+    assert torch.equal(layer(*call(), both[:1]), parts[0])
+
+
+def test_compiled_graphs_choose_adapters_by_token(layer: OpLayer) -> None:
+    both = adapters()
+
+    def model(x: torch.Tensor, ids: torch.Tensor, w: torch.Tensor, which: Any) -> torch.Tensor:
+        return layer(x * 2, ids, w, lora=both, adapter_ids=which) + x
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (1, 5, 9):
+        x, ids, weights = call(tokens)
+        which = torch.arange(tokens) % 4 - 1
+        wanted = layer.moe(x * 2, ids, weights, lora=both, adapter_ids=which) + x
+        with torch.no_grad():
+            assert torch.equal(compiled(x, ids, weights, which), wanted)
+
+
+def test_torch_finds_nothing_wrong_with_adapters_by_token(layer: OpLayer) -> None:
+    both = adapters()
+    factors = [factor for one in both for _, factor in one.factors()]
+    torch.library.opcheck(
+        torch.ops.ktk.moe_adapters.default,
+        (*call(), factors, [7, 2], [0.25, -2.0], CHOSEN, layer.number),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+    with pytest.raises(ValueError, match="targets name 6 factors, and 8 are given"):
+        torch.ops.ktk.moe_adapters(*call(), factors, [7], [1.0], CHOSEN, layer.number)
+
+
+def test_adapters_by_token_of_other_shapes_are_refused(layer: OpLayer) -> None:
+    both = adapters()
+    with pytest.raises(ValueError, match="adapter_ids"):
+        layer(*call(), both, CHOSEN[:4])
+    with pytest.raises((TypeError, ValueError), match="adapter_ids"):
+        layer(*call(), both, CHOSEN.float())
+    with pytest.raises(ValueError, match="several adapters need adapter_ids"):
+        layer(*call(), both)
+    with pytest.raises(ValueError, match="adapter_ids name adapters, but lora gives none"):
+        layer(*call(), None, CHOSEN)
+    narrow = ktk.Lora(up_a=both[1].up_a[..., :-1], up_b=both[1].up_b)  # type: ignore[index]
+    with pytest.raises(ValueError, match="up_a"):
+        layer(*call(), [both[0], narrow], CHOSEN)
+
+
+def test_adapters_by_token_are_not_trained(layer: OpLayer) -> None:
+    x, ids, weights = call()
+    out = layer(x.requires_grad_(), ids, weights, adapters(), CHOSEN)
+    with pytest.raises(RuntimeError, match="no backward pass: train each adapter for itself"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("make", ["experts", "dense"])
 def test_what_was_computed_keeps_its_layer(make: str) -> None:
     """As torch's own modules do: a loss may outlive its model."""

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import published
 import pytest
 import torch
 import training
 import transformers
+from safetensors.torch import load_file
 from tiny import logits, tokens
 from training import RATE, STEPS, gradients, packed, packed_by, randomize, seed_of
 
 import ktk
 import ktk.sft
 import ktk.transformers
+from ktk.conversion import convert
+from ktk.hub import cache_folder
 from ktk.transformers.adapter import lora_of, put_lora
+from tests.unit.test_model_command import store
 
 folder, same_draws = training.folder, training.same_draws
 ROOT = Path(__file__).parents[2]
@@ -255,3 +261,65 @@ def test_the_example_learns(tmp_path: Path) -> None:
     assert found
     assert float(found[2]) < float(found[1])
     assert (tmp_path / "experts" / "adapter_model.safetensors").exists()
+
+
+def finetune(path: Path | str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the example in this process."""
+    data = folder / "my.txt"
+    data.write_text("The capital of France is Paris.\nThat of Italy is Rome.\n")
+    output = folder / "trained"
+    given = [f"--model={path}", f"--data={data}", "--steps=2", "--length=8", f"--output={output}"]
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *given])
+    runpy.run_path(str(ROOT / "examples" / "finetune.py"), run_name="__main__")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("deepseek-v3", None),
+        ("deepseek-v4", None),
+        ("FP8 by blocks", None),
+        ("GGUF", None),
+        ("GGUF", "AMXINT8"),
+        ("Kimi-K2 in int4", None),
+        ("nemotron-h", None),
+    ],
+)
+def test_the_example_takes_models_as_they_are_stored(
+    name: str,
+    backend: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also what `ktk convert` made of them, for a backend; attention is trained wherever it is."""
+    pytest.importorskip("accelerate")
+    pytest.importorskip("peft")
+    path, _ = published.write(name, tmp_path / "model")
+    if backend is not None:
+        source, path = path, path.parent / "packed"
+        convert(source, path, backend=backend)
+    finetune(path, tmp_path, monkeypatch)
+    said = capsys.readouterr().out
+    assert f"experts are computed by {backend or published.MODELS[name][1]}\n" in said
+    experts = load_file(tmp_path / "trained" / "experts" / "adapter_model.safetensors")
+    assert any(one.any() for name, one in experts.items() if "lora_B" in name)
+    attention = tmp_path / "trained" / "attention" / "adapter_model.safetensors"
+    assert attention.exists() == (name != "nemotron-h")
+    if attention.exists():
+        assert all("attn" in name for name in load_file(attention))
+
+
+@pytest.mark.slow
+def test_the_example_takes_a_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a model in the cache, one of GGUF's, which transformers would not find by that."""
+    pytest.importorskip("accelerate")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    path, _ = published.write("GGUF", tmp_path / "model")
+    store(cache_folder(), "acme/tiny-GGUF", path.parent)
+    finetune("acme/tiny-GGUF", tmp_path, monkeypatch)
+    assert "experts are computed by LLAMAFILE\n" in capsys.readouterr().out
