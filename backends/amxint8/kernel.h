@@ -11,7 +11,7 @@ namespace {
 template <class Act>
 class KernelBase {
  public:
-  static constexpr size_t kNr = kBlockCols;
+  static constexpr size_t kNr = amxint8::kNr;
 
   explicit KernelBase(const ktk_matmul* mm) : matrix_(mm->matrix), packed_(mm->weight) {}
   size_t slabs() const { return Act::num_groups(matrix_); }
@@ -32,9 +32,9 @@ class KernelBase {
   const void* packed_;
 };
 
-alignas(kLine) constexpr float kZeros[kBlockCols] = {};
-alignas(kLine) constexpr float kOnes[kBlockCols] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
-                                                    1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+alignas(kLine) constexpr float kZeros[kNr] = {};
+alignas(kLine) constexpr float kOnes[kNr] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
+                                             1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
 // The end of a group, for all micro-kernels: dst = fma(float(sum), scale of the activations, dst),
 // from zero on in the first one, and times the scale of the weights in the last one. Sums are exact

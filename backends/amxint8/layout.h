@@ -23,17 +23,17 @@ namespace ktk::amxint8 {
 namespace {
 
 constexpr char kLayout[] = "u8-n32k64-vnni4";
-constexpr size_t kBlockCols = 32;
+constexpr size_t kNr = 32;
 constexpr size_t kStepDepth = 64;
 constexpr size_t kTileCols = 16;
 constexpr size_t kTileBytes = kTileCols * kStepDepth;  // 1 KiB; a row is a cache line
 constexpr size_t kStepBytes = 2 * kTileBytes;
 constexpr size_t kStepLines = kStepBytes / kLine;
 
-inline size_t padded_n(const ktk_matrix* matrix) { return round_up(matrix->n, kBlockCols); }
+inline size_t padded_n(const ktk_matrix* matrix) { return round_up(matrix->n, kNr); }
 inline size_t padded_k(const ktk_matrix* matrix) { return round_up(matrix->k, kStepDepth); }
 inline size_t num_steps(const ktk_matrix* matrix) { return padded_k(matrix) / kStepDepth; }
-inline size_t block_bytes(const ktk_matrix* matrix) { return kBlockCols * padded_k(matrix); }
+inline size_t block_bytes(const ktk_matrix* matrix) { return kNr * padded_k(matrix); }
 
 inline size_t weight_size(const ktk_matrix* matrix) {
   return padded_n(matrix) * (padded_k(matrix) + sizeof(float));

@@ -35,16 +35,16 @@ inline void pack_blocks(const ktk_matrix* matrix, Rows& rows, size_t n_begin, si
                         void* packed) {
   uint8_t* bytes = static_cast<uint8_t*>(packed);
   float* scale = reinterpret_cast<float*>(bytes + scale_offset(matrix));
-  for (size_t n = n_begin; n < n_end; n += kBlockCols) {
-    for (size_t i = 0; i < kBlockCols; ++i) scale[n + i] = n + i < n_end ? rows.scale(n + i) : 0;
+  for (size_t n = n_begin; n < n_end; n += kNr) {
+    for (size_t i = 0; i < kNr; ++i) scale[n + i] = n + i < n_end ? rows.scale(n + i) : 0;
     uint8_t* tile = bytes + weight_offset(matrix, n);
     for (size_t k = 0; k < matrix->k; k += kStepDepth) {
-      for (size_t half = n; half < n + kBlockCols; half += kTileCols, tile += kTileBytes) {
+      for (size_t half = n; half < n + kNr; half += kTileCols, tile += kTileBytes) {
         alignas(64) Codes codes;
         for (size_t i = 0; i < kTileCols; ++i) {
           if (half + i < n_end) {
             rows.codes(half + i, k, codes[i]);
-            if (half + i + kBlockCols < n_end) rows.prefetch(half + i + kBlockCols, k);
+            if (half + i + kNr < n_end) rows.prefetch(half + i + kNr, k);
           } else {
             for (size_t j = 0; j < kStepDepth; ++j) codes[i][j] = 0;
           }
@@ -57,14 +57,14 @@ inline void pack_blocks(const ktk_matrix* matrix, Rows& rows, size_t n_begin, si
 
 inline void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                         size_t n_end, void* packed) {
-  with_rows<kBlockCols, kStepDepth>(
-      matrix, source, [&](auto rows) { pack_blocks(matrix, rows, n_begin, n_end, packed); });
+  with_rows<kNr, kStepDepth>(matrix, source,
+                             [&](auto rows) { pack_blocks(matrix, rows, n_begin, n_end, packed); });
 }
 
 // Where column n starts in its tiles, and its code k from there.
 inline const uint8_t* first_code(const ktk_matrix* matrix, const void* packed, size_t n) {
-  return static_cast<const uint8_t*>(packed) + weight_offset(matrix, n / kBlockCols * kBlockCols) +
-         n % kBlockCols / kTileCols * kTileBytes + n % kTileCols * 4;
+  return static_cast<const uint8_t*>(packed) + weight_offset(matrix, n / kNr * kNr) +
+         n % kNr / kTileCols * kTileBytes + n % kTileCols * 4;
 }
 inline size_t code_offset(size_t k) {
   return k / kStepDepth * kStepBytes + k % kStepDepth / 4 * kLine + k % 4;

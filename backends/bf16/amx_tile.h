@@ -73,16 +73,15 @@ inline void one_by_four(const ktk_matmul* mm, const char* weight, float* dst, Bu
 // The product for up to 16 rows: pairs of blocks, and perhaps a last one alone.
 void gemm_pairs(const ktk_matmul* mm) {
   const size_t bytes = block_bytes(mm->matrix);
-  const WeightStream stream =
-      weight_stream(mm, kBlockCols, bytes, weight_offset(mm->matrix, mm->n_begin));
+  const WeightStream stream = weight_stream(mm, kNr, bytes, weight_offset(mm->matrix, mm->n_begin));
   const ktk_fetch& policy = mm->prefetch->one;
   ktk_matmul last = *mm;
-  for (; last.n_begin + kBlockCols < mm->n_end; last.n_begin += 2 * kBlockCols) {
-    const size_t offset = (last.n_begin - mm->n_begin) / kBlockCols * bytes;
+  for (; last.n_begin + kNr < mm->n_end; last.n_begin += 2 * kNr) {
+    const size_t offset = (last.n_begin - mm->n_begin) / kNr * bytes;
     one_by_four(mm, stream.begin + offset, last.dst,
                 {stream, offset + policy.ahead, policy.ahead ? kLine : 0,
                  policy.cache == KTK_FETCH_L1, false});
-    last.dst += 2 * kBlockCols;
+    last.dst += 2 * kNr;
   }
   if (last.n_begin < mm->n_end) gemm<AmxKernel>(&last);
 }

@@ -9,7 +9,7 @@ namespace {
 
 class KernelBase {
  public:
-  static constexpr size_t kNr = kBlockCols;
+  static constexpr size_t kNr = bf16::kNr;
 
   explicit KernelBase(const ktk_matmul* mm) : slabs_(num_steps(mm->matrix)) {}
   size_t slabs() const { return slabs_; }

@@ -20,7 +20,7 @@
 namespace ktk::bf16 {
 namespace {
 
-constexpr size_t kBlockCols = 32;
+constexpr size_t kNr = 32;
 constexpr size_t kStepDepth = 32;
 constexpr size_t kTileCols = 16;
 constexpr size_t kPairs = kStepDepth / 2;          // rows of a tile
@@ -29,7 +29,7 @@ constexpr size_t kStepBytes = 2 * kTileBytes;      // 2 KiB
 constexpr size_t kStepLines = kStepBytes / kLine;  // 32
 constexpr const char* kLayout = "bf16-n32k32-vnni2";
 
-inline size_t num_blocks(const ktk_matrix* matrix) { return ceil_div(matrix->n, kBlockCols); }
+inline size_t num_blocks(const ktk_matrix* matrix) { return ceil_div(matrix->n, kNr); }
 inline size_t num_steps(const ktk_matrix* matrix) { return ceil_div(matrix->k, kStepDepth); }
 inline size_t block_bytes(const ktk_matrix* matrix) { return num_steps(matrix) * kStepBytes; }
 
@@ -39,7 +39,7 @@ inline size_t weight_size(const ktk_matrix* matrix) {
 
 // Where column n, a multiple of 32, starts.
 inline size_t weight_offset(const ktk_matrix* matrix, size_t n) {
-  return n / kBlockCols * block_bytes(matrix);
+  return n / kNr * block_bytes(matrix);
 }
 
 }  // namespace

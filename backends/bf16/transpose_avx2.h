@@ -65,7 +65,7 @@ inline void transpose_pairs(const char* rows, size_t stride, char* tile_row) {
 template <ktk_element kElement>
 inline void pack_step(const char* rows, size_t stride, char* step) {
   constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
-  for (size_t col = 0; col < kBlockCols; col += 8) {
+  for (size_t col = 0; col < kNr; col += 8) {
     char* out = step + col / kTileCols * kTileBytes + col % kTileCols * 4;
     for (size_t pair = 0; pair < kPairs; pair += 8) {
       transpose_pairs<kElement>(rows + col * stride + pair * 2 * kBytes, stride,
@@ -99,7 +99,7 @@ inline void unpack_pairs(const char* tile_row, float* rows, size_t stride) {
 
 // One full step to 32 rows x 32 elements.
 inline void unpack_step(const char* step, float* rows, size_t stride) {
-  for (size_t col = 0; col < kBlockCols; col += 8) {
+  for (size_t col = 0; col < kNr; col += 8) {
     const char* from = step + col / kTileCols * kTileBytes + col % kTileCols * 4;
     for (size_t pair = 0; pair < kPairs; pair += 8) {
       unpack_pairs(from + pair * kLine, rows + col * stride + pair * 2, stride);

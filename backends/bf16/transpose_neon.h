@@ -45,7 +45,7 @@ inline void transpose_pairs(const char* rows, size_t stride, char* tile_row) {
 template <ktk_element kElement>
 inline void pack_step(const char* rows, size_t stride, char* step) {
   constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
-  for (size_t col = 0; col < kBlockCols; col += 4) {
+  for (size_t col = 0; col < kNr; col += 4) {
     char* out = step + col / kTileCols * kTileBytes + col % kTileCols * 4;
     for (size_t pair = 0; pair < kPairs; pair += 4) {
       transpose_pairs<kElement>(rows + col * stride + pair * 2 * kBytes, stride,
@@ -56,7 +56,7 @@ inline void pack_step(const char* rows, size_t stride, char* step) {
 
 // One full step to 32 rows x 32 elements.
 inline void unpack_step(const char* step, float* rows, size_t stride) {
-  for (size_t col = 0; col < kBlockCols; ++col) {
+  for (size_t col = 0; col < kNr; ++col) {
     const char* pairs = step + col / kTileCols * kTileBytes + col % kTileCols * 4;
     for (size_t i = 0; i < kPairs; ++i) {
       uint32_t pair;

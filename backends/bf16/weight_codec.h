@@ -32,7 +32,7 @@ inline uint16_t element_as_bf16(const char* element) {
 template <ktk_element kElement>
 inline void pack_edge(const char* rows, size_t stride, size_t num_rows, size_t depth, char* step) {
   constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
-  alignas(64) uint16_t padded[kBlockCols][kStepDepth] = {};
+  alignas(64) uint16_t padded[kNr][kStepDepth] = {};
   for (size_t row = 0; row < num_rows; ++row) {
     for (size_t i = 0; i < depth; ++i) {
       padded[row][i] = element_as_bf16<kElement>(rows + row * stride + i * kBytes);
@@ -46,13 +46,13 @@ inline void pack_rows(const ktk_matrix* matrix, const ktk_source* source, size_t
                       size_t n_end, char* packed) {
   constexpr size_t kBytes = kElement == KTK_F32 ? 4 : 2;
   const size_t stride = source->data_stride;
-  for (size_t n = n_begin; n < n_end; n += kBlockCols) {
+  for (size_t n = n_begin; n < n_end; n += kNr) {
     const char* rows = static_cast<const char*>(source->data) + n * stride;
-    char* step = packed + n / kBlockCols * block_bytes(matrix);
-    const size_t num_rows = n_end - n < kBlockCols ? n_end - n : kBlockCols;
+    char* step = packed + n / kNr * block_bytes(matrix);
+    const size_t num_rows = n_end - n < kNr ? n_end - n : kNr;
     for (size_t k = 0; k < matrix->k; k += kStepDepth, step += kStepBytes) {
       const size_t depth = matrix->k - k < kStepDepth ? matrix->k - k : kStepDepth;
-      if (num_rows == kBlockCols && depth == kStepDepth) {
+      if (num_rows == kNr && depth == kStepDepth) {
         pack_step<kElement>(rows + k * kBytes, stride, step);
       } else {
         pack_edge<kElement>(rows + k * kBytes, stride, num_rows, depth, step);
@@ -79,7 +79,7 @@ inline void unpack_block(const ktk_matrix* matrix, const char* block, size_t row
                          size_t row_end, float* out, size_t out_stride) {
   for (size_t k = 0; k < matrix->k; k += kStepDepth, block += kStepBytes) {
     const size_t depth = matrix->k - k < kStepDepth ? matrix->k - k : kStepDepth;
-    if (depth == kStepDepth && row_end - row_begin == kBlockCols) {
+    if (depth == kStepDepth && row_end - row_begin == kNr) {
       unpack_step(block, out + k, out_stride);
       continue;
     }
@@ -98,9 +98,9 @@ inline void unpack_block(const ktk_matrix* matrix, const char* block, size_t row
 inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                           size_t n_end, float* out, size_t out_stride) {
   for (size_t n = n_begin; n < n_end;) {
-    const size_t row = n % kBlockCols;
-    const size_t count = n_end - n < kBlockCols - row ? n_end - n : kBlockCols - row;
-    const char* block = static_cast<const char*>(packed) + n / kBlockCols * block_bytes(matrix);
+    const size_t row = n % kNr;
+    const size_t count = n_end - n < kNr - row ? n_end - n : kNr - row;
+    const char* block = static_cast<const char*>(packed) + n / kNr * block_bytes(matrix);
     unpack_block(matrix, block, row, row + count, out + (n - n_begin) * out_stride, out_stride);
     n += count;
   }
@@ -110,9 +110,9 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
 // step by step, as unpack_block() does.
 inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                           size_t n_end, const ktk_export* target) {
-  for (size_t first = n_begin; first < n_end; first += kBlockCols) {
+  for (size_t first = n_begin; first < n_end; first += kNr) {
     const char* step = static_cast<const char*>(packed) + weight_offset(matrix, first);
-    const size_t columns = n_end - first < kBlockCols ? n_end - first : kBlockCols;
+    const size_t columns = n_end - first < kNr ? n_end - first : kNr;
     char* rows = static_cast<char*>(target->data) + first * target->data_stride;
     for (size_t k = 0; k < matrix->k; k += kStepDepth, step += kStepBytes) {
       const size_t depth = matrix->k - k < kStepDepth ? matrix->k - k : kStepDepth;

@@ -12,10 +12,10 @@ namespace {
 template <class Decoder>
 class BlockKernel {
  public:
-  static constexpr size_t kNr = kBlockCols;
+  static constexpr size_t kNr = bf16z::kNr;
 
   explicit BlockKernel(const ktk_matmul* mm)
-      : reader_({mm->matrix, static_cast<const char*>(mm->weight), mm->n_begin / kBlockCols}),
+      : reader_({mm->matrix, static_cast<const char*>(mm->weight), mm->n_begin / kNr}),
         scratch_(static_cast<char*>(mm->scratch)),
         matrix_(mm->matrix),
         weight_(static_cast<const char*>(mm->weight)),

@@ -36,7 +36,7 @@
 namespace ktk::bf16z {
 namespace {
 
-using bf16::kBlockCols;
+using bf16::kNr;
 using bf16::kStepDepth;
 using bf16::num_blocks;
 using bf16::num_steps;
@@ -73,7 +73,7 @@ inline size_t plain_size(const ktk_matrix* matrix) { return kLine + bf16::weight
 
 // Where column n, a multiple of 32, starts.
 inline size_t weight_offset(const ktk_matrix* matrix, size_t n) {
-  return n / kBlockCols * block_bytes(num_steps(matrix));
+  return n / kNr * block_bytes(num_steps(matrix));
 }
 
 inline Form form_of(const void* packed) {

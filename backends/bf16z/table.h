@@ -33,7 +33,7 @@ struct BlockSource {
   BlockSource(const ktk_matrix* matrix, const ktk_source* source, size_t n, size_t n_end)
       : rows(static_cast<const char*>(source->data) + n * source->data_stride),
         stride(source->data_stride),
-        num_rows(smaller(n_end - n, kBlockCols)),
+        num_rows(smaller(n_end - n, kNr)),
         depth(matrix->k) {}
 
   // Calls body(weights, count) for weights as bf16, some hundred at a time.

@@ -10,8 +10,8 @@ namespace {
 // A step that n or k ends in: through a copy that is padded.
 template <ktk_element kElement>
 inline void pack_edge(const BlockSource<kElement>& source, size_t k, uint16_t padding, char* step) {
-  alignas(64) uint16_t padded[kBlockCols][kStepDepth];
-  for (size_t row = 0; row < kBlockCols; ++row) {
+  alignas(64) uint16_t padded[kNr][kStepDepth];
+  for (size_t row = 0; row < kNr; ++row) {
     const char* from = source.rows + row * source.stride + k * source.kBytes;
     for (size_t i = 0; i < kStepDepth; ++i, from += source.kBytes) {
       const bool is_given = row < source.num_rows && k + i < source.depth;
@@ -33,7 +33,7 @@ inline void pack_block(const BlockSource<kElement>& source, const BlockParts<cha
   for (size_t i = 0; i < block.steps; ++i) {
     alignas(64) char plain[kPlainStepBytes];
     const size_t k = i * kStepDepth;
-    if (source.num_rows == kBlockCols && source.depth - k >= kStepDepth) {
+    if (source.num_rows == kNr && source.depth - k >= kStepDepth) {
       bf16::pack_step<kElement>(source.rows + k * source.kBytes, source.stride, plain);
     } else {
       pack_edge(source, k, table.padding, plain);
@@ -51,8 +51,8 @@ inline void pack_block(const BlockSource<kElement>& source, const BlockParts<cha
 template <ktk_element kElement, class Body>
 inline void for_blocks(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                        size_t n_end, const Body& body) {
-  for (size_t n = n_begin; n < n_end; n += kBlockCols) {
-    body(BlockSource<kElement>(matrix, source, n, n_end), n / kBlockCols);
+  for (size_t n = n_begin; n < n_end; n += kNr) {
+    body(BlockSource<kElement>(matrix, source, n, n_end), n / kNr);
   }
 }
 
@@ -107,7 +107,7 @@ inline bool is_block(const BlockParts<const char>& block) {
   for (size_t i = 0; i < block.steps; ++i) {
     size_t group = 0;
     for (const uint32_t* const end = patch + counts[i]; patch != end; ++patch) {
-      if (*patch >> 16 >= kBlockCols * kStepDepth || group_of(*patch) < group) return false;
+      if (*patch >> 16 >= kNr * kStepDepth || group_of(*patch) < group) return false;
       group = group_of(*patch);
     }
   }
@@ -130,8 +130,8 @@ template <class Decoder, class Body>
 inline void for_steps(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
                       const Body& body) {
   for (size_t n = n_begin; n < n_end;) {
-    const size_t first = n % kBlockCols, count = smaller(n_end - n, kBlockCols - first);
-    const BlockParts<const char> block(matrix, static_cast<const char*>(packed), n / kBlockCols);
+    const size_t first = n % kNr, count = smaller(n_end - n, kNr - first);
+    const BlockParts<const char> block(matrix, static_cast<const char*>(packed), n / kNr);
     BlockReader<Decoder> reader(block);
     for (size_t k = 0; k < matrix->k; k += kStepDepth) {
       alignas(64) char plain[kPlainStepBytes];
@@ -151,7 +151,7 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
   for_steps<Decoder>(
       matrix, packed, n_begin, n_end,
       [&](size_t n, size_t first, size_t count, const char* plain, size_t k, size_t depth) {
-        const ktk_matrix step = {kBlockCols, depth, matrix->format};
+        const ktk_matrix step = {kNr, depth, matrix->format};
         bf16::unpack_block(&step, plain, first, first + count, out + (n - n_begin) * out_stride + k,
                            out_stride);
       });
@@ -166,7 +166,7 @@ inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n
   for_steps<Decoder>(
       matrix, packed, n_begin, n_end,
       [&](size_t n, size_t, size_t count, const char* plain, size_t k, size_t depth) {
-        const ktk_matrix step = {kBlockCols, depth, matrix->format};
+        const ktk_matrix step = {kNr, depth, matrix->format};
         ktk_export rows = *target;
         rows.data = static_cast<char*>(target->data) + n * target->data_stride + k * 2;
         bf16::export_weight(&step, plain, 0, count, &rows);
@@ -176,7 +176,7 @@ inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n
 template <class Decoder>
 struct WeightCodec {
   static constexpr auto kLayout = bf16z::kLayout;
-  static constexpr uint32_t kNStep = kBlockCols;
+  static constexpr uint32_t kNStep = kNr;
   static constexpr auto size = weight_size;
   static constexpr auto source_size = bf16z::source_size;
   static constexpr auto pack_sized = bf16z::pack_sized;

@@ -11,7 +11,7 @@
 namespace ktk::bf16z {
 namespace {
 
-constexpr size_t kVectors = kBlockCols / bf16::kVectorCols;
+constexpr size_t kVectors = kNr / bf16::kVectorCols;
 using RowSums = __m256[1][kVectors];
 
 // Sums += products of a pair of k and all columns, two vectors of either tile.

@@ -12,7 +12,7 @@ void use(const Calls* found) { calls = found; }
 template <class Mode>
 struct WeightCodec {
   static constexpr const char* kLayout = Mode::kLayout;
-  static constexpr uint32_t kNStep = kColumns;
+  static constexpr uint32_t kNStep = kNr;
   static constexpr auto size = Mode::weight_size;
   static constexpr auto pack = Mode::pack_weight;
   static constexpr auto unpack = Mode::unpack_weight;

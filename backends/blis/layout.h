@@ -44,20 +44,22 @@ constexpr size_t kCallColumns = 16;
 // group; sums of 512 products of codes stay below 2^24, so float products are exact, too.
 static_assert(kDepth % kCodes == 0 && kDepth * 127 * 128 < 1 << 24);
 
-inline size_t num_groups(const ktk_matrix* m) { return ceil_div(m->k, kDepth); }
-inline size_t group_depth(const ktk_matrix* m, size_t group) {
-  return smaller(kDepth, m->k - group * kDepth);
+inline size_t num_groups(const ktk_matrix* matrix) { return ceil_div(matrix->k, kDepth); }
+inline size_t group_depth(const ktk_matrix* matrix, size_t group) {
+  return smaller(kDepth, matrix->k - group * kDepth);
 }
-inline size_t tile_columns(const ktk_matrix* m, size_t n) { return smaller(kColumns, m->n - n); }
+inline size_t tile_columns(const ktk_matrix* matrix, size_t n) {
+  return smaller(kNr, matrix->n - n);
+}
 
 // --- i8-rows
 
-inline size_t row_bytes(const ktk_matrix* m) { return round_up(m->k, kCodes); }
-inline size_t rows_scale_offset(const ktk_matrix* m) { return m->n * row_bytes(m); }
-inline size_t rows_size(const ktk_matrix* m) {
-  return rows_scale_offset(m) + round_up(m->n * sizeof(float), KTK_ALIGNMENT);
+inline size_t row_bytes(const ktk_matrix* matrix) { return round_up(matrix->k, kCodes); }
+inline size_t rows_scale_offset(const ktk_matrix* matrix) { return matrix->n * row_bytes(matrix); }
+inline size_t rows_size(const ktk_matrix* matrix) {
+  return rows_scale_offset(matrix) + round_up(matrix->n * sizeof(float), KTK_ALIGNMENT);
 }
-inline size_t rows_offset(const ktk_matrix* m, size_t n) { return n * row_bytes(m); }
+inline size_t rows_offset(const ktk_matrix* matrix, size_t n) { return n * row_bytes(matrix); }
 
 // --- lpgemm
 
@@ -73,23 +75,24 @@ inline size_t block_bytes(size_t columns, size_t depth) {
   return round_up(bytes, KTK_ALIGNMENT);
 }
 
-inline size_t tile_bytes(const ktk_matrix* m, size_t columns) {
-  const size_t rest = m->k % kDepth;
-  return m->k / kDepth * block_bytes(columns, kDepth) + (rest ? block_bytes(columns, rest) : 0);
+inline size_t tile_bytes(const ktk_matrix* matrix, size_t columns) {
+  const size_t rest = matrix->k % kDepth;
+  return matrix->k / kDepth * block_bytes(columns, kDepth) +
+         (rest ? block_bytes(columns, rest) : 0);
 }
 
 // Of the tile that starts at column n, a multiple of 128.
-inline size_t tile_offset(const ktk_matrix* m, size_t n) {
-  return n ? n / kColumns * tile_bytes(m, kColumns) : 0;
+inline size_t tile_offset(const ktk_matrix* matrix, size_t n) {
+  return n ? n / kNr * tile_bytes(matrix, kNr) : 0;
 }
 
-inline size_t tiles_scale_offset(const ktk_matrix* m) {
-  const size_t last = m->n % kColumns;
-  return tile_offset(m, m->n - last) + (last ? tile_bytes(m, last) : 0);
+inline size_t tiles_scale_offset(const ktk_matrix* matrix) {
+  const size_t last = matrix->n % kNr;
+  return tile_offset(matrix, matrix->n - last) + (last ? tile_bytes(matrix, last) : 0);
 }
 
-inline size_t tiles_size(const ktk_matrix* m) {
-  return tiles_scale_offset(m) + round_up(m->n * sizeof(float), KTK_ALIGNMENT);
+inline size_t tiles_size(const ktk_matrix* matrix) {
+  return tiles_scale_offset(matrix) + round_up(matrix->n * sizeof(float), KTK_ALIGNMENT);
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ struct Calls {
 
 // What a call multiplies at most, of weights that the library reordered, and what of a layout's
 // name does not depend on the library.
-constexpr size_t kColumns = 128, kDepth = 512;
+constexpr size_t kNr = 128, kDepth = 512;
 constexpr char kTilesLayout[] = "lpgemm-n128k512";
 
 // The one symbol of a kernel file.

@@ -14,20 +14,20 @@ struct Lpgemm {
   // The module names the layout: only the library knows what it looks like.
   static constexpr const char* kLayout = nullptr;
 
-  static size_t weight_size(const ktk_matrix* m) { return tiles_size(m); }
-  static size_t weight_offset(const ktk_matrix* m, size_t n) { return tile_offset(m, n); }
+  static size_t weight_size(const ktk_matrix* matrix) { return tiles_size(matrix); }
+  static size_t weight_offset(const ktk_matrix* matrix, size_t n) { return tile_offset(matrix, n); }
 
-  static const float* weight_scale(const ktk_matrix* m, const void* packed) {
+  static const float* weight_scale(const ktk_matrix* matrix, const void* packed) {
     const uint8_t* bytes = static_cast<const uint8_t*>(packed);
-    return reinterpret_cast<const float*>(bytes + tiles_scale_offset(m));
+    return reinterpret_cast<const float*>(bytes + tiles_scale_offset(matrix));
   }
 
   static void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                           size_t n_end, void* packed) {
     calls->one_thread();
     float* scale = const_cast<float*>(weight_scale(matrix, packed));
-    with_rows<kColumns, kCodes>(matrix, source, [&](auto rows) {
-      for (size_t n = n_begin; n < n_end; n += kColumns) {
+    with_rows<kNr, kCodes>(matrix, source, [&](auto rows) {
+      for (size_t n = n_begin; n < n_end; n += kNr) {
         const size_t columns = tile_columns(matrix, n);
         for (size_t i = 0; i < columns; ++i) scale[n + i] = rows.scale(n + i);
         pack_tile(matrix, rows, n, columns, packed);
@@ -55,7 +55,7 @@ struct Lpgemm {
     });
   }
 
-  static size_t scratch_size(const ktk_matrix*, size_t m) { return m * kColumns * sizeof(int32_t); }
+  static size_t scratch_size(const ktk_matrix*, size_t m) { return m * kNr * sizeof(int32_t); }
 
   static void run(const ktk_matmul* mm) {
     calls->one_thread();
@@ -64,7 +64,7 @@ struct Lpgemm {
     const int8_t* act = static_cast<const int8_t*>(mm->act);
     int32_t* c = static_cast<int32_t*>(mm->scratch);
     const int8_t* block = static_cast<const int8_t*>(mm->weight) + tile_offset(matrix, mm->n_begin);
-    for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
+    for (size_t n = mm->n_begin; n < mm->n_end; n += kNr) {
       const size_t columns = tile_columns(matrix, n);
       for (size_t g = 0; g < num_groups(matrix); ++g) {
         const size_t depth = group_depth(matrix, g);
@@ -76,22 +76,22 @@ struct Lpgemm {
   }
 
  private:
-  // c[m][kColumns] = a x block.
+  // c[m][kNr] = a x block.
   static void multiply(size_t m, size_t columns, size_t depth, const int8_t* a, size_t lda,
                        const int8_t* block, int32_t* c) {
     const int64_t k = call_depth(depth);
     calls->gemm_s8('r', 'n', 't', static_cast<int64_t>(m), call_columns(columns), k, 1, a,
-                   static_cast<int64_t>(lda), 'n', block, k, 'r', 0, c, kColumns, nullptr);
+                   static_cast<int64_t>(lda), 'n', block, k, 'r', 0, c, kNr, nullptr);
   }
 
   template <class Rows>
   static void pack_tile(const ktk_matrix* matrix, const Rows& rows, size_t n, size_t columns,
                         void* packed) {
-    alignas(64) uint8_t plain[kColumns * kDepth];
+    alignas(64) uint8_t plain[kNr * kDepth];
     int8_t* block = static_cast<int8_t*>(packed) + tile_offset(matrix, n);
     for (size_t g = 0; g < num_groups(matrix); ++g) {
       const size_t depth = group_depth(matrix, g);
-      memset(plain + columns * kDepth, 0, (kColumns - columns) * kDepth);
+      memset(plain + columns * kDepth, 0, (kNr - columns) * kDepth);
       for (size_t i = 0; i < columns; ++i) {
         for (size_t k = 0; k < depth; k += kCodes) {
           rows.codes(n + i, g * kDepth + k, plain + i * kDepth + k);
@@ -111,11 +111,11 @@ struct Lpgemm {
     constexpr size_t kRows = 32;  // of the identity at a time
     calls->one_thread();
     alignas(64) int8_t unit[kRows * kDepth];
-    alignas(64) int32_t c[kRows * kColumns];
+    alignas(64) int32_t c[kRows * kNr];
     memset(unit, 0, sizeof unit);
-    const size_t first = n_begin / kColumns * kColumns;
+    const size_t first = n_begin / kNr * kNr;
     const int8_t* block = static_cast<const int8_t*>(packed) + tile_offset(matrix, first);
-    for (size_t n = first; n < n_end; n += kColumns) {
+    for (size_t n = first; n < n_end; n += kNr) {
       const size_t columns = tile_columns(matrix, n);
       const size_t from = n < n_begin ? n_begin - n : 0, to = smaller(columns, n_end - n);
       for (size_t g = 0; g < num_groups(matrix); ++g) {
@@ -126,7 +126,7 @@ struct Lpgemm {
           multiply(rows, columns, depth, unit, kDepth, block, c);
           for (size_t i = 0; i < rows; ++i) unit[i * kDepth + k + i] = 0;
           for (size_t j = from; j < to; ++j) {
-            for (size_t i = 0; i < rows; ++i) take(n + j, g * kDepth + k + i, c[i * kColumns + j]);
+            for (size_t i = 0; i < rows; ++i) take(n + j, g * kDepth + k + i, c[i * kNr + j]);
           }
         }
         block += block_bytes(columns, depth);

@@ -14,10 +14,9 @@ namespace {
 struct Size {
   size_t m, n, k;
 };
-constexpr Size kSizes[] = {
-    {5, 48, 64}, {33, kColumns, kDepth}, {1, kColumns, kDepth}, {3, 16, 192}};
+constexpr Size kSizes[] = {{5, 48, 64}, {33, kNr, kDepth}, {1, kNr, kDepth}, {3, 16, 192}};
 
-constexpr size_t kStride = kColumns + 1;  // of products; the last column has to stay as it is
+constexpr size_t kStride = kNr + 1;       // of products; the last column has to stay as it is
 constexpr int32_t kUntouched = 0x5a5a00;  // a float holds it, and no product is as large
 constexpr int8_t kGuard = 0x5a;
 constexpr size_t kGuardBytes = 64;

@@ -23,18 +23,18 @@ struct Sgemm {
   // Floats between widened rows: not a power of two, for the L1 cache of the library's packing.
   static constexpr size_t kStride = kDepth + 16;
 
-  static size_t weight_size(const ktk_matrix* m) { return rows_size(m); }
-  static size_t weight_offset(const ktk_matrix* m, size_t n) { return rows_offset(m, n); }
+  static size_t weight_size(const ktk_matrix* matrix) { return rows_size(matrix); }
+  static size_t weight_offset(const ktk_matrix* matrix, size_t n) { return rows_offset(matrix, n); }
 
-  static const float* weight_scale(const ktk_matrix* m, const void* packed) {
+  static const float* weight_scale(const ktk_matrix* matrix, const void* packed) {
     const uint8_t* bytes = static_cast<const uint8_t*>(packed);
-    return reinterpret_cast<const float*>(bytes + rows_scale_offset(m));
+    return reinterpret_cast<const float*>(bytes + rows_scale_offset(matrix));
   }
 
   static void pack_weight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                           size_t n_end, void* packed) {
     float* scale = const_cast<float*>(weight_scale(matrix, packed));
-    with_rows<kColumns, kCodes>(matrix, source, [&](auto rows) {
+    with_rows<kNr, kCodes>(matrix, source, [&](auto rows) {
       for (size_t n = n_begin; n < n_end; ++n) {
         scale[n] = rows.scale(n);
         uint8_t* row = static_cast<uint8_t*>(packed) + rows_offset(matrix, n);
@@ -65,7 +65,7 @@ struct Sgemm {
 
   // Widened activations of a group, widened weights of a tile, their product.
   static size_t scratch_size(const ktk_matrix*, size_t m) {
-    return ((m + kColumns) * kStride + m * kColumns) * sizeof(float);
+    return ((m + kNr) * kStride + m * kNr) * sizeof(float);
   }
 
   static void run(const ktk_matmul* mm) {
@@ -74,12 +74,12 @@ struct Sgemm {
     const float* scale = weight_scale(matrix, mm->weight);
     float* a = static_cast<float*>(mm->scratch);
     float* b = a + mm->m * kStride;
-    float* c = b + kColumns * kStride;
+    float* c = b + kNr * kStride;
     for (size_t g = 0; g < num_groups(matrix); ++g) {
       const size_t depth = group_depth(matrix, g);
       const int8_t* act = static_cast<const int8_t*>(mm->act) + g * kDepth;
       for (size_t i = 0; i < mm->m; ++i) widen(act + i * mm->act_stride, depth, a + i * kStride);
-      for (size_t n = mm->n_begin; n < mm->n_end; n += kColumns) {
+      for (size_t n = mm->n_begin; n < mm->n_end; n += kNr) {
         const size_t columns = tile_columns(matrix, n);
         const int8_t* rows =
             static_cast<const int8_t*>(mm->weight) + rows_offset(matrix, n) + g * kDepth;
@@ -88,7 +88,7 @@ struct Sgemm {
         }
         calls->sgemm(kRowMajor, kNoTrans, kTrans, static_cast<int>(mm->m),
                      static_cast<int>(columns), static_cast<int>(depth), 1.0f, a, kStride, b,
-                     kStride, 0.0f, c, kColumns);
+                     kStride, 0.0f, c, kNr);
         add_group(mm, n, columns, g, c, scale);
       }
     }

@@ -16,9 +16,9 @@ inline void export_scale(const ktk_export* target, size_t n, float scale) {
   *reinterpret_cast<float*>(at) = scale;
 }
 // Zeros behind the last scale, up to the end of the packed matrix.
-inline void end_scales(const ktk_matrix* m, float* scale) {
-  const size_t end = round_up(m->n * sizeof(float), KTK_ALIGNMENT) / sizeof(float);
-  for (size_t n = m->n; n < end; ++n) scale[n] = 0;
+inline void end_scales(const ktk_matrix* matrix, float* scale) {
+  const size_t end = round_up(matrix->n * sizeof(float), KTK_ALIGNMENT) / sizeof(float);
+  for (size_t n = matrix->n; n < end; ++n) scale[n] = 0;
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ void multiply_tile(const ktk_matrix* matrix, const Tile& t) {
   Fetch fetch = t.fetch;
   for (size_t group = t.begin; group < t.end; ++group) {
     const size_t end = smaller((group + 1) * Act::kGroup, padded_k(matrix));
-    const int8_t* line = reinterpret_cast<const int8_t*>(t.block) + group * Act::kGroup * kColumns;
+    const int8_t* line = reinterpret_cast<const int8_t*>(t.block) + group * Act::kGroup * kNr;
     Sums<kRows> sums;
 #pragma GCC unroll 1
     for (size_t k = group * Act::kGroup; k < end; k += kDepth, line += 2 * kLineBytes) {
@@ -64,7 +64,7 @@ void multiply_tile(const ktk_matrix* matrix, const Tile& t) {
 // Tiles of up to kMost rows.
 template <template <size_t> class Sums, size_t kMost>
 struct Kernel {
-  static constexpr size_t kMr = kMost, kNr = kColumns;
+  static constexpr size_t kMr = kMost, kNr = kml::kNr;
   static constexpr size_t kLineProducts = 1;
   static constexpr auto kTiles =
       row_table<kMr>([]<size_t kRows> { return &multiply_tile<Sums, kRows>; });
@@ -74,7 +74,7 @@ struct Kernel {
   explicit Kernel(const ktk_matmul* mm) : matrix(mm->matrix) {}
   size_t slabs() const { return Act::num_groups(matrix); }
   size_t offset(size_t group) const {
-    return group == slabs() ? block_bytes(matrix) : group * Act::kGroup * kColumns;
+    return group == slabs() ? block_bytes(matrix) : group * Act::kGroup * kNr;
   }
   static size_t passes(size_t) { return 1; }
   void tile(const Tile& t) const { kTiles[t.rows](matrix, t); }

@@ -23,25 +23,23 @@ namespace ktk::kml {
 namespace {
 
 constexpr char kLayout[] = "i8-n8k8";
-constexpr size_t kColumns = 8;  // of a block
+constexpr size_t kNr = 8;  // of a block
 constexpr size_t kLineDepth = 8;
-constexpr size_t kLineBytes = kColumns * kLineDepth;
+constexpr size_t kLineBytes = kNr * kLineDepth;
 constexpr size_t kDepth = 16;  // of two lines, one register of a row of activations
 
 inline size_t padded_k(const ktk_matrix* matrix) { return round_up(matrix->k, kDepth); }
 
-inline size_t block_bytes(const ktk_matrix* matrix) {
-  return padded_k(matrix) * kColumns + kLineBytes;
-}
+inline size_t block_bytes(const ktk_matrix* matrix) { return padded_k(matrix) * kNr + kLineBytes; }
 inline size_t weight_size(const ktk_matrix* matrix) {
-  return ceil_div(matrix->n, kColumns) * block_bytes(matrix);
+  return ceil_div(matrix->n, kNr) * block_bytes(matrix);
 }
 // Byte offset of the block that starts at column n, a multiple of 8.
 inline size_t block_offset(const ktk_matrix* matrix, size_t n) {
-  return n / kColumns * block_bytes(matrix);
+  return n / kNr * block_bytes(matrix);
 }
 // In a block.
-inline size_t scale_offset(const ktk_matrix* matrix) { return padded_k(matrix) * kColumns; }
+inline size_t scale_offset(const ktk_matrix* matrix) { return padded_k(matrix) * kNr; }
 
 }  // namespace
 }  // namespace ktk::kml

@@ -41,14 +41,14 @@ const Calls* calls;
 // A call has a cost of its own, so tasks and products of a task are not cut as small as ours.
 constexpr size_t kStep = 64, kTile = 256;
 
-size_t scales_offset(const ktk_matrix* m) { return m->n * padded_k(m); }
-size_t rows_size(const ktk_matrix* m) {
-  return round_up(scales_offset(m) + m->n * sizeof(float), KTK_ALIGNMENT);
+size_t scales_offset(const ktk_matrix* matrix) { return matrix->n * padded_k(matrix); }
+size_t rows_size(const ktk_matrix* matrix) {
+  return round_up(scales_offset(matrix) + matrix->n * sizeof(float), KTK_ALIGNMENT);
 }
-size_t row_offset(const ktk_matrix* m, size_t n) { return n * padded_k(m); }
+size_t row_offset(const ktk_matrix* matrix, size_t n) { return n * padded_k(matrix); }
 
-const float* scales(const ktk_matrix* m, const void* packed) {
-  return reinterpret_cast<const float*>(static_cast<const char*>(packed) + scales_offset(m));
+const float* scales(const ktk_matrix* matrix, const void* packed) {
+  return reinterpret_cast<const float*>(static_cast<const char*>(packed) + scales_offset(matrix));
 }
 
 template <class Rows>

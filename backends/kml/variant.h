@@ -12,7 +12,7 @@ namespace {
 
 struct WeightCodec {
   static constexpr auto kLayout = kml::kLayout;
-  static constexpr uint32_t kNStep = kColumns;
+  static constexpr uint32_t kNStep = kNr;
   static constexpr auto size = weight_size;
   static constexpr auto pack = pack_weight;
   static constexpr auto unpack = unpack_weight;

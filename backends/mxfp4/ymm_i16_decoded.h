@@ -13,8 +13,8 @@ constexpr size_t kRunDepth = 256;
 constexpr size_t kMostRows = 6;
 
 struct I16Scratch {
-  alignas(kLine) int32_t words[kRunDepth / 2][kBlockCols];                      // of two k
-  alignas(kLine) __m256 scales[kRunDepth / ActI16::kSumDepth][kBlockCols / 8];  // of a group
+  alignas(kLine) int32_t words[kRunDepth / 2][kNr];                      // of two k
+  alignas(kLine) __m256 scales[kRunDepth / ActI16::kSumDepth][kNr / 8];  // of a group
   alignas(kLine) __m256 parts[kMostRows][2];
 };
 
@@ -22,7 +22,7 @@ struct I16Scratch {
 struct DecodedScales {
   const __m256* group;
 
-  void advance() { group += kBlockCols / 8; }
+  void advance() { group += kNr / 8; }
   void load(size_t col, __m256& low, __m256& high) const {
     low = group[col / 8];
     high = group[col / 8 + 1];
@@ -67,7 +67,7 @@ template <size_t kDepth, size_t kRows>
 [[gnu::always_inline]] inline void sum_words(__m256i (&sum)[kRows][2], const int32_t*& words,
                                              I16Rows<kRows>& rows) {
   unroll<kDepth / 2>([&]<size_t i> {
-    const __m256i* pair = reinterpret_cast<const __m256i*>(words + i * kBlockCols);
+    const __m256i* pair = reinterpret_cast<const __m256i*>(words + i * kNr);
     const __m256i low = _mm256_load_si256(pair), high = _mm256_load_si256(pair + 1);
     unroll<kRows>([&]<size_t row> {
       const __m256i act =
@@ -80,7 +80,7 @@ template <size_t kDepth, size_t kRows>
       }
     });
   });
-  words += kDepth / 2 * kBlockCols;
+  words += kDepth / 2 * kNr;
   rows.codes.advance(kDepth * sizeof(int16_t));
 }
 
@@ -96,8 +96,7 @@ inline void multiply_words(const ScaledKernel<Layout>& kernel, I16Scratch& scrat
   for (const char *step = kernel.begin(t), *end = kernel.end(t); step != end;
        step += Layout::kStepBytes) {
     // gcc unrolls two turns that it can count, whatever it is told.
-    for (const int32_t* step_end = hidden(words + kStepDepth / 2 * kBlockCols);
-         words != step_end;) {
+    for (const int32_t* step_end = hidden(words + kStepDepth / 2 * kNr); words != step_end;) {
       if constexpr (Scaled::kGroups == 2) {
         typename Scaled::Sums sum;
         sum_words<Scales::kGroupDepth>(sum, words, rows);
@@ -138,16 +137,16 @@ class I16DecodedKernel : public I16Kernel<Layout> {
       fetch.next_unseen_of<Scales::kLineBytes / kLine>();
       scales.begin(line);
       for (size_t k = 0; k < kStepDepth; k += Scales::kGroupDepth, scales.advance()) {
-        for (size_t col = 0; col < kBlockCols; col += kHalfCols, scale += 2) {
+        for (size_t col = 0; col < kNr; col += kHalfCols, scale += 2) {
           scales.load(col, scale[0], scale[1]);
         }
       }
       line += Scales::kLineBytes;
-      for (; line != step_end; line += 2 * kLine, out += kLineCodes / 2 * kBlockCols / 8) {
+      for (; line != step_end; line += 2 * kLine, out += kLineCodes / 2 * kNr / 8) {
         fetch.next();
         fetch.next();
 #pragma GCC unroll 4
-        for (size_t j = 0; j < kBlockCols / 8; ++j) {
+        for (size_t j = 0; j < kNr / 8; ++j) {
           const __m256i codes = _mm256_load_si256(reinterpret_cast<const __m256i*>(line) + j);
           _mm256_store_si256(out + j, value(lookup.pair<0>(codes)));
           _mm256_store_si256(out + 4 + j, value(lookup.pair<1>(codes)));
@@ -164,7 +163,7 @@ class I16DecodedKernel : public I16Kernel<Layout> {
   template <size_t kRows>
   static void multiply(const I16DecodedKernel& kernel, const Tile& t) {
     const I16Rows<kRows> rows = kernel.template rows<kRows>(t);
-    for (size_t col = 0; col < kBlockCols; col += kHalfCols) {
+    for (size_t col = 0; col < kNr; col += kHalfCols) {
       multiply_words(kernel, *kernel.scratch_, t, rows, col);
     }
   }

@@ -42,7 +42,8 @@ from prefetch.timing import Clock, duel, survey
 ROOT = Path(__file__).parents[2]
 NEAR, FAR = Fetch(512, 2), Fetch(8192, 2)
 TEXT = "few=512:l2,one=8192:l2,pair=16384:l2,many=32768:l2:pages,decode=8192:l1,"
-TEXT += "few_products=4,in_order_products=3,decode_rows=13,accumulators=8,pages_products=30"
+TEXT += "few_products=4,in_order_products=3,pages_products=30,l1_ahead=2048,decode_rows=13,"
+TEXT += "accumulators=8"
 PRESENT = Policy.parse(TEXT)
 
 
@@ -63,12 +64,13 @@ def test_policies_are_what_the_core_reads_and_writes() -> None:
 
 @pytest.mark.parametrize("amx", [False, True])
 def test_candidates_are_distinct(amx: bool) -> None:
-    tried = candidates(amx=amx)
+    tried = candidates(amx=amx, l1_ahead=2048)
     assert len(set(tried)) == len(tried)
     assert {Fetch(0, 2), Fetch(512, 1), Fetch(65536, 2), Fetch(32768, 3, True)} <= set(tried)
     assert Fetch(2048, 3) not in tried, "into L2 and at once into L1"
     assert (Fetch(8192, 3) in tried) is not amx, "tiles of AMX fetch into one cache"
     assert (Fetch(32768, 1, True) in tried) is amx
+    assert (Fetch(2048, 3) in candidates(amx=amx, l1_ahead=1024)) is not amx
 
 
 def test_classes_meet_only_what_their_kernels_do() -> None:
@@ -209,6 +211,8 @@ def test_a_row_is_the_initializer_of_the_table() -> None:
     assert waiting.endswith("{8192, 1, kInOrder}, 10)},")
     always = row(replace(PRESENT, pages_products=64), ("", 0, 0), "kAmx", [])
     assert always.endswith("{8192, 1, kInOrder}, 8, 64)},")
+    nearer = row(replace(PRESENT, l1_ahead=1024), ("", 0, 0), "kAmx", [])
+    assert nearer.endswith("{8192, 1, kInOrder}, 8, 30, 1024)},")
     assert "kAnyModel, KTK_ISA_NEON," in row(PRESENT, ("", 0, 0), "KTK_ISA_NEON", [])
 
 
@@ -274,7 +278,7 @@ LINE_SOURCES = {
     ("BF16", "avx2"): "ymm_tile.h",
     ("BF16", "arm_bf16"): "neon_bf16.h",
     ("BF16", "neon"): "neon_f32.h",
-    ("AMXINT8", "amx_int8"): "kernel_amx_int8.cc",
+    ("AMXINT8", "amx_int8"): "amx_kernel.h",
     ("AMXINT8", "avx512_vnni"): "vnni512.h",
 }
 

@@ -28,7 +28,7 @@ constexpr size_t kMostRows = 2 * kAmxRows;
 constexpr size_t kMostRunBytes = 4608;  // two slabs of 128, or eight of 32
 constexpr size_t kSlabsAtOnce = 4;
 
-using SlabSums = int32_t[kSlabsAtOnce][kMostRows][kBlockCols];
+using SlabSums = int32_t[kSlabsAtOnce][kMostRows][kNr];
 
 // From slab to slab of the scales of `m` rows: an odd number of cache lines, so that those of many
 // slabs do not meet in one set of L1.
@@ -139,7 +139,7 @@ class AmxKernel : public KernelBase<Act> {
   }
 
   void tile(const Tile& t) {
-    if (t.is_first()) clear<Vnni512, kBlockCols>(t.dst, t.dst_stride, t.rows);
+    if (t.is_first()) clear<Vnni512, kNr>(t.dst, t.dst_stride, t.rows);
     if (t.rows > kAmxRows) {
       multiply_tile<true>(t);
     } else {
@@ -195,7 +195,7 @@ class AmxKernel : public KernelBase<Act> {
         for (; act != end; act += tile_depth_, weight += 2 * half()) {
           add_tiles<TilesOf<kZeros>, kBothHalves>(act, t.act_stride, weight, half());
         }
-        store_sums<kBothHalves>(sums_[stored.slabs], kBlockCols);
+        store_sums<kBothHalves>(sums_[stored.slabs], kNr);
         const uint16_t* header =
             reinterpret_cast<const uint16_t*>(t.block + operands_.header(slab));
         scales[stored.slabs][0].load(header, operands_.f16_scales);

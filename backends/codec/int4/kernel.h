@@ -49,7 +49,7 @@ struct Operands {
 template <class ActCodec>
 class KernelBase {
  public:
-  static constexpr size_t kNr = kBlockCols;
+  static constexpr size_t kNr = int4::kNr;
 
   explicit KernelBase(const ktk_matmul* mm) : operands_(Operands::of<ActCodec>(mm->matrix)) {}
   size_t slabs() const { return operands_.slabs; }
@@ -70,7 +70,7 @@ struct WeightScales {
   void load(const uint16_t* scales, bool f16_scales) {
     scale = f16_scales ? Dot::load_f16(scales) : Dot::load_bf16(scales);
     if constexpr (kZeros == Zeros::kStored) {
-      const uint16_t* zeros = scales + kBlockCols;
+      const uint16_t* zeros = scales + kNr;
       zero = f16_scales ? Dot::load_f16(zeros) : Dot::load_bf16(zeros);
     }
   }

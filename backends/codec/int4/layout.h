@@ -33,10 +33,10 @@ namespace ktk::int4 {
 namespace {
 
 constexpr char kLayout[] = "u4-n32k8";
-constexpr size_t kBlockCols = 32;
+constexpr size_t kNr = 32;
 constexpr size_t kStepDepth = 8;
-constexpr size_t kStepBytes = kBlockCols * kStepDepth / 2;
-constexpr size_t kScaleBytes = kBlockCols * sizeof(uint16_t);  // or zero points, of a group
+constexpr size_t kStepBytes = kNr * kStepDepth / 2;
+constexpr size_t kScaleBytes = kNr * sizeof(uint16_t);  // or zero points, of a group
 constexpr size_t kRowDepth = 128;
 constexpr int kFixedZero = 8;  // where there are no zero points
 
@@ -58,11 +58,11 @@ inline size_t block_bytes(const ktk_matrix* matrix) {
   return padded_k(matrix) / group_depth(matrix) * group_bytes(matrix);
 }
 inline size_t weight_size(const ktk_matrix* matrix) {
-  return ceil_div(matrix->n, kBlockCols) * block_bytes(matrix);
+  return ceil_div(matrix->n, kNr) * block_bytes(matrix);
 }
 // Byte offset of the block that starts at column n, a multiple of 32.
 inline size_t block_offset(const ktk_matrix* matrix, size_t n) {
-  return n / kBlockCols * block_bytes(matrix);
+  return n / kNr * block_bytes(matrix);
 }
 
 }  // namespace

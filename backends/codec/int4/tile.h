@@ -72,7 +72,7 @@ inline void multiply_columns(const Operands& operands, const Tile& tile, size_t 
   const Tile t = tile;
   Fetch fetch = shared_fetch;
   constexpr size_t kCols = kVecs * Dot::kLanes;
-  constexpr size_t kStepLines = kCols * kStepBytes / kBlockCols / kLine;
+  constexpr size_t kStepLines = kCols * kStepBytes / kNr / kLine;
   constexpr bool kParts = kHolds == Holds::kPart, kDwords = kParts || Dot::kSums == Sums::kI32;
   constexpr Correction kCorrection =
       kZeros == Zeros::kFixed && kDwords ? Correction::kAtStart : Correction::kNow;
@@ -159,7 +159,7 @@ template <class Dot, Zeros kZeros, Holds kHolds, size_t kRows, size_t kVecs>
 void multiply_tile(const Operands& operands, const Tile& tile) {
   Fetch fetch = tile.fetch;
 #pragma GCC unroll 1
-  for (size_t column = 0; column < kBlockCols; column += kVecs * Dot::kLanes) {
+  for (size_t column = 0; column < kNr; column += kVecs * Dot::kLanes) {
     multiply_columns<Dot, kZeros, kHolds, kRows, kVecs>(operands, tile, column, fetch);
   }
 }
@@ -173,7 +173,7 @@ struct VectorKernel : KernelBase<Act> {
   static constexpr auto kTiles = row_table<kMr>(
       []<size_t kRows> { return &multiply_tile<Dot, kZeros, kHolds, kRows, kVecs>; });
 
-  static size_t passes(size_t) { return kBlockCols / (kVecs * Dot::kLanes); }
+  static size_t passes(size_t) { return kNr / (kVecs * Dot::kLanes); }
   void tile(const Tile& t) const { kTiles[t.rows](this->operands_, t); }
 };
 

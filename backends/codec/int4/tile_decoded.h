@@ -48,14 +48,14 @@ inline void add_decoded(typename Dot::Int (&acc)[kRows][kVecs], const char* oper
 
 template <class Dot, Zeros kZeros, size_t kRows, size_t kVecs>
 void multiply_decoded(const Operands& operands, const char* decoded, const Tile& tile) {
-  static_assert(kVecs * Dot::kLanes == kBlockCols && Dot::kSums == Sums::kI32);
+  static_assert(kVecs * Dot::kLanes == kNr && Dot::kSums == Sums::kI32);
   // Copies that stores to dst cannot change.
   const Operands o = operands;
   const Tile t = tile;
   Fetch fetch = t.fetch;
   constexpr Correction kCorrection =
       kZeros == Zeros::kFixed ? Correction::kAtStart : Correction::kNow;
-  if (t.is_first()) clear<Dot, kBlockCols>(t.dst, t.dst_stride, kRows);
+  if (t.is_first()) clear<Dot, kNr>(t.dst, t.dst_stride, kRows);
   RowPointers<kRows> act(t.act + t.begin * o.slab_depth, t.act_stride);
   const char* act_scales = t.act + o.act_scales + t.begin * sizeof(ActScale);
   for (size_t slab = t.begin; slab < t.end; ++slab) {

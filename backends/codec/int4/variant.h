@@ -11,7 +11,7 @@ namespace {
 
 struct WeightCodec {
   static constexpr auto kLayout = int4::kLayout;
-  static constexpr uint32_t kNStep = kBlockCols;
+  static constexpr uint32_t kNStep = kNr;
   static constexpr auto size = weight_size;
   static constexpr auto pack = pack_ready;
   static constexpr auto unpack = unpack_weight;

@@ -60,7 +60,7 @@ struct ReadyRows {
 
 // Four steps of 32 columns from 16 bytes of each: a transpose of dwords.
 inline void store_steps(const uint8_t (*rows)[16], uint8_t* steps) {
-  for (size_t c = 0; c < kBlockCols; c += 4) {
+  for (size_t c = 0; c < kNr; c += 4) {
     __m128i in[4];
     for (size_t i = 0; i < 4; ++i) {
       in[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(rows[c + i]));
@@ -76,22 +76,22 @@ template <class Rows>
 inline void pack_rows(const ktk_matrix* matrix, const Rows& source, size_t n_begin, size_t n_end,
                       void* packed) {
   const size_t depth = group_depth(matrix);
-  for (size_t n = n_begin; n < n_end; n += kBlockCols) {
-    const size_t columns = smaller(kBlockCols, n_end - n);
+  for (size_t n = n_begin; n < n_end; n += kNr) {
+    const size_t columns = smaller(kNr, n_end - n);
     uint8_t* to = static_cast<uint8_t*>(packed) + block_offset(matrix, n);
     for (size_t begin = 0; begin < padded_k(matrix); begin += depth) {
-      Group groups[kBlockCols] = {};
+      Group groups[kNr] = {};
       for (size_t c = 0; c < columns; ++c) groups[c] = source.group(n + c, begin / depth);
       uint16_t* scales = reinterpret_cast<uint16_t*>(to);
-      for (size_t c = 0; c < kBlockCols; ++c) {
+      for (size_t c = 0; c < kNr; ++c) {
         scales[c] = groups[c].scale;
-        if (has_zeros(matrix)) scales[kBlockCols + c] = groups[c].zero;
+        if (has_zeros(matrix)) scales[kNr + c] = groups[c].zero;
       }
       to += header_bytes(matrix);
       for (size_t k = begin; k < begin + depth; k += kChunkDepth) {
         const size_t count = k < matrix->k ? smaller(kChunkDepth, matrix->k - k) : 0;
-        alignas(16) uint8_t rows[kBlockCols][16];
-        for (size_t c = 0; c < kBlockCols; ++c) {
+        alignas(16) uint8_t rows[kNr][16];
+        for (size_t c = 0; c < kNr; ++c) {
           for (uint8_t& pair : rows[c]) pair = kFixedPair;
           if (c < columns && count) source.codes(n + c, k, count, groups[c], rows[c]);
         }
@@ -111,14 +111,13 @@ inline void unpack_weight(const ktk_matrix* matrix, const void* packed, size_t n
                           size_t n_end, float* out, size_t out_stride) {
   const size_t depth = group_depth(matrix);
   for (size_t n = n_begin; n < n_end; ++n, out += out_stride) {
-    const size_t column = n % kBlockCols;
+    const size_t column = n % kNr;
     const uint8_t* group =
-        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kBlockCols * kBlockCols);
+        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kNr * kNr);
     for (size_t begin = 0; begin < matrix->k; begin += depth, group += group_bytes(matrix)) {
       const uint16_t* scales = reinterpret_cast<const uint16_t*>(group) + column;
       const float scale = group_value(matrix->format, scales[0]);
-      const float zero =
-          has_zeros(matrix) ? group_value(matrix->format, scales[kBlockCols]) : kFixedZero;
+      const float zero = has_zeros(matrix) ? group_value(matrix->format, scales[kNr]) : kFixedZero;
       const uint8_t* codes = group + header_bytes(matrix) + 4 * column;
       const size_t end = smaller(begin + depth, matrix->k);
       size_t k = begin;
@@ -148,9 +147,9 @@ inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n
                           size_t n_end, const ktk_export* target) {
   const size_t depth = group_depth(matrix);
   for (size_t n = n_begin; n < n_end; ++n) {
-    const size_t column = n % kBlockCols;
+    const size_t column = n % kNr;
     const uint8_t* group =
-        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kBlockCols * kBlockCols);
+        static_cast<const uint8_t*>(packed) + block_offset(matrix, n / kNr * kNr);
     uint8_t* data = static_cast<uint8_t*>(target->data) + n * target->data_stride;
     uint8_t* scale = static_cast<uint8_t*>(target->scale) + n * target->scale_stride;
     uint8_t* zero = static_cast<uint8_t*>(target->zero) + n * target->zero_stride;
@@ -158,9 +157,9 @@ inline void export_weight(const ktk_matrix* matrix, const void* packed, size_t n
       const uint16_t* scales = reinterpret_cast<const uint16_t*>(group) + column;
       reinterpret_cast<uint16_t*>(scale)[g] = scales[0];
       if (matrix->format.zero == KTK_U8) {
-        zero[g] = static_cast<uint8_t>(group_value(matrix->format, scales[kBlockCols]));
+        zero[g] = static_cast<uint8_t>(group_value(matrix->format, scales[kNr]));
       } else if (has_zeros(matrix)) {
-        reinterpret_cast<uint16_t*>(zero)[g] = scales[kBlockCols];
+        reinterpret_cast<uint16_t*>(zero)[g] = scales[kNr];
       }
       const uint8_t* codes = group + header_bytes(matrix) + 4 * column;
       const size_t pairs = (smaller(depth, matrix->k - g * depth) + 1) / 2;

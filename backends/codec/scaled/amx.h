@@ -24,7 +24,7 @@ struct AmxScratch {
   // [32 k][half] B tiles, then 32 rows x 32 columns of sums: those that are stored, and those that
   // were before.
   char weights[kAmxRunDepth / kTileDepth][2][kAmxTileBytes];
-  float sums[2][2 * kAmxRows][kBlockCols];
+  float sums[2][2 * kAmxRows][kNr];
 };
 
 inline size_t amx_scratch_size(const ktk_matrix*, size_t) { return sizeof(AmxScratch); }
@@ -176,7 +176,7 @@ inline void add_run(const char* act, size_t act_stride, const char* weights, siz
 // Sums of a group that are yet to be scaled and added to dst.
 template <class Scales>
 struct StoredSums {
-  const float (*sums)[kBlockCols] = nullptr;
+  const float (*sums)[kNr] = nullptr;
   size_t rows = 0;
   ZmmScales<Scales> scales = ZmmScales<Scales>(nullptr);
   float* dst = nullptr;
@@ -254,7 +254,7 @@ class AmxKernel : public ScaledKernel<Layout> {
         add_run<kBothHalves>(act, t.act_stride, scratch_->weights[at][0],
                              smaller(kGroupTiles, count - at), [&] { before.add(kRowsBetween); });
         before.add(kMr);  // what a group that is cut short left
-        store_sums<kBothHalves>(scratch_->sums[next_], kBlockCols);
+        store_sums<kBothHalves>(scratch_->sums[next_], kNr);
         stored_ = {scratch_->sums[next_], t.rows, scales, t.dst, t.dst_stride};
         next_ = 1 - next_;
         scales.advance();

@@ -81,7 +81,7 @@ struct ByteScaleCodec : Scales_ {
 
   static uint8_t* at(char* block, size_t step_bytes, size_t col, size_t group) {
     return reinterpret_cast<uint8_t*>(block) + kStartBytes + group / kStepGroups * step_bytes +
-           group % kStepGroups * kBlockCols + col;
+           group % kStepGroups * kNr + col;
   }
   static void pack_start(const ktk_matrix*, const ktk_source*, size_t, size_t, char*) {}
   static void pack_step(const ktk_matrix* matrix, const ktk_source* source, size_t n,
@@ -89,8 +89,8 @@ struct ByteScaleCodec : Scales_ {
     const size_t group = step * kStepGroups;
     const size_t groups = smaller(ceil_div(matrix->k, kGroupDepth) - group, kStepGroups);
     const uint8_t* const scales = row_scales(source, n) + group;
-    alignas(kLine) uint8_t made[kStepGroups][kBlockCols];
-    for (size_t col = 0; col < kBlockCols; ++col) {
+    alignas(kLine) uint8_t made[kStepGroups][kNr];
+    for (size_t col = 0; col < kNr; ++col) {
       const uint8_t* const from = scales + col * source->scale_stride;
       for (size_t i = 0; i < kStepGroups; ++i) {
         made[i][col] = col < columns && i < groups ? from[i] : Element::kOne;
@@ -157,7 +157,7 @@ struct RowScaleCodec : RowScales {
   static void pack_start(const ktk_matrix*, const ktk_source* source, size_t n, size_t columns,
                          char* block) {
     float* out = reinterpret_cast<float*>(block + kStartBytes);
-    for (size_t col = 0; col < kBlockCols; ++col) {
+    for (size_t col = 0; col < kNr; ++col) {
       out[col] = col < columns ? source_scale_f32(source, n + col, 0) : 0;
     }
   }
@@ -181,8 +181,8 @@ struct ScaledCodec {
 
   static void pack(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin, size_t n_end,
                    void* packed) {
-    for (size_t n = n_begin; n < n_end; n += kBlockCols) {
-      pack_block(matrix, source, n, smaller(n_end - n, kBlockCols),
+    for (size_t n = n_begin; n < n_end; n += kNr) {
+      pack_block(matrix, source, n, smaller(n_end - n, kNr),
                  static_cast<char*>(packed) + Layout::offset(matrix, n));
     }
   }
@@ -191,7 +191,7 @@ struct ScaledCodec {
                          size_t columns, char* block) {
     const uint8_t* rows = static_cast<const uint8_t*>(source->data) + n * source->data_stride;
     float* start = reinterpret_cast<float*>(block);
-    for (size_t col = 0; col < kBlockCols; ++col) {
+    for (size_t col = 0; col < kNr; ++col) {
       const bool nan =
           col < columns && (Codes::is_nan(rows + col * source->data_stride, matrix->k) ||
                             ScaleCodec::has_nan(matrix, source, n + col));
@@ -248,16 +248,15 @@ struct ScaledCodec {
   static void unpack(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
                      float* out, size_t out_stride) {
     for (size_t n = n_begin; n < n_end;) {
-      const char* block =
-          static_cast<const char*>(packed) + Layout::offset(matrix, n / kBlockCols * kBlockCols);
+      const char* block = static_cast<const char*>(packed) + Layout::offset(matrix, n / kNr * kNr);
       const bool is_half = n % kHalfCols == 0 && n_end - n >= kHalfCols;
       const size_t columns = is_half ? kHalfCols : 1;
       for (size_t begin = 0; begin < matrix->k; begin += ScaleCodec::kGroupDepth) {
         const size_t end = smaller(begin + ScaleCodec::kGroupDepth, matrix->k);
         if (is_half) {
-          unpack_group<kHalfCols>(matrix, block, n % kBlockCols, begin, end, out, out_stride);
+          unpack_group<kHalfCols>(matrix, block, n % kNr, begin, end, out, out_stride);
         } else {
-          unpack_group<1>(matrix, block, n % kBlockCols, begin, end, out, out_stride);
+          unpack_group<1>(matrix, block, n % kNr, begin, end, out, out_stride);
         }
       }
       n += columns;
@@ -268,8 +267,8 @@ struct ScaledCodec {
   static void write(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
                     const ktk_export* target) {
     uint8_t* data = static_cast<uint8_t*>(target->data);
-    for (size_t n = n_begin; n < n_end; n += kBlockCols) {
-      const size_t columns = smaller(n_end - n, kBlockCols);
+    for (size_t n = n_begin; n < n_end; n += kNr) {
+      const size_t columns = smaller(n_end - n, kNr);
       char* block = const_cast<char*>(static_cast<const char*>(packed)) + Layout::offset(matrix, n);
       ScaleCodec::write(matrix, block, Layout::kStepBytes, n, columns, target);
       for (size_t k = 0; k < matrix->k; k += Codes::kLineDepth) {

@@ -15,7 +15,7 @@ template <class Layout>
 class ScaledKernel {
  public:
   using Scales = typename Layout::Scales;
-  static constexpr size_t kNr = kBlockCols;
+  static constexpr size_t kNr = ktk::kNr;
   static constexpr size_t kSlabSteps = ceil_div(Scales::kGroupDepth, kStepDepth);
   static constexpr size_t kSlabDepth = kSlabSteps * kStepDepth;
 

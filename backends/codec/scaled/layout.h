@@ -23,10 +23,10 @@
 namespace ktk {
 namespace {
 
-constexpr size_t kBlockCols = 32;
+constexpr size_t kNr = 32;
 constexpr size_t kHalfCols = 16;
 constexpr size_t kStepDepth = 64;
-constexpr size_t kStartBytes = kBlockCols * sizeof(float);
+constexpr size_t kStartBytes = kNr * sizeof(float);
 
 // The four ways to scale. kGroupDepth: how much k is summed up before it is scaled; kLineBytes:
 // of the scale lines of a step; kUnit: what scales are multiplied with by tables of codes, for
@@ -68,7 +68,7 @@ struct RowScales {
   static constexpr size_t kGroupDepth = 128;
   static constexpr size_t kLineBytes = 0;
   static constexpr bool kPerGroup = false;
-  static size_t bytes(const ktk_matrix*) { return kBlockCols * sizeof(float); }
+  static size_t bytes(const ktk_matrix*) { return kNr * sizeof(float); }
 };
 
 template <size_t kLineDepth_, class Scales_>
@@ -79,7 +79,7 @@ struct ScaledLayout {
   static constexpr size_t kStepBytes = Scales::kLineBytes + kCodeBytes;
   static constexpr size_t kGroupBytes = Scales::kGroupDepth / kLineDepth * 2 * kLine;
 
-  static size_t num_blocks(const ktk_matrix* matrix) { return ceil_div(matrix->n, kBlockCols); }
+  static size_t num_blocks(const ktk_matrix* matrix) { return ceil_div(matrix->n, kNr); }
   static size_t num_steps(const ktk_matrix* matrix) { return ceil_div(matrix->k, kStepDepth); }
   static size_t header_bytes(const ktk_matrix* matrix) {
     return kStartBytes + Scales::bytes(matrix);
@@ -90,9 +90,7 @@ struct ScaledLayout {
   static size_t size(const ktk_matrix* matrix) { return num_blocks(matrix) * block_bytes(matrix); }
 
   // Where column n, a multiple of 32, starts.
-  static size_t offset(const ktk_matrix* matrix, size_t n) {
-    return n / kBlockCols * block_bytes(matrix);
-  }
+  static size_t offset(const ktk_matrix* matrix, size_t n) { return n / kNr * block_bytes(matrix); }
   // The line of one half of a block that holds k, and its neighbours of k.
   static size_t line_offset(const ktk_matrix* matrix, size_t half, size_t k) {
     return header_bytes(matrix) + k / kStepDepth * kStepBytes + Scales::kLineBytes +

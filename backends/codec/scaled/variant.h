@@ -13,7 +13,7 @@ namespace {
 template <class Formats>
 struct ScaledWeights {
   static constexpr auto kLayout = Formats::kLayout;
-  static constexpr uint32_t kNStep = kBlockCols;
+  static constexpr uint32_t kNStep = kNr;
 
   static size_t size(const ktk_matrix* matrix) {
     return Formats::dispatch(matrix,

@@ -13,7 +13,7 @@ namespace {
 constexpr size_t kRunDepth = 128;
 
 struct YmmScratch {
-  float weights[kRunDepth][kBlockCols];
+  float weights[kRunDepth][kNr];
 };
 
 inline size_t ymm_scratch_size(const ktk_matrix*, size_t) { return sizeof(YmmScratch); }
@@ -57,18 +57,18 @@ inline void multiply_decoded(const ScaledKernel<Layout>& kernel, const YmmScratc
   const char* step = kernel.begin(t);
   const size_t depth = (kernel.end(t) - step) / Layout::kStepBytes * kStepDepth;
   const float* weights = scratch.weights[0] + col;
-  for (const float* const run_end = weights + depth * kBlockCols; weights != run_end;) {
+  for (const float* const run_end = weights + depth * kNr; weights != run_end;) {
     scales.begin(step);
     step += Layout::kStepBytes;
 #pragma GCC unroll 1
     for (size_t group = 0; group < kGroups; ++group) {
-      const float* end = weights + Scales::kGroupDepth * kBlockCols;
+      const float* end = weights + Scales::kGroupDepth * kNr;
       // The last group may be one step short.
       if (Scales::kGroupDepth > kStepDepth && end > run_end) end = run_end;
       __m256 sum[kRows][kVectors];
       clear(sum);
 #pragma GCC unroll 1
-      for (; weights != end; weights += kBlockCols) {
+      for (; weights != end; weights += kNr) {
         add_depth(sum, weights, act);
         act.advance(sizeof(float));
       }
@@ -101,7 +101,7 @@ class YmmDecodedKernel : public ScaledKernel<Layout> {
         fetch.next_unseen_of<Scales::kLineBytes / kLine>();
         line += Scales::kLineBytes;
       }
-      for (; line != step_end; line += 2 * kLine, out += Layout::kLineDepth * kBlockCols) {
+      for (; line != step_end; line += 2 * kLine, out += Layout::kLineDepth * kNr) {
         fetch.next();
         fetch.next();
         decode(line, out);
@@ -116,7 +116,7 @@ class YmmDecodedKernel : public ScaledKernel<Layout> {
   static void decode(const char* line, float* out) {
     const typename Decoder::Line codes(line);
 #pragma GCC unroll 8
-    for (size_t k = 0; k < Layout::kLineDepth; ++k, out += kBlockCols) {
+    for (size_t k = 0; k < Layout::kLineDepth; ++k, out += kNr) {
       __m256 low, high;
       codes.vectors(k, low, high);
       _mm256_store_ps(out, low);
@@ -126,7 +126,7 @@ class YmmDecodedKernel : public ScaledKernel<Layout> {
   template <size_t kRows>
   static void multiply(const YmmDecodedKernel& kernel, const Tile& t) {
     constexpr size_t kVectors = kRows <= kShortRows ? 4 : 2;
-    for (size_t col = 0; col < kBlockCols; col += 8 * kVectors) {
+    for (size_t col = 0; col < kNr; col += 8 * kVectors) {
       multiply_decoded<Decoder, Layout, kRows, kVectors>(kernel, *kernel.scratch_, t, col);
     }
   }

@@ -17,7 +17,7 @@ struct YmmScales<MxScales> {
 
   explicit YmmScales(const char*) {}
   void begin(const char* scale_line) { line = scale_line; }
-  void advance() { line += kBlockCols; }
+  void advance() { line += kNr; }
   __m256 load(size_t col) const {
     const __m128i exponents = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(line + col));
     const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(exponents), 23);
@@ -36,7 +36,7 @@ struct YmmScales<NvScales> {
 
   explicit YmmScales(const char*) {}
   void begin(const char* scale_lines) { line = scale_lines; }
-  void advance() { line += kBlockCols; }
+  void advance() { line += kNr; }
   // Divided by kUnit. The conversion is exact, whatever MXCSR says of subnormals.
   __m256 load(size_t col) const {
     const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(line + col));

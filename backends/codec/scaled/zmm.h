@@ -72,7 +72,7 @@ struct ZmmScales<MxScales> {
 
   explicit ZmmScales(const char*) {}
   void begin(const char* scale_line) { line = scale_line; }
-  void advance() { line += kBlockCols; }
+  void advance() { line += kNr; }
   __m512 load(size_t half) const {
     const __m128i* exponents = reinterpret_cast<const __m128i*>(line + half * kHalfCols);
     const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(exponents)), 23);
@@ -88,7 +88,7 @@ struct ZmmScales<NvScales> {
 
   explicit ZmmScales(const char*) {}
   void begin(const char* scale_lines) { line = scale_lines; }
-  void advance() { line += kBlockCols; }
+  void advance() { line += kNr; }
   // Divided by kUnit. The conversion is exact, whatever MXCSR says of subnormals.
   __m512 load(size_t half) const {
     const __m128i* codes = reinterpret_cast<const __m128i*>(line + half * kHalfCols);
