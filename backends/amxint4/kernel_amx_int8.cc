@@ -9,7 +9,7 @@ namespace {
 
 // Up to 4 rows wait for memory, or for the expansion of nibbles: the vector kernel does without.
 // Sums of a slab are exact in both and meet the same roundings, so the bits are the same.
-struct Variant : AmxVariant {
+struct Variant : AmxVariantOfDepth<int4::kTileDepth<amxint4::Act>> {
   using Weight = amxint4::WeightCodec;
   using Act = amxint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {

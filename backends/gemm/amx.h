@@ -17,7 +17,7 @@ struct alignas(64) TileConfig {
   uint16_t column_bytes[16];
   uint8_t rows[16];
 
-  explicit TileConfig(uint8_t m, uint8_t depth = 64)
+  TileConfig(uint8_t m, uint8_t depth)
       : column_bytes{64, 64, 64, 64, depth, depth, 64, 64},
         rows{m, m, m, m, m, m, static_cast<uint8_t>(depth / 4), static_cast<uint8_t>(depth / 4)} {}
 };
@@ -32,33 +32,42 @@ inline void load_tile_config(const TileConfig& config) {
   _tile_loadconfig(&config);
 }
 
-inline void enter_amx() { load_tile_config(TileConfig(16)); }
+template <uint8_t kDepth>
+inline void enter_amx() {
+  load_tile_config(TileConfig(16, kDepth));
+}
 inline void leave_amx() { _tile_release(); }
 
-// The part of a variant (ktk/backend.h) that all with AMX share.
-struct AmxVariant {
+// The part of a variant (ktk/backend.h) that all with AMX share. Tiles are as deep, in bytes, as
+// most of its products want them, which then need no configuration of their own.
+template <uint8_t kDepth>
+struct AmxVariantOfDepth {
   static constexpr uint32_t kMStep = 16;  // rows of a tile
-  static constexpr auto enter = enter_amx;
+  static constexpr auto enter = enter_amx<kDepth>;
   static constexpr auto leave = leave_amx;
 };
+using AmxVariant = AmxVariantOfDepth<64>;
 
 // Makes tiles as high as the rows of a call, for the time of that call, when they are fewer than
 // 16: rows that are only padding would be read from act again for every column. And as deep as it
-// wants them.
-class TileRows {
+// wants them, when that is not the depth of its variant.
+template <uint8_t kOfVariant>
+class TileRowsOfDepth {
  public:
-  explicit TileRows(size_t m, uint8_t depth = 64) : changed_(m < 16 || depth != 64) {
+  explicit TileRowsOfDepth(size_t m, uint8_t depth = kOfVariant)
+      : changed_(m < 16 || depth != kOfVariant) {
     if (changed_) load_tile_config(TileConfig(static_cast<uint8_t>(m < 16 ? m : 16), depth));
   }
-  ~TileRows() {
-    if (changed_) enter_amx();
+  ~TileRowsOfDepth() {
+    if (changed_) enter_amx<kOfVariant>();
   }
-  TileRows(const TileRows&) = delete;
-  TileRows& operator=(const TileRows&) = delete;
+  TileRowsOfDepth(const TileRowsOfDepth&) = delete;
+  TileRowsOfDepth& operator=(const TileRowsOfDepth&) = delete;
 
  private:
   bool changed_;
 };
+using TileRows = TileRowsOfDepth<64>;
 
 // The 2 x 2 scheme: sums of 32 rows and 32 columns, or of 16 rows.
 //

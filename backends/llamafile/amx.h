@@ -172,7 +172,7 @@ class GemmAmx : public KernelBase {
 
 template <Kind kKind>
 void gemm_amx(const ktk_matmul* mm) {
-  const TileRows rows(mm->m, kSubBlock / num_groups(kKind.scaling));
+  const TileRowsOfDepth<kSubBlock> rows(mm->m, kSubBlock / num_groups(kKind.scaling));
   gemm<GemmAmx<kKind>>(mm);
 }
 

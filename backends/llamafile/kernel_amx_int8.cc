@@ -27,7 +27,7 @@ constexpr ktk_variant kBlocks = make_variant<Blocks>();
 constexpr ktk_variant kFloatBlocks = make_variant<floats::BlocksVariant>();
 constexpr ktk_variant kFloats = make_variant<FloatVariant<floats::multiply<Dot>>>();
 
-struct Variant : ByElement<kBlocks, kFloatBlocks, kFloats>, AmxVariant {
+struct Variant : ByElement<kBlocks, kFloatBlocks, kFloats>, AmxVariantOfDepth<kSubBlock> {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
       ukernel<1>("gemm_12x32_avx512_vnni", kFewRows),

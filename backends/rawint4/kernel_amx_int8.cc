@@ -9,7 +9,7 @@ namespace {
 // Tiles are half as deep as they could be, and wait for the expansion of nibbles and for sums: up
 // to 12 rows the vector kernel does without. Sums of a slab are exact in both and meet the same
 // roundings, so the bits are the same.
-struct Variant : AmxVariant {
+struct Variant : AmxVariantOfDepth<int4::kTileDepth<rawint4::Act>> {
   using Weight = int4::WeightCodec;
   using Act = rawint4::Act;
   static constexpr ktk_ukernel kUkernels[] = {

@@ -19,7 +19,11 @@ import torch
 
 import ktk
 from ktk import _core
-from ktk.bench.weights import choose_format, recipe
+from ktk.bench.inputs import random_experts
+from ktk.bench.records import Subject
+from ktk.bench.runner import load_subject, make_layer
+from ktk.bench.shapes import Shape
+from ktk.bench.weights import choose_format, prepare, recipe
 from ktk.quantize import quantize
 from ktk.testing.ggml import is_block, random_blocks
 
@@ -35,7 +39,8 @@ class Kernel:
 
     `depth` is what a product adds up, `sums_depth` how much depth passes between two moves of its
     sums: a run that stays in L1, or what has a scale of its own. `moves` is 2 where sums come back
-    to the tiles, and 1 where they are only stored.
+    to the tiles, and 1 where they are only stored. `deviates` where tiles have another depth than
+    `enter` gives them, so that each product loads two configurations.
     """
 
     backend: str
@@ -44,6 +49,7 @@ class Kernel:
     depth: int
     sums_depth: int
     moves: int = 1
+    deviates: bool = False
 
     def __str__(self) -> str:
         return f"{self.backend}-{self.format}"
@@ -53,6 +59,7 @@ class Kernel:
 RUN_BF16 = 16384 // (2 * 32)
 KERNELS = [
     Kernel("BF16", "amx_bf16", "bf16", 32, RUN_BF16, moves=2),
+    Kernel("BF16Z", "amx_bf16", "bf16", 32, RUN_BF16, moves=2),
     Kernel("FP8", "amx_bf16", "f32-128x128", 32, 128),
     Kernel("FP8", "amx_bf16", "f32-row", 32, 128),
     Kernel("FP8", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2),
@@ -61,10 +68,11 @@ KERNELS = [
     Kernel("AMXINT8", "amx_int8", "i8", 64, 512),  # the group of activations
     Kernel("AMXINT4", "amx_int8", "bf16-g128", 64, 128),
     Kernel("AMXINT4", "amx_int8", "bf16-g64", 64, 64),
-    Kernel("AMXINT4", "amx_int8", "bf16-g32", 32, 32),
+    Kernel("AMXINT4", "amx_int8", "bf16-g32", 32, 32, deviates=True),
     Kernel("RAWINT4", "amx_int8", "bf16-g32", 32, 32),
     Kernel("LLAMAFILE", "amx_int8", "q4_k", 32, 32),
     Kernel("LLAMAFILE", "amx_int8", "q8_0", 32, 32),
+    Kernel("LLAMAFILE", "amx_int8", "q6_k", 16, 16, deviates=True),
 ]
 
 
@@ -132,30 +140,28 @@ def test_tiles_are_loaded_no_more_often_than_multiplied(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_tiles_are_configured_once(kernel: Kernel) -> None:
-    """By `enter`. Fewer rows, and a depth of less than 64 bytes, change it for a call."""
+    """By `enter`. Fewer than 16 rows, and another depth, change it for a call."""
     packed = matrix(kernel)
-    depth_bytes = kernel.depth * (2 if kernel.variant == "amx_bf16" else 1)
     for rows in (16, 32, 100):
-        assert count(packed, rows).configs == (1 if depth_bytes == 64 else 3)
+        assert count(packed, rows).configs == (3 if kernel.deviates else 1)
     assert count(packed, 5).configs <= 3
 
 
-@pytest.mark.parametrize(("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8")])
-def test_a_layer_configures_tiles_once_for_each_worker(name: str, variant: str) -> None:
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if not kernel.deviates], ids=str)
+def test_a_layer_configures_tiles_once_for_each_worker(kernel: Kernel) -> None:
     assert amx_tools.trap is not None
-    workers, size = 2, 128
-    moe = ktk.load_backend(name).moe(
+    workers, size = 2, 256
+    shape = Shape(
+        name="small",
         num_experts=3,
         num_experts_per_tok=2,
         hidden_size=size,
         intermediate_size=size,
-        variant=variant,
-        pool=ktk.WorkerPool(workers, pin=False),
     )
-    rng = np.random.default_rng(5)
-    weights = [rng.standard_normal((3, size, size)).astype(np.float32) for _ in range(3)]
-    moe.load(*weights)
-    hidden = rng.standard_normal((64, size)).astype(np.float32)
+    subject = Subject(kernel.backend, kernel.variant, kernel.format)
+    experts = prepare(load_subject(subject)[1], random_experts(shape, 3))
+    moe = make_layer(subject, shape, experts, ktk.WorkerPool(workers, pin=False))
+    hidden = np.random.default_rng(5).standard_normal((64, size)).astype(np.float32)
     ids = np.stack([np.arange(64) % 3, (np.arange(64) + 1) % 3], axis=1)  # 42 rows and more
     before = amx_tools.trap.counts()
     moe(hidden, ids, np.full((64, 2), 0.5, np.float32))

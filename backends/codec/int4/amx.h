@@ -28,6 +28,14 @@ constexpr size_t kMostRows = 2 * kAmxRows;
 constexpr size_t kMostRunBytes = 4608;  // two slabs of 128, or eight of 32
 constexpr size_t kSlabsAtOnce = 4;
 
+// In bytes, and so in codes.
+constexpr uint8_t tile_depth(size_t slab_depth) {
+  return static_cast<uint8_t>(smaller(slab_depth, 64));
+}
+// Where groups of weights are at least as deep as those of activations.
+template <class Act>
+constexpr uint8_t kTileDepth = tile_depth(Act::kMaxSlab);
+
 using SlabSums = int32_t[kSlabsAtOnce][kMostRows][kNr];
 
 // From slab to slab of the scales of `m` rows: an odd number of cache lines, so that those of many
@@ -108,7 +116,7 @@ class AmxKernel : public KernelBase<Act> {
   explicit AmxKernel(const ktk_matmul* mm)
       : KernelBase<Act>(mm),
         mm_(mm),
-        tile_depth_(smaller(operands_.slab_depth, 64)),
+        tile_depth_(tile_depth(operands_.slab_depth)),
         expanded_(static_cast<char*>(mm->scratch)),
         sums_(*reinterpret_cast<SlabSums*>(expanded_ + 2 * kMostRunBytes)),
         act_stride_(act_scale_stride(mm->m)) {
@@ -217,7 +225,7 @@ class AmxKernel : public KernelBase<Act> {
 
 template <class Act>
 void gemm_amx(const ktk_matmul* mm) {
-  const TileRows rows(mm->m, static_cast<uint8_t>(smaller(Act::slab_depth(mm->matrix), 64)));
+  const TileRowsOfDepth<kTileDepth<Act>> rows(mm->m, tile_depth(Act::slab_depth(mm->matrix)));
   if constexpr (Act::kZeroPoints == ZeroPoints::kPossibly) {
     if (has_zeros(mm->matrix)) return gemm<AmxKernel<Act, Zeros::kStored>>(mm);
   }
