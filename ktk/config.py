@@ -36,6 +36,7 @@ class MoEConfig:
     With ``g = gate @ x + gate_bias`` and ``u = up @ x + up_bias``, an expert computes
     ``down @ act(g, u) + down_bias``, where ``act`` is one of the functions below. Experts without a
     gate compute ``down @ f(u) + down_bias``, where ``f`` is what the function does to ``g``.
+    `ktk.testing.activations` says where each formula comes from.
 
     ``silu``
         ``silu(g) * u``.
@@ -53,8 +54,8 @@ class MoEConfig:
         ``silu(g) * u``, where `activation_limit` clamps ``silu(g)`` in the place of ``g``:
         Step-3.7.
     ``situ``
-        ``gate_softcap * tanh(g / gate_softcap) * sigmoid(g) * up_softcap * tanh(u / up_softcap)``:
-        Inkling-2 and Kimi-K3.
+        ``gate_softcap * tanh(g / gate_softcap) * sigmoid(g) * up_softcap * tanh(u / up_softcap)``,
+        where the factor of up is ``u`` itself without `up_softcap`: Inkling-2 and Kimi-K3.
 
     Parameters
     ----------
@@ -77,7 +78,8 @@ class MoEConfig:
         Also clamp ``g`` to at least ``-activation_limit``: how kt-kernel computes MiniMax-M3. The
         model itself, as published for transformers, clamps ``g`` from above only; so does gpt-oss.
     gate_softcap, up_softcap : float, optional
-        The sizes that ``situ`` keeps its factors below; no other activation takes them.
+        The sizes that ``situ`` keeps its factors below, of which it needs the first; no other
+        activation takes them.
     gated : bool
         Whether experts have a gate. Nemotron-H's have none: ``relu2`` of up. What is said of ``g``
         then holds for ``u``, its clamps, too.
@@ -150,9 +152,10 @@ class MoEConfig:
             value = getattr(self, name)
             if value is not None and not 0 < _as_f32(value) < math.inf:
                 raise ValueError(f"{name} must be a positive number or None, got {_shown(value)}")
-            if (value is not None) != (self.activation == "situ"):
-                what = "needs" if value is None else "does not take"
-                raise ValueError(f"the activation {self.activation!r} {what} {name}")
+            if value is not None and self.activation != "situ":
+                raise ValueError(f"the activation {self.activation!r} does not take {name}")
+        if self.gate_softcap is None and self.activation == "situ":
+            raise ValueError("the activation 'situ' needs gate_softcap")
 
     def _check_activation(self) -> None:
         if self.activation not in ACTIVATIONS:

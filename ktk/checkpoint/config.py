@@ -16,6 +16,7 @@ from ktk.errors import CheckpointError
 # Where models of several modalities keep the language model's entries, outermost first.
 _NESTED = ("thinker_config", "text_config", "llm_config", "language_config", "ffn_config")
 
+_MODEL_HIDDEN_SIZE = ("d_model", "hidden_size")
 # The first name that is present counts. `intermediate_size` is the dense layers' size in models
 # that also have the other one.
 _NAMES = {
@@ -28,7 +29,7 @@ _NAMES = {
         *("moe_topk", "moe_top_k", "moe_k", "top_k_experts", "moe_num_active_primary_experts"),
     ),
     # Of the experts: models with a latent width project what goes into them and comes out.
-    "hidden_size": ("moe_latent_size", "routed_expert_hidden_size", "d_model", "hidden_size"),
+    "hidden_size": ("moe_latent_size", "routed_expert_hidden_size", *_MODEL_HIDDEN_SIZE),
     "intermediate_size": (
         *("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"),
         *("intermediate_size", "ffn_hidden_size", "d_ff", "encoder_ffn_dim"),
@@ -59,7 +60,8 @@ _LIMITS_OF_LAYERS = ("expert_swiglu_limit_list", "swiglu_limits")
 _LIMIT = "swiglu_limit"
 _ALPHA = "swiglu_alpha"
 
-# Of gate and up: Inkling-2, whose hidden_act says silu, and Kimi-K3, whose says situ.
+# Of gate and up: Inkling-2, whose hidden_act says silu, and Kimi-K3, whose says situ and which may
+# do without the one of up.
 _SOFTCAPS = ("mlp_gate_softcap", "mlp_up_softcap")
 _SITU = ("activation_situ_beta", "activation_situ_linear_beta")
 
@@ -75,16 +77,20 @@ class ExpertConfig(MoEConfig):
     `activation` may be a name that ktk does not know; `layer` refuses it. `num_layers` is what the
     model runs, where it says so: layers after these predict further tokens (MTP). `limits` has the
     clamp of each layer where layers differ, 0 for none; `of_layer` takes them into account.
+    `model_hidden_size` is the width of the model where its experts have another, `hidden_size`.
     """
 
     model_type: str
     quantization: Quantization = field(default_factory=Quantization)
     num_layers: int | None = None
     limits: tuple[float, ...] = ()
+    model_hidden_size: int | None = None
 
     def __post_init__(self) -> None:
         known = activation_called(self.activation)
         object.__setattr__(self, "activation", known or self.activation)
+        if self.model_hidden_size == self.hidden_size:
+            object.__setattr__(self, "model_hidden_size", None)
         try:
             super().__post_init__()
         except ValueError as error:
@@ -139,6 +145,11 @@ class ExpertConfig(MoEConfig):
                 "those of this model"
             )
         return MoEConfig(**{one.name: getattr(config, one.name) for one in fields(MoEConfig)})
+
+
+def widths_differ(experts: int, model: int) -> str:
+    """Say that experts have another width than their model, and what that means."""
+    return f"experts are {experts} wide, the model {model}: the caller projects"
 
 
 def read_config(
@@ -197,7 +208,9 @@ def _config(entries: dict[str, Any], activation: str | None) -> ExpertConfig:
     if reason := refusal(model_type):
         raise EntryError(reason)
     entries = {"num_experts_per_tok": _TOP_K.get(model_type)} | entries
-    sizes: dict[str, Any] = {field: _size(entries, field) for field in _NAMES}
+    sizes: dict[str, Any] = {field: _size(entries, names) for field, names in _NAMES.items()}
+    if any(entries.get(name) is not None for name in _MODEL_HIDDEN_SIZE):
+        sizes["model_hidden_size"] = _size(entries, _MODEL_HIDDEN_SIZE)
     layers = entries.get("num_hidden_layers")
     return ExpertConfig(
         model_type=model_type,
@@ -217,8 +230,8 @@ def refusal(model_type: str) -> str:
     return f"the model type {model_type!r} {reason}" if reason else ""
 
 
-def _size(entries: dict[str, Any], field: str) -> int:
-    for name in _NAMES[field]:
+def _size(entries: dict[str, Any], names: tuple[str, ...]) -> int:
+    for name in names:
         value = entries.get(name)
         if value is None:
             continue
@@ -228,7 +241,7 @@ def _size(entries: dict[str, Any], field: str) -> int:
                 raise EntryError(f"{name} is {value}; ktk reads models whose experts are all alike")
             value = value[0]
         return integer(name, value, least=1)
-    raise EntryError(f"it has none of {', '.join(_NAMES[field])}: not an MoE model?")
+    raise EntryError(f"it has none of {', '.join(names)}: not an MoE model?")
 
 
 def _zero_experts(entries: dict[str, Any]) -> int:
@@ -251,8 +264,14 @@ def _activation(entries: dict[str, Any]) -> dict[str, Any]:
         return {"activation": name, "limits": limits}
     if name == "situ":
         softcapped = entries.get(_SOFTCAPS[0]) is not None
-        caps = [number(key, entries.get(key)) for key in (_SOFTCAPS if softcapped else _SITU)]
-        return {"activation": name, "gate_softcap": caps[0], "up_softcap": caps[1]}
+        of_gate, of_up = _SOFTCAPS if softcapped else _SITU
+        cap = entries.get(of_up)
+        return {
+            "activation": name,
+            "gate_softcap": number(of_gate, entries.get(of_gate)),
+            # Inkling-2 has one in any case: 25, where transformers finds no entry.
+            "up_softcap": None if cap is None and not softcapped else number(of_up, cap),
+        }
     limit, alpha = (
         None if value is None else number(key, value)
         for key in (_LIMIT, _ALPHA)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ktk.checkpoint.config import ExpertConfig
+from ktk.checkpoint.config import ExpertConfig, widths_differ
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.spans import spans
 from ktk.errors import CheckpointError
@@ -39,11 +39,13 @@ class Description:
     def __str__(self) -> str:
         config = self.config
         zero = f" and {config.zero_expert_num} zero experts" if config.zero_expert_num else ""
+        inner, outer = config.hidden_size, config.model_hidden_size
+        widths = "" if outer is None else f"; {widths_differ(inner, outer)}"
         return (
             f"{config.model_type}: {config.num_experts} experts of {config.hidden_size} x "
             f"{config.intermediate_size}{zero}, {config.num_experts_per_tok} per token, "
             f"{self.dtype}, "
-            f"in layers {spans(list(self.layers))}"
+            f"in layers {spans(list(self.layers))}{widths}"
         )
 
 

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ktk.checkpoint import open_checkpoint
+from ktk.checkpoint.config import widths_differ
 from ktk.checkpoint.spans import spans
 from ktk.checkpoint.traffic import stored_bytes_per_token
 from ktk.cli.escapes import count_escapes, escapes_table
@@ -48,7 +49,10 @@ class Use:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer; `error` is why it cannot be loaded, and then the rest is missing."""
+    """One layer; `error` is why it cannot be loaded, and then the rest is missing.
+
+    `model_hidden_size` is None where the model is as wide as its experts.
+    """
 
     number: int
     family: str = ""
@@ -56,6 +60,7 @@ class LayerReport:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     hidden_size: int = 0
+    model_hidden_size: int | None = None
     intermediate_size: int = 0
     activation: str = ""
     gated: bool = True
@@ -119,6 +124,8 @@ def show(
     else:
         console = Console()
         console.print(_layer_table(path, layers, narrow=console.width < _WIDTH))
+        for line in _widths(layers):
+            console.print(line, highlight=False)
         console.print(_backend_table(layers))
         if reads:
             parts = ", ".join(f"{part} {gigabytes(size)}" for part, size in reads.items())
@@ -182,6 +189,7 @@ def _report(checkpoint: CheckpointReader, number: int) -> LayerReport:
         num_experts=config.num_experts,
         num_experts_per_tok=config.num_experts_per_tok,
         hidden_size=config.hidden_size,
+        model_hidden_size=config.model_hidden_size,
         intermediate_size=config.intermediate_size,
         activation=config.activation,
         gated=config.gated,
@@ -226,6 +234,15 @@ def _layer_table(path: Path, layers: list[LayerReport], *, narrow: bool) -> Tabl
         else:
             table.add_row(numbers, one.family, experts, one.stored, size)
     return table
+
+
+def _widths(layers: list[LayerReport]) -> dict[str, None]:
+    """Return what to say of experts that have another width than their model, once."""
+    return dict.fromkeys(
+        f"The {widths_differ(one.hidden_size, one.model_hidden_size)}."
+        for one in layers
+        if one.model_hidden_size is not None
+    )
 
 
 def _backend_table(layers: list[LayerReport]) -> Table:

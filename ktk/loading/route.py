@@ -80,7 +80,7 @@ class Route:
         return ", ".join(filter(None, (self.layer.storage.dtype, self.layer.decoded_because)))
 
     @property
-    def requantises(self) -> bool:
+    def requantizes(self) -> bool:
         """Whether codes become other codes: their errors add up."""
         return any(
             fmt.element not in FLOATS
@@ -338,6 +338,6 @@ def summaries(routes: Mapping[int, Route]) -> Iterator[tuple[str, bool]]:
         formats = ", ".join(dict.fromkeys(map(str, route.stored.values())))
         if route.decoded:
             formats += f" (from {route.origin})"
-        alike.setdefault((route.how, formats, route.requantises), []).append(number)
+        alike.setdefault((route.how, formats, route.requantizes), []).append(number)
     for (how, formats, again), numbers in alike.items():
         yield f"layers {spans(numbers)}: {how}; {formats}", again

@@ -116,17 +116,18 @@ def sigmoid_times(argument: Function, argument_slope: Function, steepest: float)
 
 
 def _soft(cap: str) -> Factor:
-    """Return ``c * tanh(x / c)`` for a field of the configuration.
+    """Return ``c * tanh(x / c)`` for a field of the configuration, and x itself where it is None.
 
     tanh is a polynomial near 0 and ``1 - 2 / (exp(2 x) + 1)`` elsewhere, where tanh is above 1/2
     and the second term, with what exp loses, below 1/2: twice exp's units, and eight operations.
     """
 
     def c(config: MoEConfig) -> float:
-        return float(getattr(config, cap))
+        value = getattr(config, cap)
+        return math.inf if value is None else float(value)
 
     return Factor(
-        value=lambda x, config: c(config) * np.tanh(x / c(config)),
+        value=lambda x, config: c(config) * np.tanh(x / c(config)) if c(config) < math.inf else x,
         slope=lambda x, config: 1 - np.tanh(x / c(config)) ** 2,
         steepest=lambda size, config: np.ones_like(size),
         roundings=2 * EXP_UNITS + 2 * ARGUMENT_ROUNDINGS,
@@ -206,19 +207,22 @@ _SILU = sigmoid_times(lambda x, config: x, _one, 1.1)
 class Activation:
     """A function of gate times a function of up.
 
-    ``clamped_after``: the limit of gate holds for its function's value, not for gate. ``needs`` has
-    the fields of `ktk.MoEConfig` that only this activation takes, with values for tests.
+    ``source`` says where the formula stands: a paper, or a file of vLLM or transformers and the
+    class in it. ``clamped_after``: the limit of gate holds for its function's value, not for gate.
+    ``cases`` has the fields of `ktk.MoEConfig` that only this activation takes, with values for
+    tests, once for each choice of fields.
     """
 
     gate: Factor
     up: Factor = _ITSELF
+    source: str = dataclasses.field(kw_only=True)
     clamped_after: bool = False
-    needs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    cases: tuple[dict[str, Any], ...] = ({},)
 
 
 #: By the names of `ktk.MoEConfig`.
 ACTIVATIONS = {
-    "silu": Activation(_SILU),
+    "silu": Activation(_SILU, source="https://arxiv.org/abs/2002.05202: SwiGLU"),
     "swigluoai": Activation(
         sigmoid_times(
             lambda x, config: config.activation_alpha * x,
@@ -226,22 +230,29 @@ ACTIVATIONS = {
             1.1,  # for any alpha
         ),
         up=_PLUS_ONE,
+        source="transformers/models/gpt_oss/modeling_gpt_oss.py: GptOssExperts._apply_gate",
     ),
     "gelu_tanh": Activation(
         sigmoid_times(
             lambda x, config: 2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3),
             lambda x, config: 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x**2),
             1.13,
-        )
+        ),
+        source="https://arxiv.org/abs/1606.08415: the tanh form of GELU",
     ),
-    "gelu": Activation(_GELU),
-    "relu": Activation(_RELU),
-    "relu2": Activation(_RELU2),
-    "swiglustep": Activation(_SILU, clamped_after=True),
+    "gelu": Activation(_GELU, source="https://arxiv.org/abs/2002.05202: GEGLU"),
+    "relu": Activation(_RELU, source="https://arxiv.org/abs/2002.05202: ReGLU"),
+    "relu2": Activation(_RELU2, source="https://arxiv.org/abs/2109.08668: squared ReLU"),
+    "swiglustep": Activation(
+        _SILU,
+        source="vllm/model_executor/layers/activation.py: SwigluStepAndMul",
+        clamped_after=True,
+    ),
     "situ": Activation(
         _times_sigmoid(_soft("gate_softcap")),
         up=_soft("up_softcap"),
-        needs={"gate_softcap": 7.0, "up_softcap": 3.5},
+        source="vllm/model_executor/layers/activation.py: SituAndMul",
+        cases=({"gate_softcap": 7.0, "up_softcap": 3.5}, {"gate_softcap": 7.0}),
     ),
 }
 

@@ -209,8 +209,9 @@ _WITH_ALL = ("silu", "swiglustep")
 #: All activation functions of layers, also those that the reference will call unknown, with the
 #: options that they are tested with.
 ACTIVATIONS: tuple[dict[str, Any], ...] = tuple(
-    {"activation": name, **options, **(KNOWN[name].needs if name in KNOWN else {})}
+    {"activation": name, **options, **case}
     for number, name in enumerate(NAMES)
+    for case in (KNOWN[name].cases if name in KNOWN else ({},))
     for options in (OPTIONS if name in _WITH_ALL else OPTIONS[number % len(OPTIONS) :][:1])
 )
 

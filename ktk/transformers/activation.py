@@ -77,7 +77,7 @@ def _of_up(
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
     for name, function in ACTIVATIONS.items():
-        if function.needs or answer.shape != up.shape:
+        if any(function.cases) or answer.shape != up.shape:
             continue
         expected = _formula(None, up, activation=name, gated=False)
         if bool(((answer - expected).abs() <= _EPSILONS * (up.abs() + expected.abs())).all()):
@@ -97,9 +97,11 @@ def _guesses(asked: Glu) -> Iterator[dict[str, Any]]:
         constants["activation_alpha"] = _number(math.log(slope / (1 - slope)))
     for name, function in ACTIVATIONS.items():
         fields = {"activation": name, **constants}
-        if function.needs:
+        if any(function.cases):
             caps = _softcaps(asked, one, far)
             if caps is not None:
+                # First without the one of up: a cap as large as `_FAR` would pass for it.
+                yield {**fields, "gate_softcap": caps["gate_softcap"]}
                 yield {**fields, **caps}
             continue
         yield fields

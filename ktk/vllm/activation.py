@@ -9,7 +9,9 @@ from ktk.config import ACTIVATIONS
 # Of gpt-oss, where the layer does not say it.
 _OAI_ALPHA, _OAI_LIMIT = 1.702, 7.0
 _OAI = ("swigluoai", "swigluoai_uninterleave")
-# Of which vLLM keeps the constants elsewhere.
+# Of Step-3.5. vLLM computes it with no other limit, and its model does not say one.
+_STEP_LIMIT = 7.0
+# With constants of their own.
 _MORE = ("swiglustep", "situ")
 
 
@@ -32,6 +34,15 @@ def activation_of(moe: Any) -> dict[str, Any] | None:
             "activation": "swigluoai",
             "activation_alpha": _OAI_ALPHA if alpha is None else alpha,
             "activation_limit": _OAI_LIMIT if limit is None else limit,
+        }
+    if name == "swiglustep" and limit in (None, _STEP_LIMIT):
+        return {"activation": name, "activation_limit": _STEP_LIMIT}
+    if name == "situ" and moe.activation_situ_beta is not None:
+        # vLLM clamps neither gate nor up of this one.
+        return {
+            "activation": name,
+            "gate_softcap": moe.activation_situ_beta,
+            "up_softcap": moe.activation_situ_linear_beta,
         }
     # Others have the same names as in ktk.
     if name in ACTIVATIONS and name not in _OAI + _MORE and alpha is None and beta is None:

@@ -140,7 +140,12 @@ inline float slope_of_gate(const ktk_glu& glu, float g) {
 template <ktk_activation kKind>
 inline float of_up(const ktk_glu& glu, float u) {
   if constexpr (kKind == KTK_SWIGLUOAI) return u + 1.0f;
-  if constexpr (kKind == KTK_SITU) return glu.up_softcap * tanh_of(u / glu.up_softcap);
+  if constexpr (kKind == KTK_SITU) {
+    // Computed without a cap, too, where it is inf * 0: a branch would keep gcc from sharing tanh
+    // with the slope.
+    const float capped = glu.up_softcap * tanh_of(u / glu.up_softcap);
+    return glu.up_softcap < __builtin_inff() ? capped : u;
+  }
   return u;
 }
 
@@ -149,7 +154,7 @@ template <ktk_activation kKind>
 inline float slope_of_up(const ktk_glu& glu, float u) {
   if constexpr (kKind == KTK_SITU) {
     const float t = tanh_of(u / glu.up_softcap);
-    return 1.0f - t * t;
+    return glu.up_softcap < __builtin_inff() ? 1.0f - t * t : 1.0f;
   }
   return 1.0f;
 }

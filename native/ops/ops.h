@@ -40,7 +40,7 @@ typedef struct ktk_glu {
   float limit;            // +inf: no clamp. Otherwise g <= limit and -limit <= u <= limit
   bool clamp_gate_below;  // also g >= -limit
   float gate_softcap;     // of KTK_SITU
-  float up_softcap;
+  float up_softcap;       // +inf: none
 } ktk_glu;
 
 // Calls visit(name, value) for each field of ktk.MoEConfig that is one of an activation's.

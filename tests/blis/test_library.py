@@ -120,7 +120,7 @@ except OSError as error:
 """
 
 
-def write_catalogue(path: Path, words: dict[str, str]) -> None:
+def write_catalog(path: Path, words: dict[str, str]) -> None:
     """Write a file of translations as GNU gettext has them; `words` is sorted."""
     entries = [text.encode() for text in (*words, *words.values())]
     begin = 28 + 8 * len(entries)
@@ -140,7 +140,7 @@ def test_what_is_absent_is_known_in_any_language(tmp_path: Path) -> None:
         "No such file or directory": "fehlt",
         "cannot open shared object file": "kann nicht geoeffnet werden",
     }
-    write_catalogue(tmp_path / "de" / "LC_MESSAGES" / "libc.mo", words)
+    write_catalog(tmp_path / "de" / "LC_MESSAGES" / "libc.mo", words)
     language: dict[str, Any] = {"LC_ALL": "C.UTF-8", "LANGUAGE": "de"}
     code = TRANSLATED.replace("FOLDER", str(tmp_path)) + SEARCH
     text = python(code, KTK_BLIS_LIBRARY="/nowhere/libblis.so", **language)

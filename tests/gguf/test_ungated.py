@@ -10,7 +10,7 @@ import pytest
 from gguf_files import FIELDS
 
 import ktk
-from ktk.checkpoint import open_checkpoint
+from ktk.checkpoint import describe, open_checkpoint
 from ktk.errors import CheckpointError
 
 ARCH = "nemotron_h_moe"
@@ -42,6 +42,7 @@ def test_the_width_inside_a_model_is_that_of_experts(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     gguf_files.write(path, gguf_files.stacked(parts()), arch=ARCH, fields=fields)
     assert ktk.MoE.from_checkpoint(path, 0).config.hidden_size == gguf_files.H
+    assert describe(path).config.model_hidden_size == 2 * gguf_files.H
 
 
 def test_a_gate_that_nobody_expects_is_named(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_what_no_system_takes_as_a_path_is_one_short_sentence(path: str) -> None
     assert "cannot be read" in message
 
 
-def test_a_folder_that_kt_kernel_converted_is_recognised(tmp_path: Path) -> None:
+def test_a_folder_that_kt_kernel_converted_is_recognized(tmp_path: Path) -> None:
     tensors = {
         f"blk.0.ffn_{part}_exps.{e}.numa.{node}.{what}": torch.zeros(64, dtype=torch.int8)
         for part in ("gate", "up", "down")

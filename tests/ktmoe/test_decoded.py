@@ -16,7 +16,7 @@ from ktk import KTMoEWrapper, MoE, load_backend
     ["fp8 by blocks", "fp8 by rows", "fp8 by matrix", "mxfp8", "int4 by 32", "mxfp4", "nvfp4"],
 )
 @pytest.mark.parametrize("method", ["BF16", "AMXINT8"])
-def test_quantised_experts_are_loaded_by_methods_of_other_formats(
+def test_quantized_experts_are_loaded_by_methods_of_other_formats(
     method: str, kind: str, tmp_path: Path
 ) -> None:
     sizes = (files.LAYER, files.E, files.K, files.H, files.INNER)

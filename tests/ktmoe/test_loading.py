@@ -92,7 +92,7 @@ def test_slots_may_hold_redundant_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["AMXINT4", "AMXINT8", "MOE_INT8", "MOE_INT4"])
-def test_methods_that_quantise_load_the_same_layer(tmp_path: Path, method: str) -> None:
+def test_methods_that_quantize_load_the_same_layer(tmp_path: Path, method: str) -> None:
     made = layer(checkpoint(tmp_path / "model"), method=method)
     made.load_weights()
     from_tensors = layer(tmp_path / "model", method=method, layer_idx=6)

@@ -67,7 +67,7 @@ double of_gate(const ktk_glu& glu, double g) {
 
 double of_up(const ktk_glu& glu, double u) {
   const double cap = static_cast<double>(glu.up_softcap);
-  if (glu.kind == KTK_SITU) return cap * std::tanh(u / cap);
+  if (glu.kind == KTK_SITU && std::isfinite(cap)) return cap * std::tanh(u / cap);
   return glu.kind == KTK_SWIGLUOAI ? u + 1 : u;
 }
 
@@ -109,7 +109,10 @@ std::vector<ktk_glu> all_activations() {
   const float inf = std::numeric_limits<float>::infinity();
   for (const auto& one : kActivations) {
     for (const float limit : {inf, 2.0f}) {
-      for (const bool below : {false, true}) all.push_back({one.kind, 1.702f, limit, below, 7, 3});
+      for (const bool below : {false, true}) {
+        all.push_back({one.kind, 1.702f, limit, below, 7, 3});
+        if (one.kind == KTK_SITU) all.push_back({one.kind, 1.702f, limit, below, 7, inf});
+      }
     }
   }
   return all;
@@ -191,7 +194,8 @@ TEST(without_a_gate_up_has_the_function_of_gate) {
               allowed(glu, x, 1, 0) * (1 + std::abs(x)));
         CHECK_EQ(h[i], up[i]);
       }
-      if (glu.kind == KTK_SITU) continue;  // has no up that its function makes 1
+      // With a cap on up, no up is 1 after its function.
+      if (glu.kind == KTK_SITU && std::isfinite(glu.up_softcap)) continue;
       // A gate beside an up of 1 is the same, in every bit.
       std::vector<float> gate = z, one(kColumns, glu.kind == KTK_SWIGLUOAI ? 0.0f : 1.0f);
       std::vector<float> same(kColumns);

@@ -283,7 +283,7 @@ def test_experts_that_share_tensors_get_tensors_of_their_own(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("fmt", [made.BLOCKS, made.GROUPS, made.NV], ids=str)
-def test_experts_in_codes_are_decoded_and_quantised_again(fmt: ktk.Format, tmp_path: Path) -> None:
+def test_experts_in_codes_are_decoded_and_quantized_again(fmt: ktk.Format, tmp_path: Path) -> None:
     source, output = made.write(tmp_path / "source", fmt), tmp_path / "to"
     convert_checkpoint(source, output, to="fp8")
     with SafetensorsCheckpoint(source) as before, SafetensorsCheckpoint(output) as after:

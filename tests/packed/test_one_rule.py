@@ -152,7 +152,7 @@ def test_layers_alike_share_a_line(
     assert "layers 0-2: decoded to f32 and quantised by AMXINT4" in record.message
 
 
-def test_a_weight_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
+def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     path = made.write(tmp_path)
@@ -165,7 +165,7 @@ def test_a_weight_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
         convert(path, tmp_path / "packed", backend="FP8")
 
 
-def test_requantising_holds_few_experts(tmp_path: Path) -> None:
+def test_requantizing_holds_few_experts(tmp_path: Path) -> None:
     """Memory of the process: the packed layer is 25 MB, the floats between 101."""
     path = made.write(tmp_path, BLOCKS, sizes=(32, 256, 1024))
     with open_checkpoint(path) as checkpoint:

@@ -137,7 +137,7 @@ def test_what_a_backend_stores_is_kept_as_it_is(fmt: Format, backend: str, tmp_p
 
 
 @pytest.mark.parametrize("fmt", [BLOCKS, GROUPS, MX, NV], ids=str)
-def test_what_a_backend_does_not_take_is_decoded_and_quantised(fmt: Format, tmp_path: Path) -> None:
+def test_what_a_backend_does_not_take_is_decoded_and_quantized(fmt: Format, tmp_path: Path) -> None:
     source = made.write(tmp_path / "source", fmt)
     [plan] = convert(source, tmp_path / "packed", backend="AMXINT8")
     assert plan.encoder.how == "decoded to f32 and quantised by AMXINT8"
@@ -285,11 +285,13 @@ def test_a_header_has_every_field_of_a_layer(tmp_path: Path) -> None:
     }
     for field in dataclasses.fields(ktk.MoEConfig):
         assert field.default is dataclasses.MISSING or options[field.name] != field.default
-    config = dataclasses.replace(header.layout.config, **options)
+    width = 2 * header.layout.config.hidden_size
+    config = dataclasses.replace(header.layout.config, **options, model_hidden_size=width)
     layout = dataclasses.replace(header.layout, config=config)
     written = to_bytes(dataclasses.replace(header, layout=layout))
     read = from_metadata(json.loads(written[8:])["__metadata__"])
     assert read.layout.config.layer() == config.layer()
+    assert read.layout.config.model_hidden_size == width
 
 
 def test_a_conversion_holds_few_experts(tmp_path: Path) -> None:

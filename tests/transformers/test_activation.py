@@ -54,6 +54,10 @@ KNOWN: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda g, u: 9 * torch.tanh(g / 9) * torch.sigmoid(g) * 20 * torch.tanh(u / 20),
         {"activation": "situ", "gate_softcap": 9.0, "up_softcap": 20.0},
     ),
+    "a soft cap of gate alone": (
+        lambda g, u: 9 * torch.tanh(g / 9) * torch.sigmoid(g) * u,
+        {"activation": "situ", "gate_softcap": 9.0},
+    ),
     "gpt-oss": (
         oai(1.702, 7.0),
         {"activation": "swigluoai", "activation_alpha": 1.702, "activation_limit": 7.0},

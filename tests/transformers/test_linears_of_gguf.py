@@ -83,7 +83,7 @@ def test_beside_a_gpu_only_what_is_asked_for_is_packed(
 
 
 @pytest.mark.slow
-def test_a_gguf_file_may_be_requantised_if_that_is_asked_for(gguf_file: tuple[Path, Any]) -> None:
+def test_a_gguf_file_may_be_requantized_if_that_is_asked_for(gguf_file: tuple[Path, Any]) -> None:
     path, exact = gguf_file
     model = ktk.transformers.load(path, linears="AMXINT8", head="BF16")
     found = {name: one.linear.backend.name for name, one in packed_linears(model).items()}

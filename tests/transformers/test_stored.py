@@ -143,8 +143,8 @@ def test_folders_that_were_converted(where: str, tmp_path: Path) -> None:
         model = ktk.transformers.load(packed)
     assert {one.moe.backend.name for one in packed_modules(model).values()} == {"AMXINT4"}
     ids = tiny.tokens()
-    quantised = ktk.transformers.load(source, backend="AMXINT4")
-    assert torch.equal(tiny.logits(model, ids), tiny.logits(quantised, ids))
+    quantized = ktk.transformers.load(source, backend="AMXINT4")
+    assert torch.equal(tiny.logits(model, ids), tiny.logits(quantized, ids))
 
 
 @pytest.mark.slow

@@ -243,7 +243,7 @@ def test_every_backend_and_format_can_be_measured(name: str) -> None:
     assert [str(line["format"]).split("+")[0] for line in lines] == formats
 
 
-def test_floats_are_preferred_to_what_is_quantised() -> None:
+def test_floats_are_preferred_to_what_is_quantized() -> None:
     given = [Format("e4m3", "f32", "none", 1, 0), FORMATS[0], Format("f32"), Format("bf16")]
     core = SimpleNamespace(accepts=[(fmt, 0) for fmt in given])
     backend = SimpleNamespace(formats=FORMATS[:2], core=core)

@@ -65,6 +65,8 @@ def test_limits_of_layers_clamp_what_silu_returns(tmp_path: Path, key: str) -> N
 def test_softcaps_are_those_of_the_configuration(tmp_path: Path) -> None:
     layer = read(tmp_path, {**CONFIG, "mlp_gate_softcap": 4, "mlp_up_softcap": 25.0}).layer()
     assert (layer.activation, layer.gate_softcap, layer.up_softcap) == ("situ", 4.0, 25.0)
+    with pytest.raises(CheckpointError, match="mlp_up_softcap is None, expected a number"):
+        read(tmp_path, {**CONFIG, "mlp_gate_softcap": 4})
 
 
 def test_situ_has_the_sizes_that_kimi_k3_says(tmp_path: Path) -> None:
@@ -73,15 +75,18 @@ def test_situ_has_the_sizes_that_kimi_k3_says(tmp_path: Path) -> None:
     assert (layer.activation, layer.gate_softcap, layer.up_softcap) == ("situ", 4.0, 25.0)
     # Checkpoints that are cut out of it for tests keep them beside another function.
     assert read(tmp_path, {**CONFIG, **sizes}).layer().activation == "silu"
-    for name in sizes:
-        with pytest.raises(CheckpointError, match=f"{name} is None, expected a number"):
-            read(tmp_path, {**CONFIG, **sizes, "hidden_act": "situ", name: None})
+    with pytest.raises(CheckpointError, match="activation_situ_beta is None, expected a number"):
+        read(tmp_path, {**CONFIG, **sizes, "hidden_act": "situ", "activation_situ_beta": None})
+    for beta in ({"activation_situ_beta": 4.0}, {**sizes, "activation_situ_linear_beta": None}):
+        layer = read(tmp_path, {**CONFIG, **beta, "hidden_act": "situ"}).layer()
+        assert (layer.activation, layer.gate_softcap, layer.up_softcap) == ("situ", 4.0, None)
 
 
 @pytest.mark.parametrize("name", ["moe_latent_size", "routed_expert_hidden_size"])
 def test_experts_may_be_narrower_than_their_model(tmp_path: Path, name: str) -> None:
-    assert read(tmp_path, {**CONFIG, name: H // 2}).hidden_size == H // 2
-    assert read(tmp_path, {**CONFIG, name: None}).hidden_size == H
+    for narrow, hidden, outer in ((H // 2, H // 2, H), (None, H, None), (H, H, None)):
+        config = read(tmp_path, {**CONFIG, name: narrow})
+        assert (config.hidden_size, config.model_hidden_size) == (hidden, outer)
 
 
 @pytest.mark.parametrize(

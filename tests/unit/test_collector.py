@@ -163,7 +163,7 @@ def test_backends_that_take_no_codes_get_them_decoded() -> None:
             np.testing.assert_array_equal(found, expected.numpy())
 
 
-def test_floats_are_quantised_for_a_backend_that_is_named() -> None:
+def test_floats_are_quantized_for_a_backend_that_is_named() -> None:
     moe = collect(floats(), backend="AMXINT8")
     expected = ktk.load_backend("AMXINT8").moe(
         num_experts=E, num_experts_per_tok=1, hidden_size=H, intermediate_size=I

@@ -73,7 +73,7 @@ CASES = [("FP8", BLOCKS), ("FP8", ROWS), ("FP8", MXFP8), ("MXFP4", MXFP4)]
 
 
 @pytest.mark.parametrize(("backend", "fmt"), CASES, ids=str)
-def test_small_floats_of_torch_are_recognised(backend: str, fmt: Format) -> None:
+def test_small_floats_of_torch_are_recognized(backend: str, fmt: Format) -> None:
     made = {name: quantize(weight, fmt) for name, weight in floats().items()}
     expected = make(backend).load(**arrays_of(made), given=fmt)
     assert expected.format == fmt

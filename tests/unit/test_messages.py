@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -252,11 +253,11 @@ def test_the_reference_knows_all_activations_and_no_other() -> None:
     x = np.linspace(-3, 3, 8)
     assert activations.ACTIVATIONS.keys() == set(ACTIVATIONS)
     for activation, options in itertools.product(ACTIVATIONS, activations.OPTIONS):
-        needs = activations.ACTIVATIONS[activation].needs
-        layer = ktk.MoEConfig(**config(), activation=activation, **options, **needs)
-        exact = reference.Uncertain(x, np.zeros(8))
-        bounded = reference.bounded_glu(exact, exact, layer)
-        np.testing.assert_allclose(reference.glu(x, x, layer), bounded.value, rtol=1e-12)
+        for case in activations.ACTIVATIONS[activation].cases:
+            layer = ktk.MoEConfig(**config(), activation=activation, **options, **case)
+            exact = reference.Uncertain(x, np.zeros(8))
+            bounded = reference.bounded_glu(exact, exact, layer)
+            np.testing.assert_allclose(reference.glu(x, x, layer), bounded.value, rtol=1e-12)
     with pytest.raises(ValueError, match="does not know the activation 'mish'"):
         reference.glu(x, x, SimpleNamespace(activation="mish"))  # type: ignore[arg-type]
 
@@ -265,8 +266,10 @@ def test_slopes_of_the_reference_are_its_derivatives() -> None:
     from ktk.testing.activations import ACTIVATIONS as known
 
     x, step = np.linspace(-6, 6, 96), 1e-6
-    for activation, function in known.items():
-        layer = ktk.MoEConfig(**config(), activation=activation, **function.needs)
+    cases = [(name, case) for name, function in known.items() for case in function.cases]
+    for activation, case in cases:
+        function = known[activation]
+        layer = ktk.MoEConfig(**config(), activation=activation, **case)
         for factor in (function.gate, function.up):
             ends = [factor.value(x + sign * step, layer) for sign in (1, -1)]
             quotient = (ends[0] - ends[1]) / (2 * step)
@@ -278,6 +281,9 @@ def test_slopes_of_the_reference_are_its_derivatives() -> None:
 def test_softcaps_belong_to_one_activation() -> None:
     with pytest.raises(ValueError, match="'situ' needs gate_softcap"):
         ktk.MoEConfig(**config(), activation="situ")
+    with pytest.raises(ValueError, match="'situ' needs gate_softcap"):
+        ktk.MoEConfig(**config(), activation="situ", up_softcap=3.0)
+    assert ktk.MoEConfig(**config(), activation="situ", gate_softcap=3.0).up_softcap is None
     with pytest.raises(ValueError, match="'silu' does not take up_softcap"):
         ktk.MoEConfig(**config(), up_softcap=3.0)
     with pytest.raises(ValueError, match="gate_softcap must be a positive number or None, got 0"):
@@ -311,13 +317,22 @@ def test_the_reference_is_what_torch_computes() -> None:
         "situ": 7 * torch.tanh(x / 7) * torch.sigmoid(x) * 3.5 * torch.tanh(x / 3.5),
     }
     assert gates.keys() == set(ACTIVATIONS)
-    for activation, expected in gates.items():
-        fields = activations.ACTIVATIONS[activation].needs
-        if activation == "swiglustep":
-            fields = {"activation_limit": 1.5}
-        layer = ktk.MoEConfig(**config(), activation=activation, **fields)
+    fields = {name: function.cases[0] for name, function in activations.ACTIVATIONS.items()}
+    fields["swiglustep"] = {"activation_limit": 1.5}
+    wanted = [(name, fields[name], expected) for name, expected in gates.items()]
+    wanted.append(("situ", {"gate_softcap": 7.0}, 7 * torch.tanh(x / 7) * torch.sigmoid(x) * x))
+    for activation, own, expected in wanted:
+        layer = ktk.MoEConfig(**config(), activation=activation, **own)
         got = reference.glu(x.numpy(), x.numpy(), layer)
         np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12)
+
+
+def test_formulas_name_their_sources() -> None:
+    from ktk.testing.activations import ACTIVATIONS as known
+
+    places = r"https://arxiv\.org/abs/\d{4}\.\d{5}|(transformers|vllm)/[\w/]+\.py"
+    for name, function in known.items():
+        assert re.match(rf"({places}): \w+", function.source), name
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_nan_codes_come_back_as_nan() -> None:
         (torch.ones(2, 4), Format("u8", "f32", "i8", 1, 0), "cannot quantise to u8"),
     ],
 )
-def test_what_cannot_be_quantised_is_said(weight: torch.Tensor, fmt: Format, message: str) -> None:
+def test_what_cannot_be_quantized_is_said(weight: torch.Tensor, fmt: Format, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         quantize(weight, fmt)
 

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 import ktk
+from ktk.checkpoint import describe
+from ktk.cli import app
 from ktk.cli.contents import LayerReport
 from ktk.cli.training import training_memory
 from ktk.expert import Expert, Matrix
@@ -115,6 +118,10 @@ def test_nemotron_is_read_as_published(tmp_path: Path, latent: int | None) -> No
         f'"intermediate_size": 7, "moe_intermediate_size": {I}, "mlp_hidden_act": "relu2", '
         '"mamba_hidden_act": "silu"}'
     )
+    told = f"experts are {latent} wide, the model {H}: the caller projects"
+    assert (told in str(describe(tmp_path))) == bool(latent)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "200"})
+    assert (f"The {told}." in result.output) == bool(latent), result.output
     moe = ktk.MoE.from_checkpoint(tmp_path, 1)
     config = moe.config
     assert (config.gated, config.activation, config.hidden_size) == (False, "relu2", hidden)

@@ -218,7 +218,8 @@ def test_what_ktk_does_not_read(config: dict[str, Any]) -> None:
 
 
 def moe(name: str, **changes: Any) -> Any:
-    plain = {"swiglu_alpha": None, "swiglu_limit": None, "swiglu_beta": None}
+    names = ("swiglu_alpha", "swiglu_limit", "swiglu_beta")
+    plain = dict.fromkeys((*names, "activation_situ_beta", "activation_situ_linear_beta"))
     return SimpleNamespace(activation=SimpleNamespace(value=name), **{**plain, **changes})
 
 
@@ -234,8 +235,19 @@ def test_activations() -> None:
     assert limited["activation_limit"] == 5.0
     for same in ("gelu", "gelu_tanh", "relu2"):
         assert activation_of(moe(same)) == {"activation": same, "activation_limit": None}
-    names = ("situ", "swiglustep", "relu2_no_mul")
-    for other in (*map(moe, names), moe("swigluoai", swiglu_beta=0.0)):
+    step = {"activation": "swiglustep", "activation_limit": 7.0}
+    for limit in (None, 7.0):
+        assert activation_of(moe("swiglustep", swiglu_limit=limit)) == step
+    for beta in (25.0, None):
+        betas = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": beta}
+        caps = {"gate_softcap": 4.0, "up_softcap": beta}
+        assert activation_of(moe("situ", **betas)) == {"activation": "situ", **caps}
+    others = (
+        *map(moe, ("situ", "relu2_no_mul")),
+        moe("swigluoai", swiglu_beta=0.0),
+        moe("swiglustep", swiglu_limit=5.0),
+    )
+    for other in others:
         assert activation_of(other) is None
 
 

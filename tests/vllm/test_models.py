@@ -111,7 +111,7 @@ def test_bf16_gives_the_tokens_of_vllm(vllm: Vllm, model: Callable[[str], Model]
     assert_same(made, stock, 8 * found.most)
 
 
-def test_a_named_backend_gets_experts_quantised(vllm: Vllm, model: Callable[[str], Model]) -> None:
+def test_a_named_backend_gets_experts_quantized(vllm: Vllm, model: Callable[[str], Model]) -> None:
     found = model("bf16")
     options = {"quantization": "ktk"}
     made = vllm.generate(found.folder, found.prompts, 2, {"KTK_BACKEND": "AMXINT8"}, **options)

@@ -145,6 +145,7 @@ class Metadata:
                 gated=gated,
                 apply_router_weight_on_input=self.architecture in WEIGHT_ON_INPUT,
                 num_layers=self._num_layers(),
+                model_hidden_size=self._size(Keys.LLM.EMBEDDING_LENGTH, needed=False),
             )
         except EntryError as error:
             raise CheckpointError(f"{self._path}: {error}") from None

@@ -162,7 +162,11 @@ def _read(entries: Mapping[str, Any]) -> Header:
 
 
 def _config(entries: Mapping[str, Any]) -> ExpertConfig:
-    layers = entries.get("num_layers")
+    optional: dict[str, Any] = {
+        name: integer(name, entries[name])
+        for name in ("num_layers", "model_hidden_size")
+        if entries.get(name) is not None
+    }
     # A field that the writer did not know yet has its default. The class checks what it gets.
     of_layer: dict[str, Any] = {
         one.name: entries.get(one.name)
@@ -171,7 +175,7 @@ def _config(entries: Mapping[str, Any]) -> ExpertConfig:
     }
     return ExpertConfig(
         model_type=text("model_type", entries.get("model_type")),
-        num_layers=None if layers is None else integer("num_layers", layers),
+        **optional,
         **{**of_layer, "activation": text("activation", entries.get("activation"))},
     )
 
@@ -223,6 +227,9 @@ def _entries(header: Header) -> dict[str, Any]:
     config = asdict(layout.config)
     # How the source was quantised, and other layers, say nothing about this file.
     del config["quantization"], config["limits"]
+    # Files that were written before there was such an entry are of the same conversion.
+    if config["model_hidden_size"] is None:
+        del config["model_hidden_size"]
     none = (0,) * layout.config.num_experts
     packed = {
         "packed": {part: spec.layout for part, spec in layout.packed.items()},
