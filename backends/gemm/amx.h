@@ -147,9 +147,10 @@ constexpr auto kNothing = [] {};
 // Adds the products of one tile of depth: B tiles at `b` and `b + b_half`, with rows `b_stride`
 // bytes apart. Behind each product comes what is to be done `between` them by other units.
 //
-// A is loaded with the hint that L2 is its place: rows of act pass once for a block of columns, and
-// would drive the weights that all of them meet out of L1. Emerald Rapids, 128 rows from L2, one
-// core: 1.08 times the rate in bf16, int8 and FP8, 1.18 in MXFP4.
+// A is loaded with the hint that L2 is its place. That is by how often each is used, on any CPU:
+// for a run of weights, rows of act pass once, and would drive the weights that all of them meet
+// out of L1. Emerald Rapids, 128 rows from L2, one core: 1.08 times the rate in bf16, int8 and
+// FP8, 1.18 in MXFP4. No other CPU was measured.
 template <class Products, bool kBothHalves, class Between = decltype(kNothing)>
 inline void add_tiles(const char* a, size_t a_stride, const char* b, size_t b_half,
                       size_t b_stride = 64, Between between = kNothing) {

@@ -165,10 +165,11 @@ inline void gemm(const ktk_matmul* mm) {
                         mm->m * kWork <= mm->prefetch->pages_products &&
                         ((is_shared && !kPrepares && cache == KTK_FETCH_L2) ||
                          (is_alone && cache == KTK_FETCH_L2_THEN_L1));
+  const size_t l1_ahead = mm->prefetch->l1_ahead;
   // For tiles that fetch `step` bytes for every line that they use, from `offset` on.
   const auto fetch_from = [&](size_t offset, size_t step) {
     const char* const line = stream.at(offset + ahead);
-    const char* const l1_line = stream.at(offset + KTK_FETCH_L1_AHEAD);
+    const char* const l1_line = stream.at(offset + l1_ahead);
     if (in_pages && stretch_at(stream, offset + ahead).whole) {
       return is_shared ? Fetch::shared_pages(line, step) : Fetch::pages(line, l1_line);
     }

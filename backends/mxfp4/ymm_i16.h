@@ -268,8 +268,10 @@ template <class Layout>
 class I16CodesKernel : public I16Kernel<Layout> {
  public:
   static constexpr size_t kMr = 4;
-  // Registers, as codec/scaled/ymm.h counts them: decoding takes about as long as products, so that
-  // one row wants what comes from further ahead (Zen 2: .80 of the limit, from .70).
+  // Registers, as codec/scaled/ymm.h counts them, not lines, of which there are half as many: the
+  // 128 codes of a line fill eight with int16. Decoding takes about as many instructions as
+  // products of a row, so that one row wants what comes from further ahead (Zen 2: .80 of the
+  // limit, from .70).
   static constexpr size_t kLineProducts = 8;
   // Two rows of 32 columns fill the registers, as four of 16 do.
   static size_t passes(size_t rows) { return rows <= 2 ? 1 : 2; }

@@ -24,21 +24,23 @@ struct Row {
   ktk_prefetch prefetch;
 };
 
+// The last three as nearly all rows have them. `l1_ahead` counts where a row has kL2ThenL1.
 constexpr ktk_prefetch policy(uint32_t few_products, uint32_t in_order_products,
                               uint32_t decode_rows, ktk_fetch few, ktk_fetch one, ktk_fetch pair,
                               ktk_fetch many, ktk_fetch decode, uint32_t accumulators = 8,
-                              uint32_t pages_products = 30) {
+                              uint32_t pages_products = 30, uint32_t l1_ahead = 2048) {
   return {.struct_size = sizeof(ktk_prefetch),
-          .few_products = few_products,
-          .in_order_products = in_order_products,
           .few = few,
           .one = one,
           .pair = pair,
           .many = many,
           .decode = decode,
+          .few_products = few_products,
+          .in_order_products = in_order_products,
+          .pages_products = pages_products,
+          .l1_ahead = l1_ahead,
           .decode_rows = decode_rows,
-          .accumulators = accumulators,
-          .pages_products = pages_products};
+          .accumulators = accumulators};
 }
 
 constexpr uint32_t kAll = 64;   // products that no tile has more of
@@ -154,9 +156,10 @@ struct Number {
 };
 constexpr Number kNumbers[] = {{"few_products", &ktk_prefetch::few_products},
                                {"in_order_products", &ktk_prefetch::in_order_products},
+                               {"pages_products", &ktk_prefetch::pages_products},
+                               {"l1_ahead", &ktk_prefetch::l1_ahead},
                                {"decode_rows", &ktk_prefetch::decode_rows},
-                               {"accumulators", &ktk_prefetch::accumulators},
-                               {"pages_products", &ktk_prefetch::pages_products}};
+                               {"accumulators", &ktk_prefetch::accumulators}};
 
 [[noreturn]] void reject(std::string_view setting, std::string_view part) {
   std::string rows, entries;
@@ -166,8 +169,8 @@ constexpr Number kNumbers[] = {{"few_products", &ktk_prefetch::few_products},
       "KTK_PREFETCH is '" + std::string(setting) + "', and '" + std::string(part) +
       "' in it is neither a CPU (" + rows + ") nor like 'few=4096:l1' or " +
       "'many=32768:l2:pages' (" + entries +
-      "with l1, l2 or l2+l1) nor 'few_products=8', 'in_order_products=0', 'decode_rows=13', "
-      "'accumulators=8' nor 'pages_products=30'");
+      "with l1, l2 or l2+l1) nor 'few_products=8', 'in_order_products=0', 'pages_products=30', "
+      "'l1_ahead=2048', 'decode_rows=13' nor 'accumulators=8'");
 }
 
 std::vector<std::string_view> split(std::string_view text, char between) {

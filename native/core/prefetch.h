@@ -17,7 +17,7 @@ const ktk_prefetch& prefetch();
 // entries that take the place of those of the CPU, or both, with commas between them:
 //
 //   zen5,few=4096:l1,one=8192:l2+l1,many=32768:l2:pages,few_products=8,in_order_products=0,
-//   decode_rows=13,accumulators=10,pages_products=30
+//   pages_products=30,l1_ahead=2048,decode_rows=13,accumulators=10
 ktk_prefetch prefetch_for(const CpuId& cpu, ktk_isa isa, std::string_view setting);
 
 // The name of a CPU's row of the table; "default" where it has none of its own.

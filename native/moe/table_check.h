@@ -32,7 +32,7 @@ void check_tile(const std::string& where, const ktk_tile& tile);
 // Elements, scales, zero points and groups that exist.
 void check_format(const std::string& where, const std::string& field, const ktk_format& format);
 
-// Copies what the writer knew of a struct; fields appended later stay zero.
+// Copies what the writer knew of a struct; fields of a later MINOR than its own stay zero.
 template <typename T>
 T copy_struct(const std::string& where, const T* source) {
   check_struct(where, *source);

@@ -8,7 +8,7 @@
 #define OFFSET(type, field, offset) static_assert(offsetof(type, field) == (offset))
 
 static_assert(sizeof(void*) == 8, "ktk is for 64-bit systems");
-static_assert(KTK_ABI_MAJOR == 1 && KTK_ABI_MINOR == 1);
+static_assert(KTK_ABI_MAJOR == 1 && KTK_ABI_MINOR == 0);
 static_assert(KTK_ALIGNMENT == 64);
 
 static_assert(KTK_ISA_AVX2 == 1u << 0);
@@ -77,18 +77,19 @@ OFFSET(ktk_fetch, ahead, 0);
 OFFSET(ktk_fetch, cache, 4);
 OFFSET(ktk_fetch, order, 6);
 
-static_assert(sizeof(ktk_prefetch) == 88);
+static_assert(sizeof(ktk_prefetch) == 96);
 OFFSET(ktk_prefetch, struct_size, 0);
-OFFSET(ktk_prefetch, few_products, 8);
-OFFSET(ktk_prefetch, in_order_products, 16);
-OFFSET(ktk_prefetch, few, 24);
-OFFSET(ktk_prefetch, one, 32);
-OFFSET(ktk_prefetch, pair, 40);
-OFFSET(ktk_prefetch, many, 48);
-OFFSET(ktk_prefetch, decode, 56);
-OFFSET(ktk_prefetch, decode_rows, 64);
-OFFSET(ktk_prefetch, accumulators, 72);
-OFFSET(ktk_prefetch, pages_products, 80);
+OFFSET(ktk_prefetch, few, 8);
+OFFSET(ktk_prefetch, one, 16);
+OFFSET(ktk_prefetch, pair, 24);
+OFFSET(ktk_prefetch, many, 32);
+OFFSET(ktk_prefetch, decode, 40);
+OFFSET(ktk_prefetch, few_products, 48);
+OFFSET(ktk_prefetch, in_order_products, 56);
+OFFSET(ktk_prefetch, pages_products, 64);
+OFFSET(ktk_prefetch, l1_ahead, 72);
+OFFSET(ktk_prefetch, decode_rows, 80);
+OFFSET(ktk_prefetch, accumulators, 88);
 
 static_assert(sizeof(ktk_ukernel) == 40);
 OFFSET(ktk_ukernel, struct_size, 0);
@@ -105,21 +106,21 @@ OFFSET(ktk_variant, tile, 24);
 OFFSET(ktk_variant, layout, 40);
 OFFSET(ktk_variant, weight_size, 48);
 OFFSET(ktk_variant, pack_weight, 56);
-OFFSET(ktk_variant, unpack_weight, 64);
-OFFSET(ktk_variant, weight_offset, 72);
-OFFSET(ktk_variant, export_weight, 80);
-OFFSET(ktk_variant, act, 88);
-OFFSET(ktk_variant, act_format, 112);
-OFFSET(ktk_variant, act_size, 120);
-OFFSET(ktk_variant, pack_act, 128);
-OFFSET(ktk_variant, unpack_act, 136);
-OFFSET(ktk_variant, ukernels, 144);
-OFFSET(ktk_variant, num_ukernels, 152);
-OFFSET(ktk_variant, enter, 160);
-OFFSET(ktk_variant, leave, 168);
-OFFSET(ktk_variant, source_size, 176);
-OFFSET(ktk_variant, pack_sized, 184);
-OFFSET(ktk_variant, is_packed, 192);
+OFFSET(ktk_variant, source_size, 64);
+OFFSET(ktk_variant, pack_sized, 72);
+OFFSET(ktk_variant, unpack_weight, 80);
+OFFSET(ktk_variant, weight_offset, 88);
+OFFSET(ktk_variant, export_weight, 96);
+OFFSET(ktk_variant, is_packed, 104);
+OFFSET(ktk_variant, act, 112);
+OFFSET(ktk_variant, act_format, 136);
+OFFSET(ktk_variant, act_size, 144);
+OFFSET(ktk_variant, pack_act, 152);
+OFFSET(ktk_variant, unpack_act, 160);
+OFFSET(ktk_variant, ukernels, 168);
+OFFSET(ktk_variant, num_ukernels, 176);
+OFFSET(ktk_variant, enter, 184);
+OFFSET(ktk_variant, leave, 192);
 
 static_assert(sizeof(ktk_accept) == 24);
 OFFSET(ktk_accept, given, 0);

@@ -50,6 +50,7 @@ TEST(a_row_has_a_name) {
 TEST(any_cpu_has_one) {
   CHECK(prefetch_for({}, KTK_ISA_NONE, "").few_products > 0);
   CHECK_EQ(prefetch_for({}, KTK_ISA_NONE, "").struct_size, sizeof(ktk_prefetch));
+  CHECK_EQ(prefetch_for({}, KTK_ISA_NONE, "").l1_ahead, 2048u);
 }
 
 TEST(lines_may_go_to_one_cache_after_the_other) {
@@ -63,29 +64,30 @@ TEST(entries_of_a_setting_take_the_place_of_those_of_the_cpu) {
   const ktk_prefetch p =
       prefetch_for(kZen4, kAvx512,
                    "few=4096:l1,many=32768:l2:pages,few_products=7,in_order_products=0,"
-                   "decode_rows=20,accumulators=12,pages_products=16");
+                   "pages_products=16,l1_ahead=1024,decode_rows=20,accumulators=12");
   CHECK_EQ(p.few.ahead, 4096u);
   CHECK_EQ(p.few.cache, 1);
   CHECK_EQ(p.many.order, KTK_FETCH_BY_PAGES);
   CHECK_EQ(p.few_products, 7u);
   CHECK_EQ(p.in_order_products, 0u);
+  CHECK_EQ(p.pages_products, 16u);
+  CHECK_EQ(p.l1_ahead, 1024u);
   CHECK_EQ(p.decode_rows, 20u);
   CHECK_EQ(p.accumulators, 12u);
-  CHECK_EQ(p.pages_products, 16u);
   CHECK_EQ(p.one.ahead, prefetch_for(kZen4, kAvx512, "").one.ahead);
 }
 
 TEST(what_is_described_is_a_setting) {
   const std::string text =
       "few=1:l1,one=2:l2,pair=3:l1:pages,many=4:l2,decode=0:l2,few_products=5,in_order_products=6,"
-      "decode_rows=7,accumulators=8,pages_products=9";
+      "pages_products=7,l1_ahead=8,decode_rows=9,accumulators=10";
   CHECK_EQ(setting(kZen5, kAvx512, text.c_str()), text);
 }
 
 TEST(nonsense_is_refused_by_name) {
   for (const char* text : {"zen9", "few", "few=", "few=1", "few=l1", "few=-1:l1", "few=1:l3",
                            "few=1:l1:", "few=1:l1:page", "few=4294967296:l1", "some=1:l1",
-                           "few_products=x", "in_order_products=", "zen5,", ","}) {
+                           "few_products=x", "in_order_products=", "l1_ahead=-1", "zen5,", ","}) {
     CHECK_THROWS(ktk::SettingError, prefetch_for(kZen5, kAvx512, text));
   }
 }

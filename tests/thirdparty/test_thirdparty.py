@@ -107,8 +107,8 @@ print(ktk.load_backend("DEMO_F32").name, ktk.load_backend("BF16", distribution="
     [
         (
             "ktk_demo_backend:future",
-            "backend future (ktk_demo_backend:future, not installed) speaks ABI 2.1, this ktk"
-            " speaks 1.1; upgrade ktk, or build it with the abi.h of this ktk",
+            "backend future (ktk_demo_backend:future, not installed) speaks ABI 2.0, this ktk"
+            " speaks 1.0; upgrade ktk, or build it with the abi.h of this ktk",
         ),
         (
             "ktk_demo_backend:hollow",

@@ -17,7 +17,8 @@
 namespace ktk::int4 {
 namespace {
 
-// Up to here, two tiles, decoding takes longer than it saves.
+// Up to here, two tiles, decoding saves nothing, by the count above: on two ports, two tiles split
+// a step in 6 cycles, beside 48 of products, and decoding it takes 4 to 6. Three tiles save 9.
 constexpr size_t kRowsNotDecoded = 24;
 
 constexpr size_t kDecodedStepBytes = 2 * kStepBytes;

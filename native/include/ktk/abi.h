@@ -16,7 +16,9 @@
  * Strides of packed data are in bytes.
  *
  * The header is append-only within a MAJOR version: new fields go to the end of a struct, and
- * `struct_size` tells the reader which of them the writer knew.
+ * `struct_size` tells the reader which of them the writer knew. Every table has all fields of 1.0,
+ * also those that may be NULL. Fields that a later MINOR appends are 0 or NULL to ktk in a table
+ * that ends before them, and that will mean that they are not used.
  */
 #ifndef KTK_ABI_H_
 #define KTK_ABI_H_
@@ -30,7 +32,7 @@ extern "C" {
 
 /* MAJOR: a field moved or changed its meaning. MINOR: a field was appended. */
 #define KTK_ABI_MAJOR 1
-#define KTK_ABI_MINOR 1
+#define KTK_ABI_MINOR 0
 
 /* Name (and type tag) of the PyCapsule that carries a `const ktk_backend *`; the capsule is what
  * `__ktk_backend__()` of a backend's module returns. The table must outlive the process. */
@@ -123,13 +125,13 @@ typedef struct ktk_tile {
 
 /* Fetching packed weights ahead of their use. `ahead`: bytes from the line that is used to the one
  * that is fetched meanwhile; 0 fetches nothing. `cache`: the level that lines are fetched into;
- * KTK_FETCH_L2_THEN_L1 asks for L2, and for L1 when KTK_FETCH_L1_AHEAD bytes are left to the line.
- * Kernels that cannot do that fetch into L2. `order`: KTK_FETCH_IN_ORDER, or KTK_FETCH_BY_PAGES, in
- * windows of 32 KiB one line of each of eight pages in turn, so that `ahead` should be 32 KiB or
- * more. Vector kernels do so with KTK_FETCH_L2_THEN_L1, where L1 is in order, and for two tiles
- * with KTK_FETCH_L2, AMX kernels with that and KTK_FETCH_L1; all else fetches in order. */
+ * KTK_FETCH_L2_THEN_L1 asks for L2, and for L1 when `l1_ahead` bytes (ktk_prefetch) are left to
+ * the line. Kernels that cannot do that fetch into L2. `order`: KTK_FETCH_IN_ORDER, or
+ * KTK_FETCH_BY_PAGES, in windows of 32 KiB one line of each of eight pages in turn, so that `ahead`
+ * should be 32 KiB or more. Vector kernels do so with KTK_FETCH_L2_THEN_L1, where L1 is in order,
+ * and for two tiles with KTK_FETCH_L2, AMX kernels with that and KTK_FETCH_L1; all else fetches in
+ * order. */
 enum ktk_fetch_caches { KTK_FETCH_L1 = 1, KTK_FETCH_L2 = 2, KTK_FETCH_L2_THEN_L1 = 3 };
-#define KTK_FETCH_L1_AHEAD 2048
 enum ktk_fetch_orders { KTK_FETCH_IN_ORDER = 0, KTK_FETCH_BY_PAGES = 1 };
 typedef struct ktk_fetch {
   uint32_t ahead;
@@ -141,17 +143,22 @@ typedef struct ktk_fetch {
  * suits one CPU is not compiled into code that another one runs. No result depends on it. */
 typedef struct ktk_prefetch {
   size_t struct_size;
+  ktk_fetch few;    /* one tile of rows, which waits for memory */
+  ktk_fetch one;    /* one tile of more rows, which computes about as long */
+  ktk_fetch pair;   /* two or three tiles that read the same weights and share fetching the next */
+  ktk_fetch many;   /* more of them */
+  ktk_fetch decode; /* weights that are decoded to scratch, ahead of all tiles */
   /* Up to so many products of 64 bytes for each line of weights, a tile of rows waits for memory. A
    * line of bf16 or int8 makes one for each row, a line of int4, which becomes two of int8, two. */
   size_t few_products;
   /* Up to so many, micro-kernels that have a form for few rows which uses lines of weights in the
    * order of memory take that: the CPU's own prefetchers follow. */
   size_t in_order_products;
-  ktk_fetch few;    /* one tile of rows, which waits for memory */
-  ktk_fetch one;    /* one tile of more rows, which computes about as long */
-  ktk_fetch pair;   /* two or three tiles that read the same weights and share fetching the next */
-  ktk_fetch many;   /* more of them */
-  ktk_fetch decode; /* weights that are decoded to scratch, ahead of all tiles */
+  /* Up to so many, vector kernels fetch by pages where an entry says so; 0: never. With more, a
+   * core computes for longer than it reads in any order. */
+  size_t pages_products;
+  /* Bytes from the line that is used to the one that KTK_FETCH_L2_THEN_L1 brings from L2 to L1. */
+  size_t l1_ahead;
   /* From so many rows on, micro-kernels that have a form which decodes weights once, to scratch,
    * for all tiles of rows take that; 0: every tile decodes in registers, beside its products. */
   size_t decode_rows;
@@ -160,9 +167,6 @@ typedef struct ktk_prefetch {
    * micro-kernels with another form for few rows, which has more of them, deal rows out so. 0:
    * evenly. */
   size_t accumulators;
-  /* Up to so many products for each line of weights, vector kernels fetch by pages where an entry
-   * says so; 0: never. With more, a core computes for longer than it reads in any order. */
-  size_t pages_products;
 } ktk_prefetch;
 
 /* One product: dst[0..m)[n_begin..n_end) = act[0..m) x weight[n_begin..n_end)^T, in f32. */
@@ -214,6 +218,19 @@ typedef struct ktk_variant {
    * n. */
   void (*pack_weight)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
                       size_t n_end, void* packed);
+  /* For codecs that compress without loss, which no bound below the plain bytes can be given for:
+   * the bytes that a matrix takes packed because of what rows [n_begin, n_end) of `source` hold,
+   * weight_size() or more, a multiple of KTK_ALIGNMENT. Ranges are those of pack_weight; the
+   * largest result of ranges that cover all n is what the matrix takes. weight_size() then says
+   * what nearly all weights take, and pack_weight may be NULL. Both this and pack_sized are NULL,
+   * or neither. */
+  size_t (*source_size)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                        size_t n_end);
+  /* Takes the place of pack_weight: `packed` has `bytes`, the largest result of source_size() or
+   * more, the same for all ranges, which write every one of them. Whoever reads a packed matrix is
+   * not told how large it is: it has to say so itself. */
+  void (*pack_sized)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                     size_t n_end, void* packed, size_t bytes);
   /* Writes [n_begin, n_end) as rows of f32 to out, `out_stride` floats apart. Any rows: embeddings
    * are looked up one by one. */
   void (*unpack_weight)(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
@@ -228,6 +245,11 @@ typedef struct ktk_variant {
    * stored format can be kept. */
   void (*export_weight)(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
                         const ktk_export* target);
+  /* Whether `bytes` that come from a file, and may be anything, are a packed matrix: one that all
+   * functions can be given, none of which then touches memory that it must not. Weights may be any.
+   * Files keep packed bytes, in place of rows, where this is there in all variants of a backend,
+   * which then share one layout and have export_weight. NULL: files keep rows. */
+  int (*is_packed)(const ktk_matrix* matrix, const void* packed, size_t bytes);
 
   /* Activation codec; `matrix` is the weight that the rows will be multiplied with.
    * What a packed activation is: KTK_I8 with KTK_F32 per 1 x 128 ... */
@@ -255,25 +277,6 @@ typedef struct ktk_variant {
    * NULL, or neither. */
   void (*enter)(void);
   void (*leave)(void);
-
-  /* Since 1.1, for codecs that compress without loss, which no bound below the plain bytes can be
-   * given for. Both NULL, or neither. weight_size() then says what nearly all weights take, and
-   * pack_weight may be NULL. */
-  /* Bytes that a matrix takes packed because of what rows [n_begin, n_end) of `source` hold:
-   * weight_size() or more, a multiple of KTK_ALIGNMENT. Ranges are those of pack_weight; the
-   * largest result of ranges that cover all n is what the matrix takes. */
-  size_t (*source_size)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
-                        size_t n_end);
-  /* Takes the place of pack_weight: `packed` has `bytes`, the largest result of source_size() or
-   * more, the same for all ranges, which write every one of them. Whoever reads a packed matrix is
-   * not told how large it is: it has to say so itself. */
-  void (*pack_sized)(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
-                     size_t n_end, void* packed, size_t bytes);
-  /* Whether `bytes` that come from a file, and may be anything, are a packed matrix: one that all
-   * functions can be given, none of which then touches memory that it must not. Weights may be any.
-   * Files keep packed bytes, in place of rows, where this is there in all variants of a backend,
-   * which then share one layout and have export_weight. NULL: files keep rows. */
-  int (*is_packed)(const ktk_matrix* matrix, const void* packed, size_t bytes);
 } ktk_variant;
 
 /* A format that a checkpoint may come in, and which of `formats` it is stored as by default. */

@@ -89,9 +89,14 @@ constexpr ktk_variant make_variant() {
   v.layout = Weight::kLayout;
   v.weight_size = Weight::size;
   if constexpr (requires { Weight::pack; }) v.pack_weight = Weight::pack;
+  if constexpr (requires { Weight::pack_sized; }) {
+    v.source_size = Weight::source_size;
+    v.pack_sized = Weight::pack_sized;
+  }
   v.unpack_weight = Weight::unpack;
   if constexpr (requires { Weight::offset; }) v.weight_offset = Weight::offset;
   if constexpr (requires { Weight::write; }) v.export_weight = Weight::write;
+  if constexpr (requires { Weight::is_packed; }) v.is_packed = Weight::is_packed;
   v.act = Act::kFormat;
   if constexpr (requires { Act::format; }) v.act_format = Act::format;
   v.act_size = Act::size;
@@ -103,11 +108,6 @@ constexpr ktk_variant make_variant() {
     v.enter = V::enter;
     v.leave = V::leave;
   }
-  if constexpr (requires { Weight::pack_sized; }) {
-    v.source_size = Weight::source_size;
-    v.pack_sized = Weight::pack_sized;
-  }
-  if constexpr (requires { Weight::is_packed; }) v.is_packed = Weight::is_packed;
   return v;
 }
 

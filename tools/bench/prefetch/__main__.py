@@ -74,7 +74,7 @@ class Machine:
         """Return the relative times of all candidates."""
         if case not in self._surveyed:
             say(f"surveying {case}")
-            tried = candidates(amx="amx" in case.variant)
+            tried = candidates(amx="amx" in case.variant, l1_ahead=self.present.l1_ahead)
             settings = {fetch: setting(case, fetch) for fetch in tried}
             rounds = self.effort.survey_rounds
             self._surveyed[case] = survey(self.clock(case), settings, rounds)

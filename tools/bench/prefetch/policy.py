@@ -6,18 +6,25 @@ from dataclasses import dataclass, fields, replace
 
 #: The classes of products that a policy has an entry for.
 CLASSES = ("few", "one", "pair", "many", "decode")
-NUMBERS = ("few_products", "in_order_products", "decode_rows", "accumulators", "pages_products")
+NUMBERS = (
+    "few_products",
+    "in_order_products",
+    "pages_products",
+    "l1_ahead",
+    "decode_rows",
+    "accumulators",
+)
 #: `in_order_products` of a CPU that wants the order of memory wherever it can be had.
 ALL_IN_ORDER = 64
 #: `accumulators` of a CPU whose row does not say: four cycles for a product, two begun in a cycle.
 ACCUMULATORS = 8
 #: `pages_products` of a CPU whose row does not say.
 PAGES_PRODUCTS = 30
+#: `l1_ahead` of a CPU whose row does not say.
+L1_AHEAD = 2048
 
-
-#: `cache` of a Fetch: the last is into L2, and from there into L1, L1_AHEAD bytes before its use.
+#: `cache` of a Fetch: the last is into L2, and from there into L1, `l1_ahead` bytes before its use.
 CACHES = {1: "l1", 2: "l2", 3: "l2+l1"}
-L1_AHEAD = 2048  # KTK_FETCH_L1_AHEAD of abi.h
 
 
 @dataclass(frozen=True)
@@ -41,13 +48,14 @@ class Fetch:
 
 @dataclass(frozen=True)
 class Policy:
-    """An entry for every class, and five numbers.
+    """An entry for every class, and six numbers.
 
     Up to `few_products` multiply instructions for a line of weights are few. Up to
-    `in_order_products`, kernels that have a form for it use weights in the order of memory. From
-    `decode_rows` rows on, kernels that have a form for it decode weights once; 0: never. Tiles of
-    rows that have fewer than `accumulators` independent sums are avoided. Up to `pages_products`
-    for a line of weights, vector kernels fetch by pages where an entry says so.
+    `in_order_products`, kernels that have a form for it use weights in the order of memory. Up to
+    `pages_products`, vector kernels fetch by pages where an entry says so. What goes into L2 and
+    then into L1 does the second `l1_ahead` bytes before its use. From `decode_rows` rows on,
+    kernels that have a form for it decode weights once; 0: never. Tiles of rows that have fewer
+    than `accumulators` independent sums are avoided.
     """
 
     few: Fetch
@@ -57,9 +65,10 @@ class Policy:
     decode: Fetch
     few_products: int
     in_order_products: int
+    pages_products: int
+    l1_ahead: int
     decode_rows: int
     accumulators: int
-    pages_products: int
 
     @staticmethod
     def parse(text: str) -> Policy:
@@ -77,16 +86,17 @@ class Policy:
         return ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
 
 
-def candidates(*, amx: bool) -> list[Fetch]:
+def candidates(*, amx: bool, l1_ahead: int) -> list[Fetch]:
     """Return what to try: none, and 512 B to 64 KiB ahead into either cache, or both.
 
+    Into both from further ahead than `l1_ahead` of the policy in use.
     By pages, 32 KiB at a time, tiles of `amx` fetch into either cache, a tile of vectors into both,
     and two of them into L2: see `is_done`.
     """
     distances = [512 << i for i in range(8)]
     found = [Fetch(0, 2), *(Fetch(ahead, cache) for cache in (1, 2) for ahead in distances)]
     if not amx:
-        found += [Fetch(ahead, 3) for ahead in distances if ahead > L1_AHEAD]
+        found += [Fetch(ahead, 3) for ahead in distances if ahead > l1_ahead]
     caches = (1, 2, 3) if amx else (2, 3)
     return found + [Fetch(ahead, cache, True) for cache in caches for ahead in (32768, 65536)]
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from prefetch.policy import ACCUMULATORS, ALL_IN_ORDER, CLASSES, PAGES_PRODUCTS, Fetch, Policy
+from prefetch.policy import (
+    ACCUMULATORS,
+    ALL_IN_ORDER,
+    CLASSES,
+    L1_AHEAD,
+    PAGES_PRODUCTS,
+    Fetch,
+    Policy,
+)
 
 
 def instruction_sets(allowed: Collection[str]) -> str:
@@ -50,9 +58,11 @@ def _decode_rows(policy: Policy) -> str:
 
 
 def _last_numbers(policy: Policy) -> str:
-    if policy.pages_products != PAGES_PRODUCTS:
-        return f", {policy.accumulators}, {policy.pages_products}"
-    return f", {policy.accumulators}" if policy.accumulators != ACCUMULATORS else ""
+    numbers = [policy.accumulators, policy.pages_products, policy.l1_ahead]
+    usual = [ACCUMULATORS, PAGES_PRODUCTS, L1_AHEAD]
+    while numbers and numbers[-1] == usual[len(numbers) - 1]:
+        numbers.pop()
+    return "".join(f", {number}" for number in numbers)
 
 
 def _initializer(fetch: Fetch) -> str:
