@@ -22,6 +22,7 @@ import transformers
 import ktk.hub
 import ktk.sft
 import ktk.transformers
+from ktk.checkpoint import open_checkpoint
 from ktk.errors import CheckpointError
 from ktk.transformers.dense import KtkLinear
 from ktk.transformers.packed import packed_modules
@@ -114,8 +115,13 @@ def main() -> None:
         parser.error("--length of 1 leaves no token to predict")
 
     path = options.model or tiny_model(options.output / "model")
-    with contextlib.suppress(CheckpointError):  # transformers downloads what is not here
-        path = ktk.hub.find_model(path)
+    # What is not here, or not whole, transformers downloads.
+    with contextlib.suppress(CheckpointError):
+        found = ktk.hub.find_model(path)
+        with open_checkpoint(found) as checkpoint:
+            for fault in checkpoint.faults():
+                raise fault
+        path = found
     if options.data:
         tokenizer = ktk.transformers.load_tokenizer(path)
         data = lines(options.data, tokenizer, options.length)

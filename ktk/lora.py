@@ -68,6 +68,8 @@ class Lora:
             listed = ", ".join(f"{rank} of {name}" for name, rank in ranks.items())
             raise ValueError(f"all factors of an adapter have one rank, got {listed}")
         try:
+            if isinstance(self.scale, (str, bytes)):
+                raise TypeError
             scale = float(self.scale)
         except OverflowError:
             scale = math.inf

@@ -102,16 +102,16 @@ struct ZmmKernel : KernelBase {
   static constexpr size_t kMr = 12;
   static constexpr size_t kLineProducts = Dot::kLineProducts;
   template <size_t kMost, Form kForm>
-  static constexpr auto kTiles =
+  static constexpr auto kForms =
       row_table<kMost>([]<size_t kRows> { return &multiply_tile<Dot, kRows, kForm>; });
 
   static size_t passes(size_t) { return 1; }
   static void tile(const Tile& t) {
-    if (t.columns <= kTileCols) return kTiles<kMr, Form::kNarrow>[t.rows](t);
+    if (t.columns <= kTileCols) return kForms<kMr, Form::kNarrow>[t.rows](t);
     if (t.in_order && t.rows <= Dot::kInOrderRows) {
-      return kTiles<Dot::kInOrderRows, Form::kInOrder>[t.rows](t);
+      return kForms<Dot::kInOrderRows, Form::kInOrder>[t.rows](t);
     }
-    kTiles<kMr, Form::kWide>[t.rows](t);
+    kForms<kMr, Form::kWide>[t.rows](t);
   }
 };
 

@@ -118,6 +118,8 @@ class OpLayer:
                 f"{self.name} is divided over processes, and has no backward pass or adapters "
                 "there: compute under torch.no_grad(), or load the model in one process"
             )
+        if adapter_ids is None and isinstance(lora, Sequence) and len(lora) == 1:
+            lora = lora[0]
         if adapter_ids is not None or isinstance(lora, Sequence):
             return by_token(hidden, topk_ids, topk_weights, lora, adapter_ids, self.number)
         if not plain:

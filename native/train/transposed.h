@@ -77,7 +77,7 @@ class Transposing {
   // The same of `count` rows of f32, `stride` floats apart.
   static void pack(const float* rows, size_t stride, size_t count, const TransposedMatrix& to,
                    size_t at, char* memory);
-  // Rows of f32 in own(), `stride()` floats apart, to be filled for the latter. They are a multiple
+  // Room in own() for rows of f32, up to stride() floats apart, for the latter. They are a multiple
   // of KTK_PAIR_DEPTH.
   size_t rows() const { return rows_; }
   size_t stride() const { return stride_; }

@@ -121,6 +121,17 @@ def test_tokens_choose_adapters_as_in_a_call(layer: OpLayer, dtype: torch.dtype)
     assert torch.equal(layer(*call(), both[:1]), parts[0])
 
 
+def test_one_adapter_in_a_list_is_for_all_tokens(layer: OpLayer) -> None:
+    both = adapters()
+    hidden, ids, weights = call()
+    gradients = []
+    for lora in (both[0], both[:1]):
+        given = hidden.clone().requires_grad_()
+        layer(given, ids, weights, lora).sum().backward()
+        gradients.append(given.grad)
+    assert torch.equal(gradients[0], gradients[1])
+
+
 def test_compiled_graphs_choose_adapters_by_token(layer: OpLayer) -> None:
     both = adapters()
 

@@ -323,3 +323,25 @@ def test_the_example_takes_a_name_of_the_hub(
     store(cache_folder(), "acme/tiny-GGUF", path.parent)
     finetune("acme/tiny-GGUF", tmp_path, monkeypatch)
     assert "experts are computed by LLAMAFILE\n" in capsys.readouterr().out
+
+
+def test_the_example_leaves_half_a_download_to_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which goes on with it by the name; the folder in the cache has no weights yet."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    path, _ = published.write("deepseek-v3", tmp_path / "model")
+    for weights in path.glob("*.safetensors"):
+        weights.unlink()
+    store(cache_folder(), "acme/half", path)
+    asked = []
+
+    def load_tokenizer(name: str | Path) -> None:
+        asked.append(str(name))
+        raise SystemExit
+
+    monkeypatch.setattr(ktk.transformers, "load_tokenizer", load_tokenizer)
+    with pytest.raises(SystemExit):
+        finetune("acme/half", tmp_path, monkeypatch)
+    assert asked == ["acme/half"]
