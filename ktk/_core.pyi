@@ -9,7 +9,7 @@ import numpy
 from numpy.typing import NDArray
 
 
-ABI: tuple = (1, 1)
+ABI: tuple = (1, 0)
 
 class SettingError(ValueError):
     pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import mmap
@@ -80,8 +81,9 @@ def why_not() -> str:
 
 @functools.cache
 def build() -> Path:
-    """Compile core and trap; the process that asks owns the file."""
+    """Compile core and trap; the file is there as long as the process that asks."""
     folder = Path(tempfile.mkdtemp(prefix="ktk-amx-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     library = folder / "libamx_soft.so"
     flags = "-std=gnu11 -O3 -mavx2 -mfma -ffp-contract=off -frounding-math -fPIC -shared"
     sources = [HERE / "amx_soft.c", HERE / "amx_trap.c"]
