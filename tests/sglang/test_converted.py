@@ -22,7 +22,10 @@ def int4(layer: Any, stem: str, expert: int) -> torch.Tensor:
     words = getattr(layer, f"{stem}_weight_packed")[expert].T
     codes = (words[..., None] >> torch.arange(0, 32, 4) & 15).flatten(-2) - 8
     scales = getattr(layer, f"{stem}_weight_scale")[expert].T
-    return codes * scales.repeat_interleave(codes.shape[1] // scales.shape[1], dim=1)
+    values: torch.Tensor = codes * scales.repeat_interleave(
+        codes.shape[1] // scales.shape[1], dim=1
+    )
+    return values
 
 
 def fp8(layer: Any, stem: str, expert: int) -> torch.Tensor:

@@ -128,8 +128,9 @@ def test_one_adapter_in_a_list_is_for_all_tokens(layer: OpLayer) -> None:
     for lora in (both[0], both[:1]):
         given = hidden.clone().requires_grad_()
         layer(given, ids, weights, lora).sum().backward()
+        assert given.grad is not None
         gradients.append(given.grad)
-    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(*gradients)
 
 
 def test_compiled_graphs_choose_adapters_by_token(layer: OpLayer) -> None:
