@@ -13,8 +13,7 @@ import torch
 
 from ktk.config import PARTS
 from ktk.dtypes import FLOAT_DTYPES
-
-_LARGEST = float(torch.finfo(torch.float32).max)
+from ktk.lora import LARGEST
 
 
 def checked_rank(rank: Any) -> int:
@@ -32,7 +31,7 @@ def checked_alpha(alpha: Any) -> float:
         raise TypeError(f"alpha must be a number, got {alpha!r}")
     number: Any = alpha
     # A NaN is not within either.
-    if not -_LARGEST <= number <= _LARGEST:
+    if not -LARGEST <= number <= LARGEST:
         raise ValueError(f"alpha must be a finite number of float32, got {alpha!r}")
     return float(number)
 
