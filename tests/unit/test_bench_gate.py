@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -103,16 +104,17 @@ def test_a_counter_counts_threads_that_start_later() -> None:
         while time.thread_time() < end:
             pass
 
-    before, used = clock.read(), time.process_time()
+    before, start = clock.read(), time.perf_counter()
     threads = [threading.Thread(target=work) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    counted, used = (clock.read() - before) / 1e9, time.process_time() - used
+    counted, took = (clock.read() - before) / 1e9, time.perf_counter() - start
     clock.close()
-    # Other threads of this process, from before, may have added to what it used.
-    assert 0.15 <= counted <= used + 0.02
+    # This clock goes on while the hypervisor has the CPU, which the times of threads and processes
+    # leave out: no more is certain than that no CPU counts more than the time that went by.
+    assert 0.15 <= counted <= took * (os.cpu_count() or 1)
 
 
 def test_what_is_not_counted_is_an_error_with_a_reason() -> None:
