@@ -84,16 +84,17 @@ constexpr Row kRows[] = {
     {"zen2", "AuthenticAMD", 0x17, 0x30, kAnyModel, KTK_ISA_NONE,
      policy(4, kAll, 13, {1024, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder},
             {16384, 1, kInOrder}, {8192, 2, kInOrder}, 10)},
-    // Few rows, of the time at 512 B into L2: on Emerald Rapids with 8 threads 2 KiB into L1 takes
-    // 0.86 in int8, 0.84 and 0.81 in 4 bits, where 1 KiB, best for bf16 (0.96), takes up to 10 %
-    // more, and 8 KiB into L2 gains 4 to 11 %; on model 167 with 2 threads 2 KiB takes 1.00 in
-    // bf16, 0.87 in int8, 0.90 and 0.88 in 4 bits, which gain nothing at 4 KiB. More rows: two
-    // threads read 17.9 GB/s each at 1 KiB, in order, 14.4 at 4 KiB (plain loads 15.5). Where tiles
-    // of rows share fetching, the order of memory reaches 60 % of what one line of each page does;
+    // Emerald Rapids, 2 threads, plain loads at 28 GB/s. Of the time of 2 KiB into L1 with few rows
+    // and 1 KiB into L2 with more, few rows fetched as the row below has it, and more of them 8 KiB
+    // ahead into both caches, take 0.86 to 0.90 with 1 token in 4 bits, FP8 and Q4_K, 0.83 to 0.90
+    // with 4 and 8, 0.75 to 0.97 with 32, and Q4_K and Q8_0 0.77 with 128. By pages more rows take
+    // as much, but in bf16, where a single tile of AMX fetches in order all the same, 1.06 for
+    // 32 KiB (0.98 to 1.03 for anything from 512 B to 8 KiB). Where tiles of rows share fetching,
+    // the order of memory reaches 60 % of what one line of each page does on model 167, 0.83 here;
     // not measured for two tiles of vectors, which do the same.
     {"intel_amx", "GenuineIntel", 6, 0, kAnyModel, kAmx,
-     policy(4, kAll, 13, {2048, 1, kInOrder}, {1024, 2, kInOrder}, {32768, 2, kByPages},
-            {32768, 2, kByPages}, {8192, 2, kInOrder})},
+     policy(4, kAll, 13, {32768, kL2ThenL1, kByPages}, {8192, kL2ThenL1, kInOrder},
+            {32768, 2, kByPages}, {32768, 2, kByPages}, {8192, 2, kInOrder})},
     // Emerald Rapids whose AMX a hypervisor hides, 2 threads, plain loads at 33 GB/s, bf16: one and
     // two rows reach 31 and 29 GB/s at 8 KiB, 23 and 21 at 512 B (times 0.78 and 0.72, +-0.02);
     // 4, 16 and 32 KiB gain nothing over 8, nor does anything gain for more rows, within 1 to 3 %;
