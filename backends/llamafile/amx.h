@@ -1,14 +1,15 @@
-// The product with AMX, for many rows: 16 x 16 sums, 32 deep, one instruction (gemm/amx.h).
+// The product with AMX, for many rows: 16 x 16 sums, 32 deep, one instruction (gemm/amx.h). For
+// types whose scales hold for 32 weights: sums can only leave tiles through memory, and twice as
+// often for groups of 16, which vectors multiply faster with any number of rows.
 //
 // B tiles are operands (operands.h) with the sign of the weights; a plane of 128 bytes is a row of
 // both B tiles. Two super-blocks are written to scratch, 16 KiB, before all rows pass over them. A
-// tile is as deep as a group of the type, 32 or 16, because the scales change there, and its sums
-// can only leave through memory. Those of four groups rest in scratch and are then scaled and added
-// to dst together, which moves dst once for all of them and waits once for stores of tiles. Not
-// between the products that follow: while tiles multiply, vectors do one operation a cycle instead
-// of two (Intel 6/167), so neither hides behind the other.
+// tile is as deep as a sub-block, because the scales change there. Sums of four sub-blocks rest in
+// scratch and are then scaled and added to dst together, which moves dst once for all of them and
+// waits once for stores of tiles. Not between the products that follow: while tiles multiply,
+// vectors do one operation a cycle instead of two (Intel 6/167), so neither hides behind the other.
 //
-//   scratch   | scales | operands | sums of four groups | sums of a super-block |
+//   scratch   | scales | operands | sums of four sub-blocks | sums of a super-block |
 #pragma once
 
 #include "gemm/amx.h"
@@ -20,13 +21,13 @@ namespace ktk::llamafile {
 namespace {
 
 constexpr size_t kAmxMr = 2 * kAmxRows;
-constexpr size_t kSumsOfGroup = kAmxMr * kNr;  // of a tile of rows
-constexpr size_t kGroupsAtOnce = 4;
+constexpr size_t kTileSums = kAmxMr * kNr;
+constexpr size_t kAtOnce = 4;  // sub-blocks
+static_assert(kSubBlocks % kAtOnce == 0);
 
-// The sums of one group.
 template <bool kBothHalves>
-inline void multiply_group(const uint8_t* operands, const char* act, size_t act_stride,
-                           int32_t* sums) {
+inline void multiply_sub_block(const uint8_t* operands, const char* act, size_t act_stride,
+                               int32_t* sums) {
   zero_sums<kBothHalves>();
   add_tiles<TilesSigned, kBothHalves>(act, act_stride, reinterpret_cast<const char*>(operands),
                                       kLine, kPlaneBytes);
@@ -37,9 +38,8 @@ template <Kind kKind>
 class GemmAmx : public KernelBase {
   static constexpr Scaling kScaling = kKind.scaling;
   using E = Epilogue<kScaling>;
-  static constexpr size_t kGroups = E::kGroups, kSpan = E::kSpan;
-  static constexpr size_t kAtOnce = kGroupsAtOnce / kGroups;  // sub-blocks
-  static_assert(kAtOnce % kSpan == 0 && kSubBlocks % kAtOnce == 0);
+  static constexpr size_t kSpan = E::kSpan;
+  static_assert(E::kGroups == 1 && kAtOnce % kSpan == 0);
 
  public:
   static constexpr size_t kMr = kAmxMr;
@@ -56,13 +56,13 @@ class GemmAmx : public KernelBase {
         scales_(static_cast<float*>(mm->scratch)),
         operands_(reinterpret_cast<uint8_t*>(scales_ + kRunSubBlocks * kMostScales)),
         sums_(reinterpret_cast<int32_t*>(operands_ + kRunSubBlocks * kOperandBytes)),
-        deferred_(reinterpret_cast<float*>(sums_ + kGroupsAtOnce * kSumsOfGroup)) {
+        deferred_(reinterpret_cast<float*>(sums_ + kAtOnce * kTileSums)) {
     clear_rows(deferred_, kNr, kMr);
   }
 
   static size_t scratch_size(const ktk_matrix*, size_t) {
     return kRunSubBlocks * (kOperandBytes + kMostScales * sizeof(float)) +
-           (kGroupsAtOnce * sizeof(int32_t) + sizeof(float)) * kSumsOfGroup;
+           (kAtOnce * sizeof(int32_t) + sizeof(float)) * kTileSums;
   }
 
   static size_t passes(size_t) { return 1; }
@@ -80,17 +80,14 @@ class GemmAmx : public KernelBase {
   void tile(const Tile& t) const {
     const size_t count = sub_blocks(t.begin, t.end), first = t.begin * kSubBlocks;
     const size_t bytes = offset(t.end) - offset(t.begin);
-    const auto multiply = t.rows > kAmxRows ? multiply_group<true> : multiply_group<false>;
+    const auto multiply = t.rows > kAmxRows ? multiply_sub_block<true> : multiply_sub_block<false>;
     BulkFetch fetch = t.bulk_fetch;
     for (size_t i = 0; i < count; i += kAtOnce) {
       const size_t end = smaller(i + kAtOnce, count);
       fetch.next(ceil_div((end - i) * bytes, count * kLine));
-      int32_t* sums = sums_;
       for (size_t j = i; j < end; ++j) {
-        for (size_t g = 0; g < kGroups; ++g, sums += kSumsOfGroup) {
-          multiply(operands_ + j * kOperandBytes + g * kOperandBytes / kGroups,
-                   act(t, first + j) + g * kSubBlock / kGroups, t.act_stride, sums);
-        }
+        multiply(operands_ + j * kOperandBytes, act(t, first + j), t.act_stride,
+                 sums_ + (j - i) * kTileSums);
       }
       tile_memory_barrier();
       if (end - i == kAtOnce) {
@@ -117,7 +114,7 @@ class GemmAmx : public KernelBase {
     const char* const act = act_groups(t, first + begin);
     for (size_t n = 0; n < kNr; n += Dot::kLanes) {
       for (size_t i = 0; i < count; i += kCount) {
-        add_columns<kCount>(sums_ + i * kGroups * kSumsOfGroup + n,
+        add_columns<kCount>(sums_ + i * kTileSums + n,
                             scales_ + (begin + i) * num_scales(kScaling) + n,
                             act + i * sizeof(ActGroup), t.act_stride, t.rows, dst + n, dst_stride);
       }
@@ -144,17 +141,13 @@ class GemmAmx : public KernelBase {
         for (size_t i = span; i < span + kSpan; ++i) {
           t = E::add_group(
               i == span, t, act[i],
-              [&](size_t g) {
-                return Dot::convert(Dot::load_bytes(sums + (i * kGroups + g) * kSumsOfGroup));
-              },
-              [&](size_t g) { return scales[i][g]; },
-              [&](size_t g) { return scales[i][kGroups + g]; });
+              [&](size_t) { return Dot::convert(Dot::load_bytes(sums + i * kTileSums)); },
+              [&](size_t) { return scales[i][0]; }, [&](size_t) { return scales[i][1]; });
         }
         const size_t last = span + kSpan - 1;
         total = E::finish(
-            t, act[last], total, [&](size_t g) { return scales[last][g]; },
-            [&](size_t g) { return scales[last][kGroups + g]; },
-            [&] { return scales[span][kGroups]; });
+            t, act[last], total, [&](size_t) { return scales[last][0]; },
+            [&](size_t) { return scales[last][1]; }, [&] { return scales[span][1]; });
       }
       Dot::store(dst, total);
     }
@@ -172,17 +165,9 @@ class GemmAmx : public KernelBase {
 
 template <Kind kKind>
 void gemm_amx(const ktk_matmul* mm) {
-  const TileRowsOfDepth<kSubBlock> rows(mm->m, kSubBlock / num_groups(kKind.scaling));
+  const TileRowsOfDepth<kSubBlock> rows(mm->m);
   gemm<GemmAmx<kKind>>(mm);
 }
-
-inline void multiply_amx(const ktk_matmul* mm) {
-  static constexpr auto kGemm =
-      type_table([]<size_t kType> { return &gemm_amx<kind_of(kTypes[kType])>; });
-  kGemm[block_type(mm->matrix->format.element)](mm);
-}
-
-constexpr auto amx_scratch_size = GemmAmx<kind_of(block_type(kQ8_0))>::scratch_size;
 
 }  // namespace
 }  // namespace ktk::llamafile
