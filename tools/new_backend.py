@@ -17,7 +17,10 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -55,6 +58,16 @@ def check_name(name: str) -> None:
         raise SystemExit(f"{name!r} is no name for a backend: letters and digits only")
 
 
+@contextmanager
+def whole(folder: Path) -> Iterator[None]:
+    """Leave no new folder behind where not all of it can be written."""
+    try:
+        yield
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
 def write(files: list[Path], folder: Path, name: str) -> None:
     """Write templates into a new folder."""
     folder.mkdir(parents=True)
@@ -78,9 +91,10 @@ def scaffold(name: str, root: Path) -> Path:
         meson: add_subdir(meson.read_text(), name),
         pyproject: add_entry_point(pyproject.read_text(), name),
     }
-    write(list(TEMPLATE.iterdir()), folder, name)
-    for path, text in changed.items():
-        path.write_text(text)
+    with whole(folder):
+        write(list(TEMPLATE.iterdir()), folder, name)
+        for path, text in changed.items():
+            path.write_text(text)
     return folder
 
 
@@ -92,8 +106,9 @@ def package(name: str, folder: Path) -> Path:
     if set("[]") & set(str(folder)):
         raise SystemExit(f"{folder}: pip takes what is in [ ] for extras; name another folder")
     sources = [path for path in TEMPLATE.iterdir() if path.suffix in (".cc", ".h")]
-    write([*PACKAGE.glob("*.*"), TEMPLATE / "README.md"], folder, name)
-    write(sources, folder / name.lower(), name)
+    with whole(folder):
+        write([*PACKAGE.glob("*.*"), TEMPLATE / "README.md"], folder, name)
+        write(sources, folder / name.lower(), name)
     return folder
 
 

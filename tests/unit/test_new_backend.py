@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("backends", "ktk", "native", "subprojects", "tests", "tools")
+NEW_BACKEND = ROOT / "tools/new_backend.py"
 FILES = ("meson.build", "meson.options", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -124,6 +125,20 @@ def test_a_folder_that_pip_or_the_system_refuses_is_named(tmp_path: Path) -> Non
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert f"Not a directory: '{tmp_path}/file/package'" in done.stderr
+
+
+def test_half_a_package_does_not_stay(tmp_path: Path) -> None:
+    limits = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))"
+    script = f"{limits}; import runpy; runpy.run_path({str(NEW_BACKEND)!r}, run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "INT6", "--package", tmp_path / "int6"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("nothing usable was written: ")
+    assert not (tmp_path / "int6").exists()
 
 
 @pytest.mark.parametrize("name", ["BF16", "two words", "1ST", "../x"])
