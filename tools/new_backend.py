@@ -59,8 +59,9 @@ def check_name(name: str) -> None:
 
 
 @contextmanager
-def whole(folder: Path) -> Iterator[None]:
-    """Leave no new folder behind where not all of it can be written."""
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, and remove it where not all of it can be written."""
+    folder.mkdir(parents=True)
     try:
         yield
     except OSError:
@@ -69,8 +70,8 @@ def whole(folder: Path) -> Iterator[None]:
 
 
 def write(files: list[Path], folder: Path, name: str) -> None:
-    """Write templates into a new folder."""
-    folder.mkdir(parents=True)
+    """Write templates into a folder."""
+    folder.mkdir(exist_ok=True)
     for source in sorted(files):
         (folder / source.name).write_text(fill(source.read_text(), name))
 
@@ -91,10 +92,16 @@ def scaffold(name: str, root: Path) -> Path:
         meson: add_subdir(meson.read_text(), name),
         pyproject: add_entry_point(pyproject.read_text(), name),
     }
-    with whole(folder):
+    before = {path: path.read_text() for path in changed}
+    with new_folder(folder):
         write(list(TEMPLATE.iterdir()), folder, name)
-        for path, text in changed.items():
-            path.write_text(text)
+        try:
+            for path, text in changed.items():
+                path.write_text(text)
+        except OSError:
+            for path, text in before.items():
+                path.write_text(text)
+            raise
     return folder
 
 
@@ -106,7 +113,7 @@ def package(name: str, folder: Path) -> Path:
     if set("[]") & set(str(folder)):
         raise SystemExit(f"{folder}: pip takes what is in [ ] for extras; name another folder")
     sources = [path for path in TEMPLATE.iterdir() if path.suffix in (".cc", ".h")]
-    with whole(folder):
+    with new_folder(folder):
         write([*PACKAGE.glob("*.*"), TEMPLATE / "README.md"], folder, name)
         write(sources, folder / name.lower(), name)
     return folder

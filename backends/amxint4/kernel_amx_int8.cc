@@ -8,8 +8,9 @@ namespace ktk::amxint4 {
 namespace {
 
 // Up to 12 rows wait for memory, or for the expansion of nibbles: the vector kernel does without
-// (Emerald Rapids, a layer with 6 and 8 rows an expert: 0.87 and 0.89 of the time, with 12 0.91 to
-// 1.04). Sums of a slab are exact in both and meet the same roundings, so the bits are the same.
+// (Emerald Rapids, a layer with 6, 8 and 12 rows an expert: 0.87, 0.89 and 1.04 of the time at
+// best, 0.87, 0.90 and 0.91 by medians). Sums of a slab are exact in both and meet the same
+// roundings, so the bits are the same.
 struct Variant : AmxVariantOfDepth<int4::kTileDepth<amxint4::Act>> {
   using Weight = amxint4::WeightCodec;
   using Act = amxint4::Act;

@@ -100,7 +100,8 @@ def sizes(*steps: int, least: int = 70) -> st.SearchStrategy[int]:
 
 def rows(variant: Any) -> st.SearchStrategy[int]:
     """Numbers of rows around the row step and the reach of each micro-kernel."""
-    limit = 37
+    # The last one, which reaches everything, has no limit of its own.
+    limit = max([37, *(m_max + 1 for _, m_max in variant.ukernels[:-1])])
     reach = {m for _, m_max in variant.ukernels for m in (m_max, m_max + 1) if m <= limit}
     near = range(variant.m_step, limit + 1, variant.m_step)
     return st.sampled_from(sorted({1, 2, 3, *reach, *near})) | st.integers(1, limit)
@@ -348,7 +349,7 @@ def batches(draw: st.DrawFn, config: MoEConfig, min_tokens: int = 0, outside: bo
     Without ``outside``, ids are of experts only.
     """
     tokens = draw(
-        st.integers(min_tokens, 9) | st.sampled_from([max(17, min_tokens), 33]), label="tokens"
+        st.integers(min_tokens, 9) | st.sampled_from([max(17, min_tokens), 33, 70]), label="tokens"
     )
     experts, top_k = config.num_experts, config.num_experts_per_tok
     hidden = draw(matrices((tokens, config.hidden_size), LAYER_KINDS, "hidden"))

@@ -84,14 +84,14 @@ constexpr Row kRows[] = {
     {"zen2", "AuthenticAMD", 0x17, 0x30, kAnyModel, KTK_ISA_NONE,
      policy(4, kAll, 13, {1024, 2, kInOrder}, {8192, 2, kInOrder}, {16384, 2, kInOrder},
             {16384, 1, kInOrder}, {8192, 2, kInOrder}, 10)},
-    // Emerald Rapids, 2 threads, plain loads at 28 GB/s. Of the time of 2 KiB into L1 with few rows
-    // and 1 KiB into L2 with more, few rows fetched as the row below has it, and more of them 8 KiB
-    // ahead into both caches, take 0.86 to 0.90 with 1 token in 4 bits, FP8 and Q4_K, 0.83 to 0.90
-    // with 4 and 8, 0.75 to 0.97 with 32, and Q4_K and Q8_0 0.77 with 128. By pages more rows take
-    // as much, but in bf16, where a single tile of AMX fetches in order all the same, 1.06 for
-    // 32 KiB (0.98 to 1.03 for anything from 512 B to 8 KiB). Where tiles of rows share fetching,
-    // the order of memory reaches 60 % of what one line of each page does on model 167, 0.83 here;
-    // not measured for two tiles of vectors, which do the same.
+    // Emerald Rapids, 2 threads, plain loads at 28 GB/s, against 2 KiB into L1 for few rows and 1
+    // KiB into L2 for more. Time in AMXINT4, Q4_K and Q8_0 at T = 1, 4, 16, 32, 128: 0.89 0.83 0.84
+    // 0.80 0.96, 0.86 0.86 0.79 0.75 0.77, 0.99 0.99 0.95 0.87 0.76; by pages for more rows, too,
+    // these take as long, and MXFP4, FP8 and RAWINT4 at T = 1, 8, 32 0.85 0.83 0.94, 0.86 0.92
+    // 0.89, 0.87 0.82 0.80. A single tile of AMX in bf16 fetches in order all the same: 0.98 to
+    // 1.03 for anything from 512 B to 8 KiB, 1.06 for 32. Where tiles of rows share fetching, the
+    // order of memory reaches 0.60 of what one line of each page does on model 167, 0.83 here; two
+    // tiles of RAWINT4's vectors gain nothing from either.
     {"intel_amx", "GenuineIntel", 6, 0, kAnyModel, kAmx,
      policy(4, kAll, 13, {32768, kL2ThenL1, kByPages}, {8192, kL2ThenL1, kInOrder},
             {32768, 2, kByPages}, {32768, 2, kByPages}, {8192, 2, kInOrder})},

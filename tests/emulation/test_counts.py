@@ -66,15 +66,15 @@ RUN_BF16 = 16384 // (2 * 32)
 KERNELS = [
     Kernel("BF16", "amx_bf16", "bf16", 32, RUN_BF16, moves=2),
     Kernel("BF16Z", "amx_bf16", "bf16", 32, RUN_BF16, moves=2),
-    Kernel("FP8", "amx_bf16", "f32-128x128", 32, 128),
-    Kernel("FP8", "amx_bf16", "f32-row", 32, 128),
-    Kernel("FP8", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2),
-    Kernel("MXFP4", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2),
-    Kernel("MXFP4", "amx_bf16", "e4m3-g16", 32, RUN_BF16, moves=2),
-    Kernel("AMXINT8", "amx_int8", "i8", 64, 512),  # the group of activations
-    Kernel("AMXINT4", "amx_int8", "bf16-g128", 64, 128),
-    Kernel("AMXINT4", "amx_int8", "bf16-g64", 64, 64),
-    Kernel("AMXINT4", "amx_int8", "bf16-g32", 32, 32, deviates=True),
+    Kernel("FP8", "amx_bf16", "f32-128x128", 32, 128, vector_rows=2),
+    Kernel("FP8", "amx_bf16", "f32-row", 32, 128, vector_rows=2),
+    Kernel("FP8", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2, vector_rows=2),
+    Kernel("MXFP4", "amx_bf16", "ue8m0-g32", 32, RUN_BF16, moves=2, vector_rows=2),
+    Kernel("MXFP4", "amx_bf16", "e4m3-g16", 32, RUN_BF16, moves=2, vector_rows=2),
+    Kernel("AMXINT8", "amx_int8", "i8", 64, 512, vector_rows=2),  # the group of activations
+    Kernel("AMXINT4", "amx_int8", "bf16-g128", 64, 128, vector_rows=12),
+    Kernel("AMXINT4", "amx_int8", "bf16-g64", 64, 64, vector_rows=12),
+    Kernel("AMXINT4", "amx_int8", "bf16-g32", 32, 32, deviates=True, vector_rows=12),
     Kernel("RAWINT4", "amx_int8", "bf16-g32", 32, 32, vector_rows=24),
     Kernel("LLAMAFILE", "amx_int8", "q4_k", 32, 32, vector_rows=48),
     Kernel("LLAMAFILE", "amx_int8", "q8_0", 32, 32, vector_rows=48),
@@ -143,13 +143,24 @@ def test_tiles_are_loaded_no_more_often_than_multiplied(kernel: Kernel) -> None:
         assert found.sum_moves <= kernel.moves * tiles * runs, (rows, found)
 
 
+@pytest.mark.parametrize("kernel", [one for one in KERNELS if one.vector_rows], ids=str)
+def test_few_rows_are_multiplied_without_tiles(kernel: Kernel) -> None:
+    packed = matrix(kernel)
+    assert count(packed, kernel.vector_rows).products == 0
+    assert count(packed, kernel.vector_rows + 1).products > 0
+
+
+def test_types_with_groups_of_16_are_multiplied_without_tiles() -> None:
+    assert count(matrix(Kernel("LLAMAFILE", "amx_int8", "q6_k", 16, 16)), 128).products == 0
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
 def test_tiles_are_configured_once(kernel: Kernel) -> None:
     """By `enter`. Fewer than 16 rows, and another depth, change it for a call."""
     packed = matrix(kernel)
     for rows in kernel.rows_of(16, 32, 100):
         assert count(packed, rows).configs == (3 if kernel.deviates else 1)
-    assert count(packed, 5).configs <= 3
+    assert count(packed, max(5, kernel.vector_rows + 1)).configs <= 3
 
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if not kernel.deviates], ids=str)

@@ -65,9 +65,9 @@ def test_blocks_keep_their_values(name: str, variant: str) -> None:
 def test_many_rows_have_the_bits_of_one(name: str, variant: str) -> None:
     """In tiles of every kind, over more runs than a stretch."""
     packed = pack(variant, random_rows(name, 40, 9 * 256), name)
-    x = np.random.default_rng(1).standard_normal((61, 9 * 256)).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((69, 9 * 256)).astype(np.float32)
     single = np.concatenate([packed.matmul(row[np.newaxis]) for row in x])
-    for m in (2, 7, 13, 29, 61):
+    for m in (2, 7, 13, 29, 61, 69):
         check_same_bits(packed.matmul(x[:m]), single[:m])
 
 
@@ -83,7 +83,7 @@ def test_products_meet_every_scale_of_eight_bits(name: str, variant: str) -> Non
     with np.errstate(over="ignore"):
         expected = decode(rows.reshape(256, -1), name)[:, 0] * np.float32(127)
     # Micro-kernels for one and two rows, for some, and for many.
-    for m in (1, 2, 5, 33):
+    for m in (1, 2, 5, 33, 65):
         x = np.zeros((m, k), np.float32)
         x[:, 0] = 127
         check_same_bits(packed.matmul(x), np.tile(expected, (m, 1)))

@@ -76,6 +76,8 @@ def test_a_row_is_compared_with_the_newest_of_its_subject_and_mode_of_memory() -
     assert results.counterpart(row, [slow, fast, unknown, other]) == slow
     assert results.counterpart(row, [fast, unknown]) == unknown
     assert results.counterpart(row, [other]) is None
+    later = replace(slow, commit="2222222")
+    assert results.counterpart(row, [slow, later, fast]) == later
 
 
 def test_what_makes_no_cell_is_named() -> None:

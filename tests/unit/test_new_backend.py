@@ -141,6 +141,30 @@ def test_half_a_package_does_not_stay(tmp_path: Path) -> None:
     assert not (tmp_path / "int6").exists()
 
 
+def test_a_backend_that_cannot_be_entered_leaves_the_tree_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(NEW_BACKEND.parent))
+    import new_backend
+
+    (tmp_path / "backends").mkdir()
+    for path in ("pyproject.toml", "backends/meson.build"):
+        shutil.copy(ROOT / path, tmp_path / path)
+    write_text = Path.write_text
+
+    def fails_once(path: Path, text: str) -> int:
+        if path.name == "pyproject.toml" and "INT6" in text:
+            raise OSError(28, "No space left on device", str(path))
+        return write_text(path, text)
+
+    monkeypatch.setattr(Path, "write_text", fails_once)
+    with pytest.raises(SystemExit, match=r"nothing usable was written.*No space left"):
+        new_backend.main(["INT6", "--dir", str(tmp_path)])
+    assert not (tmp_path / "backends/int6").exists()
+    for path in ("pyproject.toml", "backends/meson.build"):
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text()
+
+
 @pytest.mark.parametrize("name", ["BF16", "two words", "1ST", "../x"])
 def test_a_bad_name_is_refused_and_changes_nothing(name: str, tree: Path) -> None:
     before = (tree / "backends" / "meson.build").read_text()

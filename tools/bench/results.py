@@ -176,8 +176,11 @@ def _parse(line: str) -> Row:
 
 
 def counterpart(row: Row, known: Sequence[Row]) -> Row | None:
-    """Return the newest row of the same subject, of the same mode of memory where there is one."""
-    same = [other for other in known if other.subject == row.subject]
+    """Return the newest row of the same subject, of the same mode of memory where there is one.
+
+    Of those of a day, the last one.
+    """
+    same = [other for other in reversed(known) if other.subject == row.subject]
     close = [other for other in same if _same_rate(row.read, other.read)]
     return max(close or same, key=lambda other: other.date, default=None)
 

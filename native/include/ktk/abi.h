@@ -129,8 +129,8 @@ typedef struct ktk_tile {
  * the line. Kernels that cannot do that fetch into L2. `order`: KTK_FETCH_IN_ORDER, or
  * KTK_FETCH_BY_PAGES, in windows of 32 KiB one line of each of eight pages in turn, so that `ahead`
  * should be 32 KiB or more. Vector kernels do so with KTK_FETCH_L2_THEN_L1, where L1 is in order,
- * and for two tiles with KTK_FETCH_L2, AMX kernels with that and KTK_FETCH_L1; all else fetches in
- * order. */
+ * and for two tiles with KTK_FETCH_L2, AMX kernels with any, into L1 where that is all they are to
+ * fetch into and else into L2; all else fetches in order. */
 enum ktk_fetch_caches { KTK_FETCH_L1 = 1, KTK_FETCH_L2 = 2, KTK_FETCH_L2_THEN_L1 = 3 };
 enum ktk_fetch_orders { KTK_FETCH_IN_ORDER = 0, KTK_FETCH_BY_PAGES = 1 };
 typedef struct ktk_fetch {
