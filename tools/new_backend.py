@@ -88,11 +88,11 @@ def scaffold(name: str, root: Path) -> Path:
             f"{root} is no source tree of ktk: say --dir ROOT, or --package DIR for a package of"
             " its own"
         )
+    before = {path: path.read_text() for path in (meson, pyproject)}
     changed = {
-        meson: add_subdir(meson.read_text(), name),
-        pyproject: add_entry_point(pyproject.read_text(), name),
+        meson: add_subdir(before[meson], name),
+        pyproject: add_entry_point(before[pyproject], name),
     }
-    before = {path: path.read_text() for path in changed}
     with new_folder(folder):
         write(list(TEMPLATE.iterdir()), folder, name)
         try:

@@ -97,8 +97,7 @@ class GemmAmx : public KernelBase {
   }
 
  private:
-  // Adds the sums of `count` sub-blocks, a multiple of kCount, from number `begin` of the run on to
-  // dst.
+  // Adds to dst the sums of `count` sub-blocks, a multiple of kCount, from number `begin` on.
   template <size_t kCount>
   void add(const Tile& t, size_t first, size_t begin, size_t count) const {
     const char* const act = act_groups(t, first + begin);

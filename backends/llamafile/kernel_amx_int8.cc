@@ -3,6 +3,7 @@
 // once for each group.
 #include "llamafile/amx.h"
 #include "llamafile/by_element.h"
+#include "llamafile/by_type.h"
 #include "llamafile/floats/blocks_kernel.h"
 
 extern "C" {
@@ -21,30 +22,14 @@ using Vectors =
 constexpr size_t kVectorRows = 48;
 constexpr ktk_ukernel kDecoded = Vectors::ukernel<2>("gemm_decoded_12x32_avx512_vnni", kVectorRows);
 
-struct ManyRows {
-  RunProduct* run;
-  ScratchSize* scratch_size;
-};
-
-template <size_t kType>
-constexpr ManyRows many_rows() {
+using ManyRows = ByType<[]<size_t kType>() -> TypeProduct {
   constexpr Kind kKind = kind_of(kTypes[kType]);
   if constexpr (num_groups(kKind.scaling) == 1) {
     return {gemm_amx<kKind>, GemmAmx<kKind>::scratch_size};
   } else {
     return {kDecoded.run, kDecoded.scratch_size};
   }
-}
-
-const ManyRows& many_rows_of(const ktk_matrix* matrix) {
-  static constexpr auto kTable = type_table([]<size_t kType> { return many_rows<kType>(); });
-  return kTable[block_type(matrix->format.element)];
-}
-
-void multiply_many(const ktk_matmul* mm) { many_rows_of(mm->matrix).run(mm); }
-size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
-  return many_rows_of(matrix).scratch_size(matrix, m);
-}
+}>;
 
 struct Blocks {
   using Weight = BlockWeight;
@@ -53,7 +38,7 @@ struct Blocks {
       Vectors::ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
       Vectors::ukernel<1>("gemm_12x32_avx512_vnni", kFewRows),
       kDecoded,
-      ukernel("gemm_32x32_amx_int8", multiply_many, many_scratch_size),
+      ukernel("gemm_32x32_amx_int8", ManyRows::run, ManyRows::scratch_size),
   };
 };
 constexpr ktk_variant kBlocks = make_variant<Blocks>();

@@ -2,6 +2,7 @@
 // avx512_vnni, the same code. More rows are not: decoding and scaling have ports of their own here,
 // and stores of dst take long.
 #include "llamafile/by_element.h"
+#include "llamafile/by_type.h"
 #include "llamafile/gemm.h"
 #include "llamafile/gemm_i16.h"
 #include "llamafile/gemm_in_registers.h"
@@ -14,13 +15,7 @@ namespace ktk::llamafile {
 namespace {
 
 // More than a dozen rows of block types.
-struct ManyRows {
-  RunProduct* run;
-  ScratchSize* scratch_size;
-};
-
-template <size_t kType>
-constexpr ManyRows many_rows() {
+using ManyRows = ByType<[]<size_t kType>() -> TypeProduct {
   constexpr BlockType kOf = kTypes[kType];
   constexpr Kind kKind = kind_of(kOf);
   if constexpr (fits_i16(kOf)) {
@@ -29,12 +24,7 @@ constexpr ManyRows many_rows() {
     using Kernel = GemmInRegisters<kKind>;
     return {gemm<Kernel>, Kernel::scratch_size};
   }
-}
-
-const ManyRows& many_rows_of(const ktk_matrix* matrix) {
-  static constexpr auto kTable = type_table([]<size_t kType> { return many_rows<kType>(); });
-  return kTable[block_type(matrix->format.element)];
-}
+}>;
 
 // Up to here, writing operands takes longer than it saves: measured on Zen 4, and no count says so.
 // decode_rows, of the table by CPU, asks about decoding alone, and Zen 4 never wants that; tiles
@@ -44,11 +34,7 @@ constexpr size_t kMaxRowsUnwritten = 20;
 void multiply_many(const ktk_matmul* mm) {
   const BlockType& type = block_type(mm->matrix->format.element);
   if (defers_d(scaling_of(type)) && mm->m <= kMaxRowsUnwritten) return multiply(mm);
-  many_rows_of(mm->matrix).run(mm);
-}
-
-size_t many_scratch_size(const ktk_matrix* matrix, size_t m) {
-  return many_rows_of(matrix).scratch_size(matrix, m);
+  ManyRows::run(mm);
 }
 
 using Shared =
@@ -70,7 +56,7 @@ void multiply_any(const ktk_matmul* mm) {
   (has_blocks(mm->matrix) ? multiply_many : kSharedMany.run)(mm);
 }
 size_t any_scratch_size(const ktk_matrix* matrix, size_t m) {
-  return (has_blocks(matrix) ? many_scratch_size : kSharedMany.scratch_size)(matrix, m);
+  return (has_blocks(matrix) ? ManyRows::scratch_size : kSharedMany.scratch_size)(matrix, m);
 }
 
 struct Variant : Shared {

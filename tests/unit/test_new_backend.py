@@ -152,12 +152,12 @@ def test_a_backend_that_cannot_be_entered_leaves_the_tree_as_it_was(
         shutil.copy(ROOT / path, tmp_path / path)
     write_text = Path.write_text
 
-    def fails_once(path: Path, text: str) -> int:
+    def fails(path: Path, text: str) -> int:
         if path.name == "pyproject.toml" and "INT6" in text:
             raise OSError(28, "No space left on device", str(path))
         return write_text(path, text)
 
-    monkeypatch.setattr(Path, "write_text", fails_once)
+    monkeypatch.setattr(Path, "write_text", fails)
     with pytest.raises(SystemExit, match=r"nothing usable was written.*No space left"):
         new_backend.main(["INT6", "--dir", str(tmp_path)])
     assert not (tmp_path / "backends/int6").exists()
