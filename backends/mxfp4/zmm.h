@@ -44,13 +44,26 @@ struct DecodeBf16 {
 template <class Scales>
 struct DecodeF32 {
   using Dot = DotF32;
-  using Line = __m512i;
+  struct Line {
+    __m512i from_byte[4];  // of each dword
+  };
   static constexpr size_t kVectors = 8;
   __m512 table = _mm512_load_ps(kTables<Scales>.f32);
 
-  Line load(const char* line) const { return _mm512_load_si512(line); }
-  __m512i vector(Line line, size_t i) const {
-    const __m512i index = (__m512i)((__v16su)line >> (i % 2 * 16 + i / 2 * 4));
+  Line load(const char* line) const {
+    const auto dwords = (__v16su)_mm512_load_si512(line);
+    return {{(__m512i)dwords, (__m512i)(dwords >> 8), (__m512i)(dwords >> 16),
+             (__m512i)(dwords >> 24)}};
+  }
+  // Shifts by bytes are left to loads: shifts and lookups have a port each on Intel's CPUs, and
+  // products want both.
+  Line load_followed(const char* line) const {
+    return {{_mm512_load_si512(line), _mm512_loadu_si512(line + 1), _mm512_loadu_si512(line + 2),
+             _mm512_loadu_si512(line + 3)}};
+  }
+  __m512i vector(const Line& line, size_t i) const {
+    const __m512i dwords = line.from_byte[i % 2 * 2 + i / 4];
+    const __m512i index = i / 2 % 2 ? (__m512i)((__v16su)dwords >> 4) : dwords;
     return _mm512_castps_si512(_mm512_permutexvar_ps(index, table));
   }
   __m512 value(__m512 sum) const { return sum; }

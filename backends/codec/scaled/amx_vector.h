@@ -101,15 +101,23 @@ inline void add_products(__m512 (&chain)[kRows][2], __m512i low, __m512i high, c
   }
 }
 
+// A line that another one follows, so that bytes behind it may be read, too.
+template <class Decoder>
+inline typename Decoder::Line load_followed(const Decoder& decoder, const char* line) {
+  if constexpr (requires { decoder.load_followed(line); }) return decoder.load_followed(line);
+  return decoder.load(line);
+}
+
 // Adds the products of the next line of either half.
 template <class By, class Decoder, size_t kRows>
 inline void add_lines(__m512 (&even)[kRows][2], __m512 (&odd)[kRows][2], const Decoder& decoder,
-                      const By (&by)[2], const char* line, const float* act, size_t depth,
-                      Fetch& fetch) {
+                      const By (&by)[2], const char* line, bool is_last, const float* act,
+                      size_t depth, Fetch& fetch) {
   fetch.next_unseen();
-  const typename Decoder::Line low = decoder.load(line);
+  const typename Decoder::Line low = load_followed(decoder, line);
   fetch.next_unseen();
-  const typename Decoder::Line high = decoder.load(line + kLine);
+  const typename Decoder::Line high =
+      is_last ? decoder.load(line + kLine) : load_followed(decoder, line + kLine);
 #pragma GCC unroll 4
   for (size_t v = 0; v < Decoder::kVectors; v += 2) {
     add_products(even, by[0].times(decoder.vector(low, v)), by[1].times(decoder.vector(high, v)),
@@ -140,7 +148,9 @@ inline void add_step(__m512 (&sum)[kRows][2], const Decoder& decoder, const char
       scales.advance();
 #pragma GCC unroll 8
       for (size_t k = 0; k < kGroupDepth; k += Layout::kLineDepth) {
-        add_lines(even, odd, decoder, by, line, act, depth, fetch);
+        const bool is_last =
+            group + 1 == kTileDepth / kGroupDepth && k + Layout::kLineDepth >= kGroupDepth;
+        add_lines(even, odd, decoder, by, line, is_last, act, depth, fetch);
         line += 2 * kLine;
         act += Layout::kLineDepth;
       }
