@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from ktk import _core
 from ktk.hosts.adapters import by_token
 from ktk.hosts.numbered import LAYERS, NUMBERS, living, plain_inputs
 from ktk.hosts.plain import is_plain
 from ktk.hosts.train import train
 from ktk.ktmoe.model import ModelState
 from ktk.ktmoe.steps import Inputs, Submission, result_on_stream, submit_on_stream
+from ktk.ktmoe.streams import is_capturing
 from ktk.lora import Adapters
 from ktk.moe import MoE
 
@@ -142,8 +142,12 @@ class OpLayer:
         self.compute = compute
 
     def renewed(self, moe: MoE) -> None:
-        """Compute with a layer, of the same sizes, from now on."""
+        """Compute with a layer, of the same sizes, from now on.
+
+        Graphs that captured the one before are to be captured again: their next replay says so.
+        """
         self.moe = self.compute = moe
+        _state().captured_calls.pop(self, None)
 
     def __copy__(self) -> OpLayer:
         return self
@@ -189,11 +193,12 @@ def on_stream(
     tensors = hidden.detach(), topk_ids, topk_weights.detach()
     width, top_k = known.moe.config.hidden_size, topk_ids.shape[-1]
     inputs = Inputs.of(*tensors, width, top_k, stream)
-    captured = _core.stream_is_capturing(inputs.stream)
+    captured = is_capturing(inputs.stream, hidden.device)
     if not captured:
         state.check()
-    what = Submission(known.moe._core, known.name, known.mask, 0, False)
-    return result_on_stream(submit_on_stream(what, state, inputs, captured, None, None))
+    what = Submission(known.moe._core, known.name, known.mask, 0, False, known)
+    result = result_on_stream(submit_on_stream(what, state, inputs, captured, None, None))
+    return result.view(hidden.shape)
 
 
 def elsewhere(

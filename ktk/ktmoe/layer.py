@@ -336,6 +336,8 @@ class Layer:
         moe, given = loaded
         check_method(self.method, moe)
         self.moe, self._given = moe, given
+        # Graphs have the weights from before: their next replay says so.
+        self.model.captured_calls.pop(self, None)
         self._order, self._from_tensors = order, from_tensors
         # What a checkpoint says.
         self.config = replace(self.config, zero_expert_num=moe.config.zero_expert_num)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Hashable
 from typing import Any
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 
 from ktk import _core
 from ktk.ktmoe.staging import StagingCache
-from ktk.ktmoe.streams import handle_of, on_stream
+from ktk.ktmoe.streams import handle_of, is_capturing, on_stream
 from ktk.ktmoe.submitted import Carried, Step
 
 
@@ -29,7 +29,8 @@ class ModelState:
     def __init__(self) -> None:
         self.errors = _core.Latch()
         self.staging = StagingCache()
-        self.captured_calls: list[_core.AsyncCall] = []
+        # Of graphs, by the layer that has their weights.
+        self.captured_calls: WeakKeyDictionary[object, list[_core.AsyncCall]] = WeakKeyDictionary()
         self._key: Hashable = None  # of a state that layers found; None for one that was given
         self._layers: WeakValueDictionary[int, object] = WeakValueDictionary()
         self._carried: Carried | None = None
@@ -114,22 +115,22 @@ class ModelState:
             )
         return left
 
-    def room(self, layer_idx: int, hidden: torch.Tensor, captured: bool) -> Carried:
-        """Return where a call leaves its deferred experts.
+    def room(self, layer_idx: int, hidden: torch.Tensor, stream: int | None) -> Carried:
+        """Return where a call on a stream, or in a graph if that is None, leaves deferred experts.
 
-        One buffer for each size is enough: the calls of a pool run in turn, and each takes what is
-        there before it leaves anything.
+        One buffer for each size is enough for a stream: its calls run in turn, and each takes what
+        is there before it leaves anything.
         """
-        key = (*hidden.shape, hidden.device, captured)
+        key = (*hidden.shape, hidden.device, stream)
         if key not in self._sums:
             pinned = hidden.device.type != "cpu"
             sums = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
-            if not captured:
-                self._drop_eager_sums()
+            if stream is not None:
+                self._drop_sums(stream)
             array: Any = sums
             self._sums[key] = (sums, _core.Carry(array))
         sums, carry = self._sums[key]
-        return Carried(layer_idx, sums, carry, captured)
+        return Carried(layer_idx, sums, carry, captured=stream is None)
 
     def leave(self, carried: Carried | None) -> None:
         """Keep what a call leaves to the next layer, if anything."""
@@ -153,7 +154,7 @@ class ModelState:
                 f"{stream:#x}"
             )
         at_once = not stream and step.on_pool
-        if left.captured != (not at_once and _core.stream_is_capturing(stream)):
+        if left.captured != (not at_once and is_capturing(stream, step.device)):
             was = "" if left.captured else "not "
             raise RuntimeError(
                 f"the call of layer {left.layer_idx} was {was}captured into a graph, and flush has "
@@ -164,10 +165,10 @@ class ModelState:
             step.call.wait(all=True)
             self.check()
             return left.sums.clone()
-        step.call.wait_on(stream, all=True)
-        if step.staging is None:
-            return left.sums
         with on_stream(stream, step.device):
+            step.call.wait_on(stream, all=True)
+            if step.staging is None:
+                return left.sums
             out = torch.empty(left.sums.shape, dtype=torch.float32, device=step.device)
             return out.copy_(left.sums, non_blocking=True)
 
@@ -183,9 +184,9 @@ class ModelState:
         self.captured_calls.clear()
         self._sums.clear()
 
-    def _drop_eager_sums(self) -> None:
+    def _drop_sums(self, stream: int) -> None:
         """Keep one size only for calls that are not captured: prompts have any number of tokens."""
-        for key in [key for key in self._sums if not key[-1]]:
+        for key in [key for key in self._sums if key[-1] == stream]:
             del self._sums[key]
 
 

@@ -127,6 +127,7 @@ class Submission:
     mask: torch.Tensor
     deferred: int
     batch_union: bool
+    owner: object  # whose weights these are: graphs can be replayed as long as it lives
 
     def call(
         self,
@@ -215,9 +216,10 @@ def submit_on_stream(
         staged = replace(inputs, hidden=buffers.hidden, ids=buffers.ids, weights=buffers.weights)
         out = buffers.out
         call = what.call(state, staged, out, give, take, stable=True, live=captured)
-    call.start_on(stream)
+    with on_stream(stream, inputs.hidden.device):
+        call.start_on(stream)
     if captured:
-        state.captured_calls.append(call)
+        state.captured_calls.setdefault(what.owner, []).append(call)
     else:
         with _in_flight_lock:
             _in_flight[:] = [*(earlier for earlier in _in_flight if not earlier.done), call]
@@ -226,10 +228,10 @@ def submit_on_stream(
 
 def result_on_stream(step: Step) -> torch.Tensor:
     """Let the stream wait for a call, and return where its result will be then."""
-    step.call.wait_on(step.stream)
-    if step.staging is None:
-        return step.out
     with on_stream(step.stream, step.device):
+        step.call.wait_on(step.stream)
+        if step.staging is None:
+            return step.out
         out = torch.empty(step.out.shape, dtype=step.out.dtype, device=step.device)
         # Converted there: a copy that converts reads CPU memory at once, not in the stream's order.
         result = out.copy_(step.out, non_blocking=True).to(step.dtype)

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from ktk import _core
+
 
 def handle_of(stream: int | torch.Stream | None, device: torch.device) -> int:
     """Return a stream's handle: 0 is the default stream, and for CPU tensors no stream at all."""
@@ -27,8 +29,21 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def on_stream(handle: int, device: torch.device) -> AbstractContextManager[object]:
-    """Let copies of a GPU's tensors run on a stream, which may be one that torch did not make."""
-    if device.type == "cpu" or torch.cuda.current_stream(device).cuda_stream == handle:
+    """Make a stream, which torch need not know, and its GPU the current ones.
+
+    The GPU, too, where the stream is: to the driver the default stream is that of the current GPU.
+    """
+    if device.type == "cpu":
         return nullcontext()
+    if torch.cuda.current_stream(device).cuda_stream == handle:
+        return torch.cuda.device(device)
+    if handle == 0:  # for which torch would take a stream of its own
+        return torch.cuda.stream(torch.cuda.default_stream(device))
     foreign = torch.cuda.ExternalStream(handle, device=device)  # type: ignore[no-untyped-call]
     return torch.cuda.stream(foreign)
+
+
+def is_capturing(handle: int, device: torch.device) -> bool:
+    """Whether what is enqueued on a stream becomes part of a graph."""
+    with on_stream(handle, device):
+        return _core.stream_is_capturing(handle)

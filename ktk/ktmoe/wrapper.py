@@ -19,7 +19,7 @@ from ktk.ktmoe.steps import (
     submit_on_pool,
     submit_on_stream,
 )
-from ktk.ktmoe.streams import handle_of, on_gpu
+from ktk.ktmoe.streams import handle_of, is_capturing, on_gpu
 from ktk.ktmoe.submitted import Carried, Step
 from ktk.ktmoe.writers import submit_write
 
@@ -136,7 +136,7 @@ class KTMoEWrapper(Layer):
         what = self._submission()
         self.model.check_chain(self.layer_idx, what.deferred > 0)
         on_pool = not inputs.stream and not on_gpu(inputs.hidden)
-        captured = not on_pool and _core.stream_is_capturing(inputs.stream)
+        captured = not on_pool and is_capturing(inputs.stream, inputs.hidden.device)
         take = self.model.take(self.layer_idx, inputs.hidden, captured, on_pool)
         try:
             step, give = self._start(what, inputs, on_pool, captured, take)
@@ -155,7 +155,11 @@ class KTMoEWrapper(Layer):
         take: Carried | None,
     ) -> tuple[Step, Carried | None]:
         """Start a call; return it, and what it leaves to the next layer."""
-        give = self.model.room(self.layer_idx, inputs.hidden, captured) if what.deferred else None
+        give = None
+        if what.deferred:
+            give = self.model.room(
+                self.layer_idx, inputs.hidden, None if captured else inputs.stream
+            )
         if on_pool:
             step = submit_on_pool(what, self.model, inputs, give, take)
         else:
@@ -164,7 +168,7 @@ class KTMoEWrapper(Layer):
                 # The capture that follows finds its buffers, and need not make any.
                 self.model.staging.captured(inputs.hidden, inputs.ids).release()
                 if what.deferred:
-                    self.model.room(self.layer_idx, inputs.hidden, captured=True)
+                    self.model.room(self.layer_idx, inputs.hidden, None)
         return step, give and replace(give, step=step)
 
     def sync_forward(
@@ -236,6 +240,7 @@ class KTMoEWrapper(Layer):
             self._mask,
             min(self.max_deferred_experts_per_token, self.config.num_experts_per_tok),
             self.deferral_policy == "batch-union",
+            self,
         )
 
     # --- deferred experts -----------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 class Stub:
@@ -17,6 +19,15 @@ class Stub:
 
     def stream(self) -> int:
         return int(self.lib.stub_stream())
+
+    @staticmethod
+    def host_function(body: Callable[[], object]) -> Any:
+        """Return what `launch` takes, and what must live until its stream has passed it."""
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: body() and None)
+
+    def launch(self, stream: int, function: Any) -> None:
+        """Let a stream call a function."""
+        self.lib.stub_launch(ctypes.c_void_p(stream), function)
 
     def synchronize(self, stream: int) -> None:
         assert self.lib.stub_synchronize(ctypes.c_void_p(stream)) == 0

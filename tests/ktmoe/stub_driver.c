@@ -163,6 +163,13 @@ stream* stub_stream(void) {
   return s;
 }
 
+void stub_launch(stream* s, host_function run) {
+  pthread_mutex_lock(&s->mutex);
+  queue_add(&s->pending, run, NULL);
+  pthread_cond_broadcast(&s->changed);
+  pthread_mutex_unlock(&s->mutex);
+}
+
 int stub_synchronize(stream* s) {
   if (in_host_function) return NOT_PERMITTED;
   pthread_mutex_lock(&s->mutex);

@@ -48,6 +48,27 @@ def test_calls_run_in_the_order_of_their_stream(side: bool) -> None:
         assert torch.equal(out.cpu(), wanted)
 
 
+def test_the_default_stream_may_be_named_while_another_is_current() -> None:
+    layer = wrapper()
+    for seed in range(20):
+        call = on_gpu(4, seed)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            out = layer.forward(*call, 0)
+        torch.cuda.synchronize()
+        assert torch.equal(out.cpu(), layer.forward(*inputs(4, seed=seed)))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_of_a_gpu_that_is_not_the_current_one() -> None:
+    layer = wrapper()
+    for seed in range(20):
+        x, ids, w = (one.to("cuda:1") for one in inputs(4, seed=seed))
+        out = layer.forward(x, ids, w)
+        assert out.device == x.device
+        assert torch.equal(out.cpu(), layer.forward(*inputs(4, seed=seed)))
+
+
 @pytest.mark.parametrize("deferred", [0, 1])
 def test_captured_layers_read_everything_again(deferred: int, no_sizes: None) -> None:
     sizes = [1, 4]

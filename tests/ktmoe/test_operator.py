@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from ktmoe_driver import Stub
 from ktmoe_layers import inputs, wrapper
 
 from ktk.hosts import OpLayer
-from ktk.hosts.op import on_stream
+from ktk.hosts.op import _state, on_stream
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,25 @@ def test_a_graph_replays_it_with_new_inputs(driver: Stub, stream: int, layer: Op
         driver.replay(graph, stream)
         driver.synchronize(stream)
         assert torch.equal(out, layer(*call))
+
+
+def test_packed_weights_go_although_a_graph_captured_them(driver: Stub, stream: int) -> None:
+    moe = wrapper().moe
+    assert moe is not None
+    layer = OpLayer(moe)
+    del moe
+    driver.begin_capture(stream)
+    on_stream(*inputs(3), layer.number, stream)
+    graph = driver.end_capture(stream)
+    assert layer in _state().captured_calls
+    before = len(_state().captured_calls)
+    del layer
+    gc.collect()
+    assert len(_state().captured_calls) == before - 1
+    driver.replay(graph, stream)
+    driver.synchronize(stream)
+    with pytest.raises(RuntimeError, match=r"outlived its buffers .*the end of the layer"):
+        _state().check()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

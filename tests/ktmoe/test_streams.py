@@ -15,7 +15,7 @@ from ktmoe_layers import inputs, wrapper
 
 import ktk
 from ktk import KTMoEWrapper, _core
-from ktk.ktmoe import steps
+from ktk.ktmoe import ModelState, steps
 
 
 def test_calls_run_in_the_order_of_their_stream(driver: Stub, stream: int) -> None:
@@ -157,6 +157,24 @@ def test_a_graph_outlives_its_layer_without_harm(driver: Stub, stream: int) -> N
     del layer
     driver.replay(graph, stream)
     driver.synchronize(stream)
+
+
+def test_a_graph_says_so_when_weights_were_loaded_again(driver: Stub, stream: int) -> None:
+    x, ids, w = inputs(2)
+    layer, other = wrapper(), wrapper(1, model=ModelState())
+    driver.begin_capture(stream)
+    layer.forward(x, ids, w, stream)
+    graph = driver.end_capture(stream)
+    other.load_weights_from_tensors(*layers.weights(1))  # of another layer
+    driver.replay(graph, stream)
+    driver.synchronize(stream)
+    layer.forward(x, ids, w)
+    layer.load_weights_from_tensors(*layers.weights(1))
+    driver.replay(graph, stream)
+    driver.synchronize(stream)
+    with pytest.raises(RuntimeError, match=r"layer 0: .*capture it again"):
+        layer.forward(x, ids, w)
+    assert torch.equal(layer.forward(x, ids, w), wrapper(seed=1).forward(x, ids, w))
 
 
 def test_a_layer_may_go_before_its_stream_gets_there(driver: Stub, stream: int) -> None:
