@@ -62,7 +62,8 @@ def merge_into(module: Any, packed: Packed) -> None:
     for expert in range(moe.config.num_experts):
         weights: dict[str, Any] = _sums(packed, factors, lora.scale, expert)
         biases: dict[str, Any] = {
-            name: one.contiguous() for name, one in packed.layout.biases(module, expert).items()
+            name: one.cpu().contiguous()
+            for name, one in packed.layout.biases(module, expert).items()
         }
         moe.load_expert(expert, **weights, **biases)
     own = Packed(moe, packed.layout, packed.name)

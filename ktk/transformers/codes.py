@@ -121,7 +121,7 @@ def all_known(folder: Path) -> bool:
 def on_cpu(device_map: Any) -> bool:
     """Whether a model is loaded to CPU memory."""
     places = set(map(str, device_map.values() if isinstance(device_map, dict) else [device_map]))
-    return places <= {"None", "cpu"} or not torch.cuda.is_available()
+    return places <= {"None", "cpu"} or not torch.accelerator.is_available()
 
 
 def plan_codes(index: TensorIndex, model: Any, config: KtkConfig, dtype: torch.dtype) -> Coded:

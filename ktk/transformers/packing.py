@@ -10,8 +10,8 @@ import torch
 from ktk.backend import Backend
 from ktk.names import PREFERRED
 from ktk.registry import load_backend
-from ktk.transformers.modules import Experts
-from ktk.transformers.packed import Packed, put
+from ktk.transformers.modules import Experts, say_once
+from ktk.transformers.packed import Packed, leave_alone, put
 
 #: Keeps each bit of bf16 weights.
 DEFAULT_BACKEND = PREFERRED["bf16"][0]
@@ -31,3 +31,20 @@ def pack_module(one: Experts, backend: str | Backend | None = None) -> Packed:
     packed = Packed(moe, one.layout, one.name)
     put(one.module, packed)
     return packed
+
+
+def pack_or_leave(one: Experts, backend: str | None = None) -> None:
+    """Pack a module that transformers has loaded, unless it did so to a disk, or to be moved."""
+    if any(tensor.is_meta for tensor in one.module.parameters(recurse=False)):
+        leave_to_accelerate(one.module)
+    else:
+        pack_module(one, backend)
+
+
+def leave_to_accelerate(module: Any) -> None:
+    """Let transformers compute a module whose tensors accelerate moves in and out."""
+    say_once(
+        f"the tensors of {type(module).__name__} are moved by accelerate, so transformers computes "
+        "its experts: load the model with ktk, which needs no device_map for experts"
+    )
+    leave_alone(module)

@@ -32,7 +32,7 @@ from ktk.transformers.layout import BIASES, is_experts
 from ktk.transformers.linears import pack_linears
 from ktk.transformers.modules import Experts, experts_of, say_once
 from ktk.transformers.packed import drop_weights, packed_modules, packed_of
-from ktk.transformers.packing import pack_module
+from ktk.transformers.packing import pack_or_leave
 from ktk.transformers.ties import drop_tied, named_once, share, tied_experts
 
 
@@ -70,10 +70,10 @@ class Loading:
             self.from_files.load(model)
         for one in self.experts:
             if packed_of(one.module) is None:
-                pack_module(one, config.backend)
+                pack_or_leave(one, config.backend)
         share(model, {**self.tied, **tied_experts(model)})
         for one in experts_of(model):  # what was not tied after all
-            pack_module(one, config.backend)
+            pack_or_leave(one, config.backend)
         if self.coded is not None:
             self.coded.finish(model)
         pack_linears(model, config.linears, config.head)
