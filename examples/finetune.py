@@ -113,6 +113,11 @@ def main() -> None:
         parser.error("--data needs --model: the tiny model has no tokenizer")
     if options.length < 2:
         parser.error("--length of 1 leaves no token to predict")
+    if options.backend:
+        try:
+            ktk.load_backend(options.backend)
+        except ktk.BackendError as error:
+            parser.error(str(error))
 
     path = options.model or tiny_model(options.output / "model")
     # What is not here, or not whole, transformers downloads.

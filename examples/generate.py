@@ -54,6 +54,11 @@ def main() -> None:
     parser.add_argument("--prompt", default="Why is the sky blue?")
     parser.add_argument("--max-tokens", type=count, default=32)
     options = parser.parse_args()
+    if options.backend:
+        try:
+            ktk.load_backend(options.backend)
+        except ktk.BackendError as error:
+            parser.error(str(error))
 
     with tempfile.TemporaryDirectory() as folder:
         path = options.model or tiny_model(Path(folder))

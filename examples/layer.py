@@ -51,6 +51,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.top_k > options.experts:
         parser.error("--top-k is more than --experts")
+    try:
+        backend = ktk.load_backend(options.backend)
+    except ktk.BackendError as error:
+        parser.error(str(error))
 
     torch.manual_seed(0)
     experts, hidden_size, inner = options.experts, options.hidden, options.intermediate
@@ -58,7 +62,7 @@ def main() -> None:
     down = torch.randn(experts, hidden_size, inner) / inner**0.5
     gate, up, down = gate.bfloat16(), up.bfloat16(), down.bfloat16()
 
-    moe = ktk.load_backend(options.backend).moe(
+    moe = backend.moe(
         num_experts=experts,
         num_experts_per_tok=options.top_k,
         hidden_size=hidden_size,

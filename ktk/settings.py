@@ -233,7 +233,13 @@ def save(name: str, words: list[str] | None) -> None:
     """
     value = None if words is None else _parsed(find_key(name), words, name)
     path = config_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(
+            f"{path.parent} cannot be made: {error.strerror or error}. The variables that ktk "
+            "config lists set the same without a file"
+        ) from error
     with locked(path.parent):
         stored = _read()
         if value is None and name not in stored:

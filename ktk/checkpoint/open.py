@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ktk.checkpoint.detect import check_path, is_gguf, is_packed
 from ktk.checkpoint.reader import CheckpointReader
+from ktk.config import ACTIVATIONS, activation_called
 from ktk.errors import CheckpointError
 
 
@@ -39,6 +40,10 @@ def open_checkpoint(
         what to give instead.
     """
     check_path(path)
+    if activation is not None and activation_called(activation) is None:
+        raise CheckpointError(
+            f"activation (--activation) must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
     if module is not None and (is_packed(path) or is_gguf(path)):
         raise CheckpointError(
             f"{path} has the experts of one module: module= is for folders of safetensors files"

@@ -110,6 +110,7 @@ def run(
 
     Text goes to stdout as it comes, and what it took to stderr. Ctrl-C ends the reply.
     """
+    _refuse_unused(greedy, temperature, top_p)
     let_openmp_sleep()
     from ktk.text.prompt import read_prompt
 
@@ -157,6 +158,7 @@ def chat(
     Ctrl-C ends a reply, and leaves where nothing is being said. What was said is kept. /help lists
     what else can be typed.
     """
+    _refuse_unused(greedy, temperature, top_p)
     let_openmp_sleep()
     from ktk.text.transcript import Transcript, new_path
 
@@ -189,6 +191,13 @@ def _load(
         threads=threads,
         source=source,
     )
+
+
+def _refuse_unused(greedy: bool, temperature: float | None, top_p: float | None) -> None:
+    if greedy and (temperature or top_p is not None):
+        raise typer.BadParameter(
+            "--greedy takes the most likely token always: --temperature and --top-p do nothing then"
+        )
 
 
 def _sampling(

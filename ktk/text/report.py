@@ -82,4 +82,6 @@ def _phase(tokens: int, seconds: float) -> dict[str, Any]:
 
 
 def _speed(value: float | None) -> str:
-    return "" if value is None else f" at {value:.3g}/s"
+    if value is None:
+        return ""
+    return f" at {value:.0f}/s" if value >= 100 else f" at {value:.3g}/s"

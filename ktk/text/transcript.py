@@ -39,7 +39,7 @@ class Transcript(Closing):
     Raises
     ------
     CheckpointError
-        The file is no transcript.
+        The file is no transcript, or cannot be one.
     """
 
     def __init__(self, path: Path, model: str) -> None:
@@ -49,6 +49,8 @@ class Transcript(Closing):
         self._file: IO[bytes] | None = None
         if path.exists():
             self._go_on()
+        else:  # before a model is loaded
+            self._make_folder()
 
     def add(self, message: Message, **more: Any) -> None:
         """Append a message, and bring it to the disk."""
@@ -72,7 +74,7 @@ class Transcript(Closing):
 
     def _begun(self) -> IO[bytes]:
         """Open the file; it is made when there is something to write."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         # What people say is theirs alone.
         file = os.fdopen(os.open(self.path, flags, 0o600), "ab")
@@ -80,6 +82,15 @@ class Transcript(Closing):
             self._write(file, {"model": self._model})
             sync_folder(self.path.parent)
         return file
+
+    def _make_folder(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"what is said cannot be kept in {self.path.parent}: {error.strerror or error}; "
+                "--transcript names a file elsewhere"
+            ) from error
 
     @staticmethod
     def _write(file: IO[bytes], entry: dict[str, Any]) -> None:
@@ -90,6 +101,8 @@ class Transcript(Closing):
 
     def _go_on(self) -> None:
         """Read what was said, up to a line that is incomplete."""
+        if self.path.is_dir():
+            raise CheckpointError(f"{self.path} is a folder: --transcript names a file")
         end = 0
         for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):

@@ -207,6 +207,14 @@ def test_a_model_that_cannot_chat_says_so_at_once(tmp_path: Path, command: Comma
     assert not (tmp_path / "state").exists() or not list((tmp_path / "state").rglob("*.jsonl"))
 
 
+def test_what_cannot_be_kept_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be kept in .*file: .*; --transcript names"):
+        Transcript(tmp_path / "file" / "chat.jsonl", "m")
+    with pytest.raises(CheckpointError, match="is a folder: --transcript names a file"):
+        Transcript(tmp_path, "m")
+
+
 def test_a_transcript_survives_what_cuts_it_off(tmp_path: Path) -> None:
     path = tmp_path / "chat.jsonl"
     with Transcript(path, "m") as first:

@@ -246,6 +246,10 @@ def test_packed_files_take_the_rest_from_their_source(
     refused = run(away, "-p", PROMPT)
     assert refused.returncode == 1
     assert "--source" in refused.stderr
+    other = str(text_models.write(tmp_path / "other", num_experts=8))
+    refused = run(str(tmp_path / "packed"), "-p", PROMPT, "--source", other)
+    assert refused.returncode == 1
+    assert "packed are not those of this model: " in refused.stderr
     named = run(away, "-p", PROMPT, "--greedy", "-n", "8", "--json", "--source", str(source))
     assert json.loads(named.stdout)["text"] == json.loads(beside.stdout)["text"]
 
@@ -298,6 +302,12 @@ def test_what_cannot_be_run_is_one_line(
     assert (done.returncode, done.stdout) == (1, "")
     assert what in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_options_that_would_do_nothing_are_refused(run: Command) -> None:
+    done = run("m", "-p", "x", "--greedy", "--temperature", "0.7")
+    assert done.returncode == 2
+    assert "--temperature and --top-p do nothing" in " ".join(done.stderr.split())
 
 
 def test_a_folder_without_a_tokenizer_says_so(model: Path, tmp_path: Path, run: Command) -> None:

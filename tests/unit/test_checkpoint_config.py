@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ktk.checkpoint.config import ExpertConfig, read_config
+from ktk.checkpoint.open import open_checkpoint
 from ktk.config import MoEConfig
 from ktk.errors import CheckpointError
 
@@ -127,6 +128,14 @@ def test_entries_that_are_null_say_nothing(tmp_path: Path) -> None:
     config = read(tmp_path, {**outer, "text_config": inner})
     assert (config.quantization.method, config.quantization.zero_offset) == ("gptq", 0)
     assert (config.num_layers, config.hidden_size) == (5, H)
+
+
+def test_a_function_that_ktk_does_not_compute_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(
+        CheckpointError, match=r"activation \(--activation\) must be one of .*'mish'"
+    ):
+        open_checkpoint(tmp_path, activation="mish")
 
 
 def other(folder: Path, entries: dict[str, Any], activation: str) -> list[MoEConfig]:

@@ -166,3 +166,12 @@ def test_a_file_is_replaced_as_a_whole(file: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     assert json.loads(file.read_text()) == {"threads": 3}
     assert sorted(path.name for path in file.parent.iterdir()) == [".ktk.lock", "config.json"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(settings, "config_file", lambda: tmp_path / "file" / "ktk" / "config.json")
+    with pytest.raises(SettingError, match=r"ktk cannot be made: Not a directory\. The variables"):
+        settings.save("backend", ["BF16"])
