@@ -227,7 +227,7 @@ def save(name: str, words: list[str] | None) -> None:
     Raises
     ------
     SettingError
-        There is no such key, or the words make no value of it.
+        There is no such key, the words make no value of it, or the file cannot be written.
     CheckpointError
         Another process is writing the file.
     """
@@ -235,19 +235,19 @@ def save(name: str, words: list[str] | None) -> None:
     path = config_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.parent):
+            stored = _read()
+            if value is None and name not in stored:
+                find_key(name)
+            stored[name] = value
+            order = [*KEYS, *(one for one in stored if one not in KEYS)]
+            kept = {one: stored[one] for one in order if stored.get(one) is not None}
+            write_file(path, (json.dumps(kept, indent=2) + "\n").encode())
     except OSError as error:
         raise SettingError(
-            f"{path.parent} cannot be made: {error.strerror or error}. The variables that ktk "
-            "config lists set the same without a file"
+            f"{path} cannot be written: {error.strerror or error}. The variables that ktk config "
+            "lists set the same without a file"
         ) from error
-    with locked(path.parent):
-        stored = _read()
-        if value is None and name not in stored:
-            find_key(name)
-        stored[name] = value
-        order = [*KEYS, *(one for one in stored if one not in KEYS)]
-        kept = {one: stored[one] for one in order if stored.get(one) is not None}
-        write_file(path, (json.dumps(kept, indent=2) + "\n").encode())
 
 
 def find_key(name: str, where: str = "") -> Key:

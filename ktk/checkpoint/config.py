@@ -131,7 +131,8 @@ class ExpertConfig(MoEConfig):
             mine, asked = getattr(self, name), getattr(config, name)
             if asked != mine and not (mapped and name == "num_experts"):
                 raise ValueError(
-                    f"config has {name} {asked}, the checkpoint {mine}: the checkpoint decides"
+                    f"the checkpoint has {name} {mine}, but {asked} is asked for: is it of another "
+                    "model?"
                 )
         if config.activation == UNKNOWN:
             raise CheckpointError(

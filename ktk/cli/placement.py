@@ -95,10 +95,9 @@ def _counts_of(source: Path, strategy: str) -> tuple[Counts, int | None, bool]:
     if source.suffix in (".json", ".pt"):
         raise CheckpointError(f"{source} is missing, or no file")
     if strategy == "frequency":
-        found = "no file of counts" if source.exists() else "missing"
         raise CheckpointError(
-            f"{source} is {found}: frequency needs counts, of which ktk.placement.save_counts "
-            "writes a file; or give another --strategy"
+            f"{source} is no file of counts, which frequency needs: ktk.placement.save_counts "
+            "writes one, or give another --strategy"
         )
     from ktk.checkpoint.open import open_checkpoint
     from ktk.hub import find_model

@@ -144,7 +144,8 @@ class OpLayer:
     def renewed(self, moe: MoE) -> None:
         """Compute with a layer, of the same sizes, from now on.
 
-        Graphs that captured the one before are to be captured again: their next replay says so.
+        Graphs that captured the one before are to be captured again. Their replays write nothing,
+        and the next call says so.
         """
         self.moe = self.compute = moe
         _state().captured_calls.pop(self, None)

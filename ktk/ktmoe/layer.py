@@ -336,7 +336,7 @@ class Layer:
         moe, given = loaded
         check_method(self.method, moe)
         self.moe, self._given = moe, given
-        # Graphs have the weights from before: their next replay says so.
+        # Graphs have the weights from before: their replays write nothing, and a call says so.
         self.model.captured_calls.pop(self, None)
         self._order, self._from_tensors = order, from_tensors
         # What a checkpoint says.

@@ -126,7 +126,7 @@ class ModelState:
             pinned = hidden.device.type != "cpu"
             sums = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)
             if stream is not None:
-                self._drop_sums(stream)
+                self._drop_sums(hidden.device, stream)
             array: Any = sums
             self._sums[key] = (sums, _core.Carry(array))
         sums, carry = self._sums[key]
@@ -184,9 +184,9 @@ class ModelState:
         self.captured_calls.clear()
         self._sums.clear()
 
-    def _drop_sums(self, stream: int) -> None:
-        """Keep one size only for calls that are not captured: prompts have any number of tokens."""
-        for key in [key for key in self._sums if key[-1] == stream]:
+    def _drop_sums(self, device: torch.device, stream: int) -> None:
+        """Keep one size only of a stream: prompts have any number of tokens."""
+        for key in [key for key in self._sums if key[-2:] == (device, stream)]:
             del self._sums[key]
 
 

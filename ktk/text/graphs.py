@@ -15,14 +15,17 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 Replay = Callable[[], Any]
+Capture = Callable[[Replay], Replay]
 # Of the smallest cache; each next one has twice as many tokens.
 _LEAST = 1024
 
 
-def captured(step: Replay) -> Replay:
-    """Capture a step; returns what computes it again and returns the same tensors."""
+def captured(step: Replay, device: torch.device) -> Replay:
+    """Capture a step of a GPU; returns what computes it again and returns the same tensors."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # A stream of that GPU: torch's own one is of the GPU that was current at the first capture.
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
         made = step()
 
     def replay() -> Any:
@@ -65,12 +68,12 @@ class Step:
     model
         Of transformers.
     capture
-        Takes a step and returns what replays it.
+        Takes a step and returns what replays it; default: `captured`, on the model's GPU.
     """
 
-    def __init__(self, model: Any, capture: Callable[[Replay], Replay] = captured) -> None:
+    def __init__(self, model: Any, capture: Capture | None = None) -> None:
         self._model = model
-        self._capture = capture
+        self._capture = capture or partial(captured, device=model.device)
         self._like: Any = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._replay: Replay | None = None
@@ -116,7 +119,7 @@ class Steps:
         self,
         model: Any,
         context: int | None = None,
-        capture: Callable[[Replay], Replay] = captured,
+        capture: Capture | None = None,
     ) -> None:
         self._model = model
         self._context = context

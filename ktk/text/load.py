@@ -203,8 +203,6 @@ def load_text_model(
     from ktk.transformers.packed import packed_modules
 
     options = {} if where.type == "cpu" else {"device_map": str(where)}
-    if where.type == "cuda" and where.index is not None:
-        torch.cuda.set_device(where)  # graphs are captured on the current one
     began = time.perf_counter()
     with read_once():
         tokenizer = load_tokenizer(rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -49,8 +50,7 @@ class Transcript(Closing):
         self._file: IO[bytes] | None = None
         if path.exists():
             self._go_on()
-        else:  # before a model is loaded
-            self._make_folder()
+        self._check_writable()
 
     def add(self, message: Message, **more: Any) -> None:
         """Append a message, and bring it to the disk."""
@@ -74,7 +74,7 @@ class Transcript(Closing):
 
     def _begun(self) -> IO[bytes]:
         """Open the file; it is made when there is something to write."""
-        self._make_folder()
+        self._check_writable()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         # What people say is theirs alone.
         file = os.fdopen(os.open(self.path, flags, 0o600), "ab")
@@ -83,13 +83,16 @@ class Transcript(Closing):
             sync_folder(self.path.parent)
         return file
 
-    def _make_folder(self) -> None:
+    def _check_writable(self) -> None:
+        """Make the folder, and say what is in the way of the file: before a model is loaded."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.path if self.path.exists() else self.path.parent, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             raise CheckpointError(
-                f"what is said cannot be kept in {self.path.parent}: {error.strerror or error}; "
-                "--transcript names a file elsewhere"
+                f"what is said cannot be kept in {self.path}: {error.strerror or error}; "
+                "--transcript names another file"
             ) from error
 
     @staticmethod

@@ -111,10 +111,6 @@ def plan_files(
     except CheckpointTooLarge:
         raise
     except (CheckpointError, ValueError) as error:
-        if config.experts and isinstance(error, ValueError):
-            raise CheckpointError(
-                f"the experts in {config.experts} are not those of this model: {error}"
-            ) from error
         if config.experts:
             raise
         say_once(

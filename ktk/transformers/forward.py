@@ -11,7 +11,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterfac
 from ktk.transformers.adapter import active_lora
 from ktk.transformers.modules import describe, say_once
 from ktk.transformers.packed import Packed, leave_alone, packed_of
-from ktk.transformers.packing import DEFAULT_BACKEND, leave_to_accelerate, pack_module
+from ktk.transformers.packing import DEFAULT_BACKEND, pack_module, say_moved
 
 IMPLEMENTATION = "ktk"
 # Transformers' own default, for modules that ktk does not compute.
@@ -64,7 +64,7 @@ def _at_first_call(module: Any) -> Packed | bool:
             f"{kind} has a function of gate and up that ktk does not have: transformers computes it"
         )
     elif hasattr(module, "_hf_hook"):  # accelerate moves its tensors in and out
-        leave_to_accelerate(module)
+        say_moved(kind)
     else:
         say_once(
             f"experts are packed for {DEFAULT_BACKEND} at the first call: call "

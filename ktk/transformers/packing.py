@@ -34,17 +34,17 @@ def pack_module(one: Experts, backend: str | Backend | None = None) -> Packed:
 
 
 def pack_or_leave(one: Experts, backend: str | None = None) -> None:
-    """Pack a module that transformers has loaded, unless it did so to a disk, or to be moved."""
+    """Pack a module that transformers has loaded, unless its tensors are on a disk."""
     if any(tensor.is_meta for tensor in one.module.parameters(recurse=False)):
-        leave_to_accelerate(one.module)
+        say_moved(type(one.module).__name__)
+        leave_alone(one.module)
     else:
         pack_module(one, backend)
 
 
-def leave_to_accelerate(module: Any) -> None:
-    """Let transformers compute a module whose tensors accelerate moves in and out."""
+def say_moved(kind: str) -> None:
+    """Say that accelerate moves tensors of a kind of modules in and out."""
     say_once(
-        f"the tensors of {type(module).__name__} are moved by accelerate, so transformers computes "
-        "its experts: load the model with ktk, which needs no device_map for experts"
+        f"the tensors of {kind} are moved by accelerate, so transformers computes its experts: "
+        "where ktk packs them from files, they need no device_map"
     )
-    leave_alone(module)

@@ -79,8 +79,8 @@ void AsyncCall::start() {
   if (abandoned_) {
     lock.unlock();
     keep_error(std::make_exception_ptr(std::runtime_error(
-        "a graph was replayed that outlived its buffers (clear_buffer_cache, or the end of "
-        "the layer); capture it again")));
+        "a graph was replayed that outlived its buffers (clear_buffer_cache, the end of the "
+        "layer, or weights that were loaded again) and wrote nothing; capture it again")));
     return;
   }
   if (!layer_) throw std::logic_error("a call that is not live can be started once");

@@ -53,6 +53,7 @@ def test_packed_weights_go_although_a_graph_captured_them(driver: Stub, stream: 
     on_stream(*inputs(3), layer.number, stream)
     graph = driver.end_capture(stream)
     assert layer in _state().captured_calls
+    gc.collect()
     before = len(_state().captured_calls)
     del layer
     gc.collect()

@@ -172,7 +172,7 @@ def test_a_graph_says_so_when_weights_were_loaded_again(driver: Stub, stream: in
     layer.load_weights_from_tensors(*layers.weights(1))
     driver.replay(graph, stream)
     driver.synchronize(stream)
-    with pytest.raises(RuntimeError, match=r"layer 0: .*capture it again"):
+    with pytest.raises(RuntimeError, match=r"layer 0: .*weights that were loaded again"):
         layer.forward(x, ids, w)
     assert torch.equal(layer.forward(x, ids, w), wrapper(seed=1).forward(x, ids, w))
 

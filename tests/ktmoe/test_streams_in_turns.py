@@ -184,17 +184,25 @@ def test_results_of_other_floats_come_back_from_a_stream(
 def test_streams_do_not_mix_what_they_defer(driver: Stub, stream: int) -> None:
     model, other = chain(ModelState()), driver.stream()
     calls = [[inputs(4, seed=seed), inputs(4, seed=seed + 1)] for seed in (0, 2)]
-    goes_on = threading.Event()
-    stall = driver.host_function(goes_on.wait)
+    stalled, goes_on = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        stalled.set()
+        goes_on.wait()
+
+    function = driver.host_function(stall)
     made = []
-    for handle, both in zip((stream, other), calls, strict=True):
-        for layer, call in zip(model, both, strict=True):
-            made.append(layer.forward(*call, handle))
-            # The other stream computes both layers between the first one's.
-            if len(made) == 1:
-                driver.launch(stream, stall)
-    driver.synchronize(other)
-    goes_on.set()
+    try:
+        for handle, both in zip((stream, other), calls, strict=True):
+            for layer, call in zip(model, both, strict=True):
+                made.append(layer.forward(*call, handle))
+                # The other stream computes both layers between the first one's.
+                if len(made) == 1:
+                    driver.launch(stream, function)
+                    assert stalled.wait(60)
+        driver.synchronize(other)
+    finally:
+        goes_on.set()
     driver.synchronize(stream)
     driver.destroy(other)
     for out, wanted in zip(made, [one for both in calls for one in eager(both)], strict=True):

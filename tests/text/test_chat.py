@@ -207,10 +207,16 @@ def test_a_model_that_cannot_chat_says_so_at_once(tmp_path: Path, command: Comma
     assert not (tmp_path / "state").exists() or not list((tmp_path / "state").rglob("*.jsonl"))
 
 
-def test_what_cannot_be_kept_is_said_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_said_before_a_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot be kept in .*file: .*; --transcript names"):
-        Transcript(tmp_path / "file" / "chat.jsonl", "m")
+    with pytest.raises(CheckpointError, match=r"cannot be kept in .*: Not a dir.*; --transcript"):
+        Transcript(tmp_path / "file" / "folder" / "chat.jsonl", "m")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+        with pytest.raises(CheckpointError, match=r"cannot be kept in .*: Permission denied; --tr"):
+            Transcript(tmp_path / "chat.jsonl", "m")
     with pytest.raises(CheckpointError, match="is a folder: --transcript names a file"):
         Transcript(tmp_path, "m")
 

@@ -249,7 +249,7 @@ def test_packed_files_take_the_rest_from_their_source(
     other = str(text_models.write(tmp_path / "other", num_experts=8))
     refused = run(str(tmp_path / "packed"), "-p", PROMPT, "--source", other)
     assert refused.returncode == 1
-    assert "packed are not those of this model: " in refused.stderr
+    assert "num_experts 4, but 8 is asked for: is it of another model?" in refused.stderr
     named = run(away, "-p", PROMPT, "--greedy", "-n", "8", "--json", "--source", str(source))
     assert json.loads(named.stdout)["text"] == json.loads(beside.stdout)["text"]
 

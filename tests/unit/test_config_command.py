@@ -161,17 +161,17 @@ def test_a_file_is_replaced_as_a_whole(file: Path, monkeypatch: pytest.MonkeyPat
         raise OSError("no space")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(SettingError, match="cannot be written: no space"):
         settings.save("threads", ["4"])
     monkeypatch.undo()
     assert json.loads(file.read_text()) == {"threads": 3}
     assert sorted(path.name for path in file.parent.iterdir()) == [".ktk.lock", "config.json"]
 
 
-def test_a_folder_that_cannot_be_made_is_named(
+def test_a_file_that_cannot_be_written_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(settings, "config_file", lambda: tmp_path / "file" / "ktk" / "config.json")
-    with pytest.raises(SettingError, match=r"ktk cannot be made: Not a directory\. The variables"):
+    with pytest.raises(SettingError, match=r"cannot be written: Not a directory\. The var"):
         settings.save("backend", ["BF16"])

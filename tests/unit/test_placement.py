@@ -269,10 +269,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["placement", str(source)]).exit_code == 2
     wrong = ["placement", str(source), "-n", "1", "--strategy", "best"]
     assert CliRunner().invoke(app, wrong).exit_code == 2
-    with pytest.raises(CheckpointError, match="is no file of counts: frequency needs"):
+    with pytest.raises(CheckpointError, match="is no file of counts, which frequency needs"):
         CliRunner().invoke(app, ["placement", str(tmp_path), "-n", "1"], catch_exceptions=False)
-    with pytest.raises(CheckpointError, match="gone is missing: frequency needs"):
-        CliRunner().invoke(app, ["placement", "gone", "-n", "1"], catch_exceptions=False)
     gone = str(tmp_path / "gone.json")
     with pytest.raises(CheckpointError, match=r"gone\.json is missing"):
         CliRunner().invoke(app, ["placement", gone, "-n", "1"], catch_exceptions=False)
