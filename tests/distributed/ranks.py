@@ -109,7 +109,9 @@ def _run(rank: int, size: int, store: str, results: Any, where: Any, arguments: 
         file, name = where
         result = runpy.run_path(file)[name](rank, size, say, *arguments)
     except Exception as error:
-        result = type(error)(str(error)) if type(error).__module__ == "builtins" else repr(error)
+        # Others cannot be sent: of some, what makes them takes no sentence.
+        own = type(error).__module__ == "builtins"
+        result = type(error)(str(error)) if own else RuntimeError(repr(error))
     results.put((rank, (True, result)))
     results.close()
     results.join_thread()

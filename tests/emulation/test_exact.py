@@ -244,11 +244,18 @@ def test_ggml_products_have_the_bits_of_vnni(name: str, m: int, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [("BF16", "amx_bf16"), ("AMXINT8", "amx_int8"), ("AMXINT4", "amx_int8")]
+    ("name", "variant", "other"),
+    [
+        ("BF16", "amx_bf16", "avx512"),
+        ("AMXINT8", "amx_int8", "avx512_vnni"),
+        ("AMXINT4", "amx_int8", "avx512_vnni"),
+    ],
 )
-def test_a_layer_equals_the_other_variants(name: str, variant: str) -> None:
+def test_a_layer_equals_the_other_variants(name: str, variant: str, other: str) -> None:
     """A layer on two threads; AMX and AVX-512 read the same weights."""
     backend, _ = find(name, variant)
+    if not next(one for one in backend.variants if one.name == other).runnable:
+        pytest.skip(f"{other} does not run here")
     config: dict[str, Any] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -263,11 +270,15 @@ def test_a_layer_equals_the_other_variants(name: str, variant: str) -> None:
     weights = rng.random((40, 2)).astype(np.float32)
     pool = ktk.WorkerPool(POOL_THREADS, pin=False)
     results = {}
-    for other in (variant, "avx512"):
-        moe = backend.moe(**config, variant=other, pool=pool)
+    for chosen in (variant, other):
+        moe = backend.moe(**config, variant=chosen, pool=pool)
         moe.load(gate, up, down)
-        assert moe.variant == other
-        results[other] = moe(hidden, ids, weights)
-    error = np.abs(results[variant] - results["avx512"]).max()
-    # BF16 rounds activations where avx512 keeps them in f32; integer sums are equal.
-    assert error < 0.02 * np.abs(results["avx512"]).max()
+        assert moe.variant == chosen
+        results[chosen] = moe(hidden, ids, weights)
+    if name == "BF16":
+        # Rounds x, for gate and for up, and h to bf16, which avx512 keeps in f32; silu has slopes
+        # below 1.1.
+        error = np.linalg.norm(results[variant] - results[other])
+        assert error < 3.2 * 2**-9 * np.linalg.norm(results[other])
+    else:
+        np.testing.assert_array_equal(results[variant], results[other])

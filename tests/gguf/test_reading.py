@@ -204,6 +204,7 @@ def test_a_backend_that_takes_the_blocks_gets_them(tmp_path: Path) -> None:
     path = files.write(tmp_path / "m.gguf", files.stacked(parts))
     backend = RecordingBackend("bf16", "q4_k")
     load_moe(path, 0, backend)  # type: ignore[arg-type]
+    assert sorted(backend.loaded) == list(range(files.E))
     for e, expert in backend.loaded.items():
         assert formats_of(expert) == ("q4_k", "q4_k", "q4_k")
         for part, matrix in expert.matrices.items():

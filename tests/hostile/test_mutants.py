@@ -82,6 +82,6 @@ def test_headers_are_read_as_the_safetensors_package_reads_them(tmp_path: Path) 
                 assert info.dtype == stored.get_dtype(), f"{number}: {how}"
                 mine, other = ours.read(name), theirs.get_tensor(name)
                 assert mine.dtype == other.dtype
-                assert mine.view(-1).view(dtype=mine.dtype).numel() == other.numel(), how
-        both += 1
+                assert torch.equal(bits(mine), bits(other)), f"{number}: {how}"
+        both += how.startswith(path.name)
     assert both > COUNT // 50

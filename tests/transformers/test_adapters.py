@@ -100,6 +100,7 @@ def test_a_compiled_model_has_the_names_of_its_original(folder: Path, tmp_path: 
     model = packed(folder)
     randomize(ktk.sft.add_lora(model, rank=2))
     ktk.sft.save_adapter(model, tmp_path / "plain")
+    wanted = logits(model, tokens())
     compiled: Any = torch.compile(model)
     ktk.sft.save_adapter(compiled, tmp_path / "compiled")
     model.model.layers[1] = torch.compile(model.model.layers[1])
@@ -111,8 +112,10 @@ def test_a_compiled_model_has_the_names_of_its_original(folder: Path, tmp_path: 
     for other in others:
         assert other.keys() == plain.keys()
         assert all(torch.equal(other[name], plain[name]) for name in plain)
-    compiled = torch.compile(packed(folder))
+    again = packed(folder)
+    compiled = torch.compile(again)
     ktk.sft.load_adapter(compiled, tmp_path / "compiled")
+    assert torch.equal(logits(again, tokens()), wanted)
 
 
 def test_merged_experts_are_saved_and_loaded(folder: Path, tmp_path: Path) -> None:

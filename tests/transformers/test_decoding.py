@@ -44,6 +44,10 @@ def members(model: Any) -> list[list[Any]]:
     return list(found.values())
 
 
+def new_group(layers: list[ktk.Linear]) -> _core.LinearGroup:
+    return _core.LinearGroup([layer._core for layer in layers])
+
+
 def test_q_k_and_v_are_computed_together(model: Any) -> None:
     names = [[layer.name.rpartition(".")[2] for layer in group] for group in members(model)]
     assert names == [list(TOGETHER[0])] * model.config.num_hidden_layers
@@ -52,26 +56,28 @@ def test_q_k_and_v_are_computed_together(model: Any) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_same_bits_as_alone(model: Any, rows: int, dtype: torch.dtype) -> None:
-    group = members(model)[0]
-    layers = [layer.linear for layer in group]
-    together, _ = group[0]._together
+    layers = [layer.linear for layer in members(model)[0]]
     generator = torch.Generator().manual_seed(rows)
     first, second = torch.randn(2, rows, tiny.H, generator=generator).to(dtype)
-    # In the usual order, another one, the same one twice, and with inputs in turn.
-    for x, index in (
-        *((first, i) for i in (0, 1, 2, 2, 1, 1, 0)),
-        *((x, i) for i in (0, 1, 2) for x in (first, second)),
-        *((first[:1], i) for i in (0, 1)),
-        *((first, i) for i in (0, 1, 2)),
+    # In the usual order, another one, the same one twice, and with inputs in turn. Each time by a
+    # group of its own: one gives up after some results that nobody asked for.
+    for calls in (
+        [(first, i) for i in (0, 1, 2)],
+        [(first, i) for i in (0, 1, 2, 2, 1, 1, 0)],
+        [(x, i) for i in (0, 1) for x in (first, second)],
+        [*((first[:1], i) for i in (0, 1)), *((first, i) for i in (0, 1, 2))],
     ):
-        out = torch.empty(*x.shape[:-1], layers[index].out_features, dtype=dtype)
-        together.forward(index, x, out)
-        assert torch.equal(out, layers[index](x))
+        together = new_group(layers)
+        for x, index in calls:
+            out = torch.empty(*x.shape[:-1], layers[index].out_features, dtype=dtype)
+            together.forward(index, x, out)
+            assert torch.equal(out, layers[index](x))
+        assert not together.gave_up
 
 
 def test_an_input_that_changed_is_another_one(model: Any) -> None:
     group = members(model)[0]
-    together, _ = group[0]._together
+    together = new_group([layer.linear for layer in group])
     x = torch.randn(1, tiny.H).bfloat16()
     outs = [torch.empty(1, layer.linear.out_features, dtype=x.dtype) for layer in group]
     together.forward(0, x, outs[0])
@@ -80,6 +86,7 @@ def test_an_input_that_changed_is_another_one(model: Any) -> None:
     assert torch.equal(outs[1], group[1].linear(x))
     together.forward(2, x.float(), out := torch.empty(1, outs[2].shape[1]))
     assert torch.equal(out, group[2].linear(x.float()))
+    assert not together.gave_up
 
 
 def test_results_of_a_weight_that_is_gone_are_not_given() -> None:
@@ -94,8 +101,8 @@ def test_results_of_a_weight_that_is_gone_are_not_given() -> None:
 
 def test_layers_that_are_not_called_together_are_not_computed_in_vain(model: Any) -> None:
     """Results that nobody asks for cost time: after some, no more are kept."""
-    group = copy.copy([layer.linear for layer in members(model)[0]])
-    together = _core.LinearGroup([linear._core for linear in group])
+    group = [layer.linear for layer in members(model)[0]]
+    together = new_group(group)
     outs = [torch.empty(1, linear.out_features) for linear in group]
     for _ in range(20):
         x = torch.randn(1, tiny.H)

@@ -59,10 +59,13 @@ def test_choices_are_counted(tokens: int, workers: int, shards: int) -> None:
     assert moe.counts.dtype == np.int64
     assert not moe.counts.any()
     call = inputs(tokens)
-    moe(*call)
+    y = moe(*call)
     assert np.array_equal(moe.counts, expected(call[1]))
     moe(*inputs(3, 1))
     assert np.array_equal(moe.counts, expected(call[1]) + expected(inputs(3, 1)[1]))
+    for token in {0, 4095, 4096, 4999} & set(range(tokens)):  # a chunk has 4096
+        one = [given[token : token + 1] for given in call]
+        assert np.array_equal(y[token : token + 1], moe(*one)), token
     moe.reset_counts()
     assert not moe.counts.any()
 

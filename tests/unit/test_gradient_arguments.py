@@ -143,6 +143,49 @@ def test_products_that_were_kept_change_no_bit_of_several_chunks() -> None:
     kept_factors, again_factors = (list(one.lora.factors()) for one in found if one.lora)
     for kept, again in zip(kept_factors, again_factors, strict=True):
         assert torch.equal(kept[1], again[1]), kept[0]
+    # Each token has the gradient that it has in a chunk of its own; sums over tokens add up.
+    pieces = [slice(begin, begin + 300) for begin in range(0, tokens, 300)]
+    alone = [made.backward(grad[at], *(one[at] for one in given), lora=lora) for at in pieces]
+    for one in found:
+        assert torch.equal(one.hidden, torch.cat([part.hidden for part in alone]))
+        assert torch.equal(one.topk_weights, torch.cat([part.topk_weights for part in alone]))
+    parts = [dict(one.lora.factors()) for one in alone if one.lora]
+    for name, value in kept_factors:
+        # Sums in another order: 2^-24 of itself at each of `tokens` roundings, by chance the root.
+        wanted = sum(part[name].double() for part in parts)
+        assert (value - wanted).norm() < 4 * 2**-24 * tokens**0.5 * wanted.norm(), name
+
+
+def test_tokens_of_each_chunk_have_the_gradients_that_they_have_alone(moe: ktk.MoE) -> None:
+    """More tokens than a chunk takes, of a forward and of a backward pass, and of a dense layer."""
+    tokens, at = 4500, [0, 4095, 4096, 4499]
+    x, ids, weights = call(tokens)
+    grad = random(tokens, H, seed=3)
+    found = moe.backward(grad, x, ids, weights, weight_grads=True)
+    halves = [slice(0, 3000), slice(3000, tokens)]
+    parts = [
+        moe.backward(grad[half], x[half], ids[half], weights[half], weight_grads=True)
+        for half in halves
+    ]
+    assert torch.equal(found.hidden, torch.cat([part.hidden for part in parts]))
+    assert torch.equal(found.topk_weights, torch.cat([part.topk_weights for part in parts]))
+    for name in ("gate", "up", "down"):
+        values = [getattr(one.weights, name).double() for one in (found, *parts)]
+        wanted = values[1] + values[2]
+        assert (values[0] - wanted).norm() < 4 * 2**-24 * tokens**0.5 * wanted.norm(), name
+    y = moe(x, ids, weights)
+    adapters, whose = [adapter(1), adapter(2)], torch.arange(tokens) % 3 - 1
+    adapted = moe(x, ids, weights, lora=adapters, adapter_ids=whose)
+    for i in at:
+        one = x[i : i + 1], ids[i : i + 1], weights[i : i + 1]
+        assert torch.equal(y[i : i + 1], moe(*one)), i
+        alone = moe(*one, lora=adapters, adapter_ids=whose[i : i + 1])
+        assert torch.equal(adapted[i : i + 1], alone), i
+    dense = ktk.Linear("BF16", H, 3).load(random(3, H))
+    grad = random(tokens, 3, seed=4)
+    dx = dense.backward(grad)
+    for i in (0, 2047, 2048, *at):
+        assert torch.equal(dx[i], dense.backward(grad[i])), i
 
 
 def test_ids_of_adapters_are_of_either_kind(moe: ktk.MoE) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import ktk
 from ktk import _core
-from ktk.errors import BackendError
+from ktk.errors import BackendUnsupported
 from ktk.layer import tell_shards
 from ktk.testing import bounds, formats, strategies
 from ktk.testing.subject import Subject
@@ -32,6 +32,7 @@ def subjects() -> dict[str, Subject]:
         "AMXINT4",
         "AMXINT8",
         "BF16",
+        "BF16Z",
         "BLIS",
         "FP8",
         "KML",
@@ -41,7 +42,7 @@ def subjects() -> dict[str, Subject]:
     ):
         try:
             backend = ktk.load_backend(name)
-        except BackendError:
+        except BackendUnsupported:
             continue
         default = backend.core.default_variant()
         found[name] = Subject(backend, next(v for v in backend.variants if v.name == default))

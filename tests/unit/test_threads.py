@@ -145,6 +145,7 @@ def test_experts_that_are_loaded_while_others_call() -> None:
 
     at_once(work)
     assert all(sentence.startswith("expert 0 is not loaded") for sentence in seen)
+    assert np.array_equal(layer(hidden, ids, weights), outputs[1])
 
 
 def test_unpacking_while_others_load() -> None:
