@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ktk.checkpoint.open import open_checkpoint
+from ktk.checkpoint.packed import PackedCheckpoint
 from ktk.checkpoint.reader import CheckpointReader
 from ktk.checkpoint.safetensors.index import TensorIndex
+from ktk.config import activation_called
 from ktk.errors import CheckpointError, CheckpointTooLarge
 from ktk.loading.load import announce, load_layers
 from ktk.loading.plan import LayerPlan, naming_layer, plan_layer
@@ -145,6 +147,16 @@ def _check_same(checkpoint: CheckpointReader, files: Sequence[str]) -> None:
         raise CheckpointError(f"{checkpoint.path} also holds {others[0]}, which is not loaded")
 
 
+def _check_function(checkpoint: CheckpointReader, one: Experts) -> None:
+    """Refuse files that were converted for another activation function than the module has."""
+    said = checkpoint.index.activation if isinstance(checkpoint, PackedCheckpoint) else None
+    if said is not None and activation_called(said) != one.config.activation:
+        raise CheckpointError(
+            f"{checkpoint.path} was converted with --activation {said}, and the model computes "
+            f"{one.config.activation}: convert it again without that"
+        )
+
+
 def _plan(
     checkpoint: CheckpointReader,
     number: int,
@@ -154,6 +166,7 @@ def _plan(
 ) -> LayerPlan:
     """Plan a layer that computes what its module would: sizes have to agree."""
     with naming_layer(number):
+        _check_function(checkpoint, one)
         there = checkpoint.layer(number).config
         # Of these two transformers knows k from calls only, and nothing in a GGUF file of Qwen3.
         wanted = replace(

@@ -310,3 +310,12 @@ def test_no_tensor_of_an_expert_is_decoded_by_transformers(
     ktk.transformers.load(path)
     assert any("attn_q" in name for name in asked)
     assert not any("_exps" in name for name in asked)
+
+
+def test_files_converted_for_another_function_are_refused(tmp_path: Path) -> None:
+    source, packed = FAMILIES["qwen3-moe"].save(tmp_path / "source"), tmp_path / "packed"
+    convert(source, packed, backend="AMXINT8", activation="relu")
+    with pytest.raises(ktk.CheckpointError, match="--activation relu, and the model computes silu"):
+        ktk.transformers.load(source, experts=packed)
+    convert(source, tmp_path / "same", backend="AMXINT8", activation="silu")
+    assert packed_modules(ktk.transformers.load(source, experts=tmp_path / "same"))
