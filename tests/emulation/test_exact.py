@@ -248,14 +248,12 @@ def test_ggml_products_have_the_bits_of_vnni(name: str, m: int, n: int) -> None:
     [
         ("BF16", "amx_bf16", "avx512"),
         ("AMXINT8", "amx_int8", "avx512_vnni"),
-        ("AMXINT4", "amx_int8", "avx512_vnni"),
+        ("AMXINT4", "amx_int8", "avx512"),
     ],
 )
 def test_a_layer_equals_the_other_variants(name: str, variant: str, other: str) -> None:
     """A layer on two threads; AMX and AVX-512 read the same weights."""
     backend, _ = find(name, variant)
-    if not next(one for one in backend.variants if one.name == other).runnable:
-        pytest.skip(f"{other} does not run here")
     config: dict[str, Any] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
