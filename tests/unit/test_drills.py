@@ -41,3 +41,16 @@ def test_as_many_files_know_one(task: str, most: int, pattern: str, others: set[
     files = listed(task)
     assert len(files) <= most
     assert mentions(rf"\b(?:ktk_)?{pattern}\b") == set(files) | others
+
+
+def test_as_many_files_know_an_instruction_set() -> None:
+    known = mentions(r"\b(?:KTK_ISA_)?avx_vnni\b")
+    outside = {one for one in known if not one.startswith("backends/")}
+    # The row calls the fourth <name>.cc, and names a file that other sets are in instead of that.
+    others = {"native/probe/avx_vnni.cc", "native/probe/meson.build"}
+    named = set(listed("add an instruction set")) - others
+    assert len(outside) == 4
+    assert {Path(one).name for one in named} == {Path(one).name for one in outside - others}
+    # In a backend, what builds its kernel; LLAMAFILE's has two kinds of blocks besides.
+    built = {one for one in known if one.startswith("backends/") and one.endswith("meson.build")}
+    assert known - outside - built == {"backends/llamafile/floats/blocks_kernel.h"}
