@@ -303,10 +303,12 @@ class PackedMatrix:
     def unpack(self, n_begin: int = 0, n_end: int | None = None) -> Annotated[NDArray[numpy.float32], dict(shape=(None, None))]:
         """Rows [n_begin, n_end) as stored, f32."""
 
-    def exported(self) -> tuple:
+    def exported(self, cuts: Sequence[int] = [], apart: int = 0) -> tuple:
         """
         Data, scale and zero point in the stored format, as the bytes of their rows; packing
-        them again gives the same matrix. ValueError if the backend cannot.
+        them again gives the same matrix. With `cuts`, [0, ..., n] at n_step and whole groups,
+        range by range; to rows with `apart` bytes between them. ValueError if the backend
+        cannot.
         """
 
     def padded(self, m: int) -> int:

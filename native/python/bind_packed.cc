@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include "python/arguments.h"
 #include "python/bind.h"
@@ -99,9 +100,12 @@ void bind_packed(nb::module_& m) {
            "Packs rows [n_begin, n_end) of another weight of the same shape.")
       .def("unpack", &PackedMatrix::unpack, "n_begin"_a = 0, "n_end"_a = nb::none(),
            "Rows [n_begin, n_end) as stored, f32.")
-      .def("exported", &PackedMatrix::exported,
-           "Data, scale and zero point in the stored format, as the bytes of their rows; packing\n"
-           "them again gives the same matrix. ValueError if the backend cannot.")
+      .def(
+          "exported", &PackedMatrix::exported, "cuts"_a = std::vector<size_t>(), "apart"_a = 0,
+          "Data, scale and zero point in the stored format, as the bytes of their rows; packing\n"
+          "them again gives the same matrix. With `cuts`, [0, ..., n] at n_step and whole groups,\n"
+          "range by range; to rows with `apart` bytes between them. ValueError if the backend\n"
+          "cannot.")
       .def("padded", &PackedMatrix::padded, "m"_a, "m rounded up to the variant's m_step.")
       .def("pack_act", &PackedMatrix::pack_act, "x"_a.none(),
            "Encoded rows, uint8 [padded m, act_size].")

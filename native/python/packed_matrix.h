@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -107,37 +108,40 @@ class PackedMatrix {
   F32Matrix unpack(size_t n_begin, std::optional<size_t> n_end) const {
     const size_t end = n_end.value_or(n());
     if (n_begin >= end || end > n()) throw nb::value_error("there are no such rows");
-    F32Matrix out = new_matrix(end - n_begin, k());
-    const Lent rows = output(out.nbytes(), sizeof(float));
-    variant_.unpack_weight(&matrix_, packed_->data(), n_begin, end, floats(rows), k());
-    finish(rows, out.data(), "unpack_weight");
-    return out;
+    return rows_from("unpack_weight", end - n_begin, [&](float* out, size_t stride) {
+      variant_.unpack_weight(&matrix_, packed_->data(), n_begin, end, out, stride);
+    });
   }
 
   // Data, scales and zero points as bytes: numpy has no bf16, and the format says what they are.
-  nb::tuple exported() const {
+  // Written range by range of `cuts`, 0 and n() among them, to rows that are `apart` bytes longer;
+  // without cuts, at once.
+  nb::tuple exported(std::vector<size_t> cuts, size_t apart) const {
     if (!variant_.export_weight) {
       throw nb::value_error((table_->name + " cannot export weights").c_str());
     }
-    const ktk_format& f = matrix_.format;
-    const SourceShape shape = source_shape(f, n(), k());
-    auto data = new_bytes(n(), shape.data_bytes);
-    auto scale = new_bytes(shape.groups_n, shape.scale_bytes);
-    auto zero = new_bytes(shape.groups_n, shape.zero_bytes);
-    const Lent codes = output(data.nbytes(), 1);
-    const Lent scales = output(scale.nbytes(), 1);
-    const Lent zeros = output(zero.nbytes(), 1);
-    const auto given = [](const Lent& part) { return part.size() ? part.data() : nullptr; };
-    const ktk_export target = {given(codes),  given(scales),  given(zeros),
-                               data.shape(1), scale.shape(1), zero.shape(1)};
+    if (cuts.empty()) cuts = {0, n()};
+    if (cuts.size() < 2 || cuts.front() != 0 || cuts.back() != n()) {
+      throw nb::value_error("cuts begin with 0 and end with n");
+    }
+    const size_t whole = std::max<size_t>(matrix_.format.group_n, 1);
+    for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+      check_columns(cuts[i], cuts[i + 1]);
+      if (cuts[i] % whole) throw nb::value_error("a cut goes through a group of rows");
+    }
+    const SourceShape shape = source_shape(matrix_.format, n(), k());
+    const Exported data(*this, n(), shape.data_bytes, apart);
+    const Exported scale(*this, shape.groups_n, shape.scale_bytes, apart);
+    const Exported zero(*this, shape.groups_n, shape.zero_bytes, apart);
+    const ktk_export target = {data.memory(), scale.memory(), zero.memory(),
+                               data.stride,   scale.stride,   zero.stride};
     {
       const Unlocked unlocked;
-      variant_.export_weight(&matrix_, packed_->data(), 0, n(), &target);
+      for (size_t i = 0; i + 1 < cuts.size(); ++i) {
+        variant_.export_weight(&matrix_, packed_->data(), cuts[i], cuts[i + 1], &target);
+      }
     }
-    finish(codes, data.data(), "export_weight");
-    finish(scales, scale.data(), "export_weight");
-    finish(zeros, zero.data(), "export_weight");
-    return nb::make_tuple(data, scale, zero);
+    return nb::make_tuple(data.rows(*this), scale.rows(*this), zero.rows(*this));
   }
 
   ktk_format act() const { return variant_.act_of(matrix_); }
@@ -244,16 +248,35 @@ class PackedMatrix {
     const size_t align = lender_.guards(Operand::kDst) ? KTK_ALIGNMENT : sizeof(float);
     return lender_.lend(Operand::kDst, from, product(floats, sizeof(float)), align);
   }
+  // Bits of NaN that no computation makes.
+  static constexpr uint32_t kBetween[] = {0x7fa5a5a5, 0x7fa5a5a5, 0x7fa5a5a5};
+
+  // A part of an exported weight: rows of bytes, each with some more behind it.
+  struct Exported {
+    Exported(const PackedMatrix& matrix, size_t count, size_t bytes, size_t apart)
+        : count(count),
+          bytes(bytes),
+          stride(sum(bytes, apart)),
+          lent(matrix.output(bytes ? sum(product(count - 1, stride), bytes) : 0, 1)) {}
+    char* memory() const { return lent.size() ? lent.data() : nullptr; }
+    nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> rows(const PackedMatrix& matrix) const {
+      matrix.check(lent, "export_weight");
+      auto made = new_bytes(count, bytes);
+      for (size_t r = 0; r < count; ++r) {
+        std::memcpy(made.data() + r * bytes, lent.data() + r * stride, bytes);
+      }
+      return made;
+    }
+
+    size_t count, bytes, stride;
+    Lent lent;
+  };
+
   static float* floats(const Lent& memory) { return reinterpret_cast<float*>(memory.data()); }
 
   void check(const Lent& memory, const char* function) const {
     memory.check(variant_.where + ": " + function);
   }
-  void finish(const Lent& memory, void* to, const char* function) const {
-    check(memory, function);
-    memory.copy_to(to);
-  }
-
   ktk_source lent(ktk_source source, std::vector<Guarded>& keep) const {
     const SourceShape shape = source_shape(source.format, n(), k());
     const auto bytes = [](size_t rows, size_t stride, size_t row) {
@@ -295,10 +318,31 @@ class PackedMatrix {
   }
 
   F32Matrix decode(const Lent& act, size_t m) const {
-    F32Matrix out = new_matrix(m, k());
-    const Lent values = output(out.nbytes(), sizeof(float));
-    variant_.unpack_act(&matrix_, m, act.data(), act_size(), floats(values), k());
-    finish(values, out.data(), "unpack_act");
+    return rows_from("unpack_act", m, [&](float* out, size_t stride) {
+      variant_.unpack_act(&matrix_, m, act.data(), act_size(), out, stride);
+    });
+  }
+
+  // What a function writes as rows of k() floats, which it is given farther apart than that.
+  template <typename Write>
+  F32Matrix rows_from(const char* function, size_t count, Write write) const {
+    F32Matrix out = new_matrix(count, k());
+    if (count == 0) return out;
+    const size_t stride = k() + std::size(kBetween);
+    const Lent rows = output(product(sum(product(count - 1, stride), k()), sizeof(float)), 4);
+    for (size_t r = 0; r + 1 < count; ++r) {
+      std::memcpy(floats(rows) + r * stride + k(), kBetween, sizeof kBetween);
+    }
+    write(floats(rows), stride);
+    check(rows, function);
+    for (size_t r = 0; r < count; ++r) {
+      const float* const row = floats(rows) + r * stride;
+      std::copy_n(row, k(), out.data() + r * k());
+      if (r + 1 < count && std::memcmp(row + k(), kBetween, sizeof kBetween) != 0) {
+        throw std::runtime_error(variant_.where + ": " + function + " wrote behind row " +
+                                 std::to_string(r));
+      }
+    }
     return out;
   }
 
