@@ -7,7 +7,7 @@ elsewhere on copies.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
@@ -16,7 +16,7 @@ import torch
 from ktk import _core
 from ktk.arrays import readable, writable
 from ktk.dtypes import FLOAT_DTYPES
-from ktk.hosts.numbered import living
+from ktk.hosts.numbered import enter, living
 from ktk.linear import Linear
 
 #: Each `OpLinear` that lives, by its `number`.
@@ -27,7 +27,8 @@ _numbers = itertools.count()
 class OpLinear:
     """A dense layer that "ktk::linear" computes.
 
-    Copies, deep ones too, are the same object: packed weights never change.
+    Copies, deep ones too, are the same object: packed weights are changed by none but a host that
+    hands over others.
 
     Parameters
     ----------
@@ -38,6 +39,11 @@ class OpLinear:
     number : int, optional
         As of :class:`ktk.hosts.OpLayer`.
 
+    Raises
+    ------
+    RuntimeError
+        Another layer has the number, and lives.
+
     Attributes
     ----------
     number : int
@@ -45,11 +51,20 @@ class OpLinear:
     """
 
     def __init__(self, linear: Linear, name: str, number: int | None = None) -> None:
-        self.linear = linear
         self.name = name
         self.number = next(_numbers) if number is None else number
+        self.linear = linear
+        self._finish: Callable[[], Linear] | None = None
         self._together: tuple[_core.LinearGroup, int] | None = None
-        LAYERS[self.number] = self
+        enter(LAYERS, self.number, self)
+
+    def renew(self, finish: Callable[[], Linear]) -> None:
+        """Let the next call compute with what `finish` returns then, or raise what it raises."""
+        self._finish = finish
+
+    def renewed(self, linear: Linear) -> None:
+        """Compute with a layer, of the same sizes, from now on."""
+        self.linear, self._finish, self._together = linear, None, None
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -73,6 +88,8 @@ class OpLinear:
         return _linear(x, self.number, self.linear.out_features)
 
     def _compute(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._finish is not None:
+            self.renewed(self._finish())
         if self._together is None:
             self.linear(x, out=out)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,6 +16,24 @@ LAYERS: WeakValueDictionary[int, Any] = WeakValueDictionary()
 NUMBERS = itertools.count()
 _FLOATS = tuple(FLOAT_NAMES)
 _IDS = (torch.int64, torch.int32)
+
+
+def enter(layers: WeakValueDictionary[int, Any], number: int, layer: Any) -> None:
+    """Let a number stand for a layer.
+
+    Raises
+    ------
+    RuntimeError
+        It stands for another, which lives.
+    """
+    if number in layers:
+        gc.collect()  # what a host has let go of may be part of a cycle
+    if number in layers:
+        raise RuntimeError(
+            f"{layer.name} is there already, and its graphs would call this one: two models of one "
+            "name cannot be in one process, so give each a process, or let the first go before"
+        )
+    layers[number] = layer
 
 
 def living(layers: WeakValueDictionary[int, Any], number: int) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from ktk.hosts.adapters import by_token
-from ktk.hosts.numbered import LAYERS, NUMBERS, living, plain_inputs
+from ktk.hosts.numbered import LAYERS, NUMBERS, enter, living, plain_inputs
 from ktk.hosts.plain import is_plain
 from ktk.hosts.train import train
 from ktk.ktmoe.model import ModelState
@@ -38,11 +38,15 @@ class OpLayer:
     name : str
         What errors that surface later call it.
     number : int, optional
-        A number of its own, that a host which keeps compiled graphs finds it by in later processes;
-        a layer that had it before is called no more.
+        A number of its own, that a host which keeps compiled graphs finds it by in later processes.
     compute : callable, optional
         What computes tensors in CPU memory instead of `moe`, with its arguments: a layer whose
         experts are divided over processes, of which `moe` has some.
+
+    Raises
+    ------
+    RuntimeError
+        Another layer has the number, and lives.
 
     Attributes
     ----------
@@ -68,7 +72,7 @@ class OpLayer:
         self.name = name or "a layer of experts"
         self.number = next(NUMBERS) if number is None else number
         self.mask = torch.zeros(moe.config.num_experts, dtype=torch.bool, device="cpu")
-        LAYERS[self.number] = self
+        enter(LAYERS, self.number, self)
 
     def __call__(
         self,

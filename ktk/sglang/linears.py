@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -43,21 +44,63 @@ def matrix_of(method: Any, layer: Any) -> Quantized | None:
 
 
 def process_weights_after_loading(original: Callable[..., None], method: Any, layer: Any) -> None:
-    """Pack the layer, and let its tensors go."""
-    if _PACKED in layer.__dict__:
+    """Pack the layer, and let its weight go; also when tensors came again."""
+    packed = layer.__dict__.get(_PACKED)
+    if packed is not None and not layer.weight.numel():
         return None
+    linear = _pack(method, layer)
+    if linear is None:
+        return original(method, layer)
+    if packed is None:
+        name = getattr(layer, "prefix", "") or "a dense layer"
+        packed = OpLinear(linear, name)
+        setattr(layer, _PACKED, packed)
+        for role in ("weight", "weight_scale", "weight_scale_inv"):
+            if isinstance(param := getattr(layer, role, None), torch.nn.Parameter):
+                _restore_before(param, method, layer)
+        say_once(f"ktk computes dense layers with {linear.backend.name}/{linear.variant}")
+    else:
+        packed.renewed(linear)
+    return None
+
+
+def _pack(method: Any, layer: Any) -> Linear | None:
+    """Return the packed weight, and free it; scales are small, and stay."""
     matrix = matrix_of(method, layer)
     if matrix is None:
-        return original(method, layer)
+        return None
     n, k = layer.weight.shape
-    name = getattr(layer, "prefix", "") or "a dense layer"
     linear = Linear(PREFERRED[matrix.format.element][0], k, n, pool=pool_here()).load(matrix)
-    setattr(layer, _PACKED, OpLinear(linear, name))
-    for role in ("weight", "weight_scale", "weight_scale_inv"):
-        if isinstance(param := getattr(layer, role, None), torch.nn.Parameter):
-            param.data = torch.empty(0, dtype=param.dtype, device="cpu")
-    say_once(f"ktk computes dense layers with {linear.backend.name}/{linear.variant}")
-    return None
+    layer.weight.data = torch.empty(0, dtype=layer.weight.dtype, device="cpu")
+    return linear
+
+
+def _restore_before(param: Any, method: Any, layer: Any) -> None:
+    """Have a loader find the weight that was packed: it may write some rows of it.
+
+    The next call packs it again.
+    """
+    # A property of SGLang's parameters.
+    name = "_weight_loader" if hasattr(param, "_weight_loader") else "weight_loader"
+    load = getattr(param, name, None)
+    if load is None:
+        return
+
+    def pack_again() -> Linear:
+        linear = _pack(method, layer)
+        assert linear is not None, "it was packed before"
+        return linear
+
+    @functools.wraps(load)
+    def restore_and_load(*args: Any, **kwargs: Any) -> Any:
+        if not layer.weight.numel():
+            packed = layer.__dict__[_PACKED]
+            [(codes, *_)] = packed.linear._core.exported()
+            layer.weight.data = torch.from_numpy(codes).view(layer.weight.dtype)
+            packed.renew(pack_again)
+        return load(*args, **kwargs)
+
+    setattr(param, name, restore_and_load)
 
 
 def apply(

@@ -123,17 +123,22 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
                 / 64
             )
             self._load([Matrix(Format(_FLOAT), random)])
+        self._finish()
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute rows."""
+        result: torch.Tensor = torch.ops.ktk.linear(x, self.number, self.width)
+        return result if bias is None else result + bias
+
+    def _finish(self) -> Linear:
+        """Return the packed layer, if nothing that it needs is still to come."""
         if self._packed is None or self._held:
             came = {_listed(parts): sorted(tensors) for parts, tensors in self._held.items()}
             raise CheckpointError(
                 f"{self._name} is not whole: it has {len(self._rows)} parts of "
                 f"{', '.join(self._roles)} each, and these came: {came or 'none'}"
             )
-
-    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute rows."""
-        result: torch.Tensor = torch.ops.ktk.linear(x, self.number, self.width)
-        return result if bias is None else result + bias
+        return self._packed.linear
 
     def _loader(self, layer: Any, role: str) -> Callable[..., None]:
         def take(param: Any, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:
@@ -159,6 +164,9 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
     def _take(self, layer: Any, role: str, loaded_weight: torch.Tensor, parts: _Parts) -> None:
         if self._packed is not None:
             loaded_weight = loaded_weight.clone()  # its memory is the caller's
+            if role in self._held.get(parts, {}):
+                self._held = {}  # of an update that ended before all parts had come
+            self._packed.renew(self._finish)
         self._held.setdefault(parts, {})[role] = loaded_weight.detach()
         whole = [one for one, tensors in self._held.items() if set(tensors) == set(self._roles)]
         if {part for one in whole for part in one} == set(self._parts(layer)):
@@ -216,7 +224,10 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         # vLLM says which process this is only while it makes the model.
         pool = pool_here() if self._packed is None else self._packed.linear.pool
         linear = Linear(backend, self._columns[1], self.width, pool=pool).load(parts)
-        self._packed = OpLinear(linear, self._name, self.number)
+        if self._packed is None:
+            self._packed = OpLinear(linear, self._name, self.number)
+        else:
+            self._packed.renewed(linear)
         formats = ", ".join(dict.fromkeys(map(str, linear.formats)))
         say_once(f"ktk computes dense layers with {backend.name}/{linear.variant}: {formats}")
 

@@ -20,7 +20,7 @@ from sglang_engine import Engine, of_quantization
 
 import ktk
 from ktk.hosts.choice import Mode
-from ktk.quantize import quantize
+from ktk.quantize import Quantized, quantize
 from ktk.sglang import choice, engine, experts, linears
 from ktk.testing import bounds, formats, reference
 from ktk.testing.formats import as_float64
@@ -303,7 +303,7 @@ def test_dense_layers_of_codes_are_packed_and_computed(name: str, made: Engine) 
     scale_name = "weight_scale_inv" if name == "blocks" else "weight_scale"
     setattr(layer, scale_name, torch.nn.Parameter(scale, requires_grad=False))
     method.process_weights_after_loading(layer)
-    assert not [param for param in layer.parameters() if param.numel()], "raw weights"
+    assert not layer.weight.numel(), "raw weights"
     x, bias = torch.randn(5, k).bfloat16(), torch.randn(sum(widths)).bfloat16()
     plain = method.apply(layer, x)
     linear = layer.ktk_linear.linear
@@ -319,6 +319,66 @@ def test_dense_layers_of_codes_are_packed_and_computed(name: str, made: Engine) 
     exact = as_float64(x) @ values.numpy().T
     error = lost + bounds.dot(as_float64(x), values.numpy()) + 2.0**-8 * size
     bounds.check(as_float64(plain), exact, error, name)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_dense_layers_are_packed_again_when_weights_are_updated(
+    finished: bool, made: Engine, patch: pytest.MonkeyPatch, mainline: Path
+) -> None:
+    """By SGLang's own parameters: of an update with all tensors, and of one with some."""
+    params: Any = sglang_stage.load(patch, mainline, "sglang.srt.layers.parameter")
+    patch.setattr(params, "_is_cpu", False)  # where it pads, by a function that is elsewhere
+    for name in ("ModelWeightParameter", "BlockQuantScaleParameter"):
+        patch.setattr(made.fp8, name, getattr(params, name))
+    method = made.fp8.Fp8LinearMethod(of_quantization(**{**FP8, "use_mxfp8": False}))
+    layer: Any = torch.nn.Module()
+    layer.tp_group = None
+
+    def load(param: Any, loaded: torch.Tensor, first: int) -> None:
+        if param is layer.weight:
+            param.data[first : first + len(loaded)].copy_(loaded)
+        else:
+            param.load_column_parallel_weight(loaded, tp_rank=0)
+
+    n, k = 2 * H, H
+    method.create_weights(layer, k, [n], k, n, torch.bfloat16, weight_loader=load)
+    x = torch.randn(5, k).bfloat16()
+
+    def given(seed: int) -> Quantized:
+        generator = torch.Generator().manual_seed(seed)
+        return quantize(torch.randn(n, k, generator=generator) / k**0.5, "e4m3-f32-128x128")
+
+    def update(matrix: Quantized, first: int, behind: int) -> None:
+        codes = matrix.data.view(torch.float8_e4m3fn)
+        layer.weight.weight_loader(layer.weight, codes[first:behind], first)
+        scales = layer.weight_scale_inv
+        scales.weight_loader(scales, matrix.scale, 0)
+        if finished:
+            method.process_weights_after_loading(layer)
+
+    update(given(0), 0, n)
+    method.process_weights_after_loading(layer)
+    number = layer.ktk_linear.number
+
+    def check(matrix: Quantized) -> None:
+        wanted = ktk.Linear("FP8", k, n).load(matrix)
+        assert torch.equal(method.apply(layer, x), wanted(x))
+        assert not layer.weight.numel(), "raw weights"
+
+    check(given(0))
+    whole, other = given(1), given(2)
+    update(whole, 0, n)
+    check(whole)
+    assert whole.scale is not None
+    assert other.scale is not None
+    halves = [
+        torch.cat([one[: len(one) // 2], two[len(two) // 2 :]])
+        for one, two in ((whole.data, other.data), (whole.scale, other.scale))
+    ]
+    mixed = Quantized(whole.format, *halves)
+    update(mixed, n // 2, n)
+    check(mixed)
+    assert layer.ktk_linear.number == number, "graphs call it by this"
 
 
 def test_hooks_are_registered_where_sglang_has_no_kernels(

@@ -172,6 +172,26 @@ def test_a_layer_that_came_again_in_part_is_an_error_until_the_rest_is_there(
     np.testing.assert_allclose(matrix_of(method, layer, K), wanted, rtol=2**-8, atol=2**-20)
 
 
+def test_calls_are_errors_while_a_part_is_missing_and_old_parts_do_not_count(
+    linears: ModuleType,
+) -> None:
+    """As with `model.load_weights`, after which vLLM says nothing."""
+    layer = Layer([N[0], N[1], N[0]])
+    made = [
+        {part: gptq(n, K, 10 * update + part) for part, n in enumerate(layer.output_sizes)}
+        for update in range(3)
+    ]
+    method = loaded(linears, layer, {part: one for part, (one, _) in made[0].items()}, K)
+    for part in (0, 2):
+        give(layer, part, made[1][part][0])
+    with pytest.raises(CheckpointError, match=r"it has 3 parts .* these came: \{'0': .* '2': "):
+        matrix_of(method, layer, K)
+    for part, (tensors, _) in made[2].items():
+        give(layer, part, tensors)
+    wanted = np.concatenate([values for _, values in made[2].values()])
+    np.testing.assert_allclose(matrix_of(method, layer, K), wanted, rtol=2**-8, atol=2**-20)
+
+
 @pytest.mark.parametrize(
     "quantization", [{"quant_method": "bitsandbytes"}, {"quant_method": "hqq"}, DESC_ACT]
 )
