@@ -18,10 +18,13 @@ from vllm.model_executor.layers.quantization import (
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
+from ktk.system import let_openmp_sleep
 from ktk.vllm.choice import METHOD, say_once, takes_over
 from ktk.vllm.experts import KtkExperts, KtkUnquantized, unable
 from ktk.vllm.linears import stock_or_ktk
 
+# vLLM's names of what ModelOpt writes, which calls all of it "modelopt".
+_MODELOPT = ("modelopt", "modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed")
 # What vLLM says where none of its kernels will do.
 _REFUSALS = (NotImplementedError, RuntimeError, ValueError, AssertionError)
 
@@ -30,10 +33,11 @@ class KtkQuantization(QuantizationConfig):  # type: ignore[misc]
     """What ktk does with a model, quantised or not; vLLM's own configuration does the rest."""
 
     def __init__(self, quantization: Mapping[str, Any] | None = None) -> None:
+        let_openmp_sleep()  # vLLM makes one of these before it starts workers
         self.quantization = quantization
         self.stock: Any = None
         if quantization:
-            kind = get_quantization_config(quantization["quant_method"])
+            kind = get_quantization_config(_name_of(quantization))
             self.stock = kind.from_config(dict(quantization))
         super().__init__()
 
@@ -131,6 +135,16 @@ class KtkQuantization(QuantizationConfig):  # type: ignore[misc]
         """Let the checkpoint's method read what else it wants."""
         if self.stock is not None:
             self.stock.maybe_update_config(model_name, *args, **kwargs)
+
+
+def _name_of(quantization: Mapping[str, Any]) -> str:
+    """Return what vLLM calls the way in which a checkpoint is stored."""
+    method = str(quantization["quant_method"])
+    for name in _MODELOPT if method == _MODELOPT[0] else ():
+        kind = get_quantization_config(name)
+        if kind.override_quantization_method(quantization, None) is not None:
+            return name
+    return method
 
 
 def register() -> None:

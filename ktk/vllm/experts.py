@@ -155,7 +155,10 @@ class _Experts:
         if expert is not None and self._expert_map is not None:
             expert = int(self._expert_map[expert])
         taken = expert is None or expert >= 0
-        if taken and param.role not in IGNORED and not is_counting(param):
+        # Llama-4's are of all experts that are here, of which it names the first.
+        of_all = loaded_weight.ndim == 3 and expert is not None and self._roles == ("weight",)
+        tensors = len(loaded_weight) if of_all else 1
+        if taken and param.role not in IGNORED and not is_counting(param, tensors):
             if self._packed is not None:
                 # vLLM's models load weights again, and may say nothing afterwards. The memory of
                 # these is the caller's.
@@ -164,7 +167,9 @@ class _Experts:
             if expert is None or shard_id is None:
                 self._take_shared(loaded_weight, weight_name)
             else:
-                self._collecting().take(expert, _PARTS[shard_id], param.role, loaded_weight)
+                each = loaded_weight if of_all else loaded_weight[None]
+                for number, one in enumerate(each, expert):
+                    self._collecting().take(number, _PARTS[shard_id], param.role, one)
         return taken if return_success else None
 
     def _take_shared(self, loaded: torch.Tensor, name: str) -> None:
@@ -248,11 +253,29 @@ class KtkExperts(_Experts, FusedMoEMethodBase):  # type: ignore[misc]
 class KtkUnquantized(_Experts, UnquantizedFusedMoEMethod):  # type: ignore[misc]
     """Experts of floats, in the place of vLLM's own class."""
 
+    _refusal: Exception | None = None
+
+    def __init__(self, moe: Any) -> None:
+        try:
+            super().__init__(moe)
+        except (NotImplementedError, ValueError) as error:
+            # It has no kernel for these, which says nothing about ktk.
+            self._refusal = error
+            self.supports_pre_processed_weights = False
+
+    def maybe_roundup_sizes(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the sizes that vLLM's kernel has, if there is one."""
+        base = FusedMoEMethodBase if self._refusal else UnquantizedFusedMoEMethod
+        sizes: tuple[int, int] = base.maybe_roundup_sizes(self, *args, **kwargs)
+        return sizes
+
     def create_weights(self, layer: Any, num_experts: int, *args: Any, **kwargs: Any) -> None:
         """Register parameters; of layers that ktk does not compute, become vLLM's own class."""
         self._is_whole = False
         if reason := unable(layer, None):
             say_once(f"vLLM computes experts itself: ktk does not compute {reason}")
+            if self._refusal is not None:
+                raise self._refusal
             self.__class__ = UnquantizedFusedMoEMethod
             self.create_weights(layer, num_experts, *args, **kwargs)
             return
@@ -272,7 +295,8 @@ class KtkUnquantized(_Experts, UnquantizedFusedMoEMethod):  # type: ignore[misc]
         """Pack tensors of all experts, cut for this rank, and free them."""
         names = [f"{stem}_{role}" for stem in _STEMS for role in ("weight", "bias")]
         tensors = {name: getattr(layer, name).data for name in names}
-        interleaved = self._sizes["activation"] == "swigluoai"
+        # vLLM calls the same function "swigluoai_uninterleave" where all gates come first.
+        interleaved = self.moe.activation.value == "swigluoai"
         inner = tensors["w13_weight"].shape[1] // 2
         collector = self._collecting(inner, interleaved=interleaved)
         for expert in range(self._sizes["num_experts"]):

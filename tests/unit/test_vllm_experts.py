@@ -113,6 +113,56 @@ def test_weights_that_come_again_count_in_the_next_call(experts: ModuleType, ran
     assert torch.equal(layer(IDS), loaded(experts, 2, rank=ranks - 1, ranks=ranks)(IDS))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("first", [None, 0, 2])
+def test_a_tensor_may_be_of_all_experts(experts: ModuleType, first: int | None, ranks: int) -> None:
+    """As Llama-4's are, cut to those of this rank, with the number of the first."""
+    options: dict[str, Any] = {"rank": ranks - 1, "ranks": ranks}
+    here = range(E) if first is None else range(first, first + 2)
+    if first is not None:
+        options["expert_map"] = torch.tensor([e - first if e in here else -1 for e in range(E)])
+    for seed in (0, 1):  # loaded, and loaded again
+        one_by_one, together = Layer(experts, **options), Layer(experts, **options)
+        made = floats(seed)
+        one_by_one.take(made)
+        together.take(
+            {(shard, here[0]): torch.stack([made[shard, e] for e in here]) for shard in SIZES}
+        )
+        one_by_one.finish()
+        together.finish()
+        assert torch.equal(together(IDS), one_by_one(IDS))
+
+
+def test_vllm_need_not_have_a_kernel(experts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = loaded(experts, 0)(IDS)
+    stock = experts.UnquantizedFusedMoEMethod
+
+    def without(self: Any, moe: Any) -> None:
+        self.moe = moe
+        raise NotImplementedError("no backend supports this")
+
+    monkeypatch.setattr(stock, "__init__", without)
+    assert torch.equal(loaded(experts, 0)(IDS), wanted)
+    # What ktk does not compute either is vLLM's to refuse.
+    monkeypatch.setattr(experts, "unable", lambda layer, quantization: "that")
+    with pytest.raises(NotImplementedError, match="no backend supports this"):
+        Layer(experts)
+
+
+def test_a_name_is_that_of_one_layer_at_a_time(experts: ModuleType) -> None:
+    layer = loaded(experts, 0)
+    before, name = layer(IDS), layer.layer_name
+    other = Layer(experts)
+    other.method._name, other.method.number = name, layer.method.number
+    other.take(floats(1))
+    with pytest.raises(RuntimeError, match=rf"^{name} is there already.* give each a process"):
+        other.finish()
+    assert torch.equal(layer(IDS), before)
+    del layer
+    other.finish()
+    assert torch.equal(other(IDS), loaded(experts, 1)(IDS))
+
+
 def test_experts_that_do_not_come_again_stay(experts: ModuleType) -> None:
     layer, other = loaded(experts, 0), floats(1)
     layer.take({at: tensor for at, tensor in other.items() if at[1] == 2})

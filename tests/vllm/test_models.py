@@ -20,6 +20,7 @@ import vllm_models as models
 from vllm_environment import Generated, Vllm
 
 from ktk.conversion.compressed import TARGETS
+from ktk.system import cpu_flags
 
 TOKENS = 8
 # bf16 rounds to 8 bits, and the kernels for integers encode activations in 7 bits and a sign beside
@@ -27,6 +28,8 @@ TOKENS = 8
 ENCODED = 5
 # Two workers, and what they are started with.
 TWO: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+# Without it ktk computes codes only where vLLM has no kernels for them: without AMX.
+ASKED = {"KTK_VLLM": "1"}
 UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 
 
@@ -51,6 +54,8 @@ WRITERS: dict[str, models.Write] = {
     "gptq": models.stored("gptq, symmetric"),
     "awq": models.awq,
     **{f"{to} by ktk": models.converted(to) for to in TARGETS},
+    "nvfp4 of modelopt": models.stored("nvfp4"),
+    "llama-4": models.llama4,
     "gpt-oss": models.gpt_oss,
     "gpt-oss in bf16": models.gpt_oss_bf16,
     "longcat": models.longcat,
@@ -72,7 +77,7 @@ def model(vllm: Vllm, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 def fp8(vllm: Vllm, model: Callable[[str], Model]) -> Generated:
     """What one process makes of a model in FP8, attention too."""
     found = model("fp8")
-    return vllm.generate(found.folder, found.prompts, TOKENS)
+    return vllm.generate(found.folder, found.prompts, TOKENS, ASKED)
 
 
 def assert_right(model: Model, made: Generated, times: float) -> None:
@@ -105,7 +110,7 @@ def test_bf16_gives_the_tokens_of_vllm(vllm: Vllm, model: Callable[[str], Model]
     found = model("bf16")
     stock = vllm.generate(found.folder, found.prompts, TOKENS)
     assert "ktk computes" not in stock.log
-    made = vllm.generate(found.folder, found.prompts, TOKENS, {"KTK_VLLM": "1"})
+    made = vllm.generate(found.folder, found.prompts, TOKENS, ASKED)
     assert "ktk computes experts with BF16/" in made.log
     assert_right(found, made, 1.5)
     assert_same(made, stock, 8 * found.most)
@@ -127,11 +132,20 @@ def test_a_named_backend_gets_experts_quantized(vllm: Vllm, model: Callable[[str
 def test_fp8_with_dense_layers_in_fp8(
     vllm: Vllm, model: Callable[[str], Model], fp8: Generated
 ) -> None:
-    [line] = re.findall(r"ktk computes what this model stores as \w+", fp8.log)
-    assert line.endswith("fp8")
     assert "ktk computes experts with FP8/" in fp8.log
     assert "ktk computes dense layers with FP8/" in fp8.log
     assert_right(model("fp8"), fp8, 1.5)
+
+
+def test_it_computes_unasked_where_vllm_has_no_kernels(
+    vllm: Vllm, model: Callable[[str], Model]
+) -> None:
+    found = model("fp8")
+    made = vllm.generate(found.folder, found.prompts, 2)
+    said = re.findall(r"ktk computes what this model stores as \w+", made.log)
+    lacks = "amx_tile" not in cpu_flags()
+    assert [line.rpartition(" ")[2] for line in said] == ["fp8"] * lacks
+    assert ("ktk computes experts with FP8/" in made.log) == lacks
 
 
 @pytest.mark.parametrize(
@@ -144,6 +158,7 @@ def test_fp8_with_dense_layers_in_fp8(
         ("fp8 by ktk", "FP8", 1.5),
         ("nvfp4 by ktk", "MXFP4", 1.5),
         ("mxfp4 by ktk", "MXFP4", 1.5),
+        ("nvfp4 of modelopt", "MXFP4", 1.5),
         ("gpt-oss", "MXFP4", 1.5),
     ],
 )
@@ -151,16 +166,17 @@ def test_codes_are_computed_as_they_are_stored(
     vllm: Vllm, model: Callable[[str], Model], name: str, backend: str, times: float
 ) -> None:
     found = model(name)
-    made = vllm.generate(found.folder, found.prompts, TOKENS)
+    made = vllm.generate(found.folder, found.prompts, TOKENS, ASKED)
     assert f"ktk computes experts with {backend}/" in made.log
     assert_right(found, made, times)
 
 
-def test_gpt_oss_in_bf16_is_packed_after_it_is_loaded(
-    vllm: Vllm, model: Callable[[str], Model]
+@pytest.mark.parametrize("name", ["gpt-oss in bf16", "llama-4"])
+def test_tensors_may_be_of_all_experts(
+    vllm: Vllm, model: Callable[[str], Model], name: str
 ) -> None:
-    found = model("gpt-oss in bf16")
-    made = vllm.generate(found.folder, found.prompts, TOKENS, {"KTK_VLLM": "1"})
+    found = model(name)
+    made = vllm.generate(found.folder, found.prompts, TOKENS, ASKED)
     assert "ktk computes experts with BF16/" in made.log
     assert_right(found, made, 1.5)
 
@@ -169,7 +185,7 @@ def test_gpt_oss_in_bf16_is_packed_after_it_is_loaded(
 def test_zero_experts_pass_tokens_on(vllm: Vllm, model: Callable[[str], Model], ranks: int) -> None:
     """vLLM alone has no kernel on CPUs for what routes tokens to them."""
     found = model("longcat")
-    variables, options = {"KTK_VLLM": "1"}, {}
+    variables, options = ASKED, {}
     if ranks == 2:
         variables, options = variables | UNBOUND, {**TWO, "enable_expert_parallel": True}
     made = vllm.generate(found.folder, found.prompts, TOKENS, variables, **options)
@@ -180,7 +196,7 @@ def test_zero_experts_pass_tokens_on(vllm: Vllm, model: Callable[[str], Model], 
 def test_weights_that_vllm_makes_up(vllm: Vllm, model: Callable[[str], Model]) -> None:
     """To measure without a download; what comes is nonsense."""
     found = model("fp8")
-    made = vllm.generate(found.folder, found.prompts, 2, load_format="dummy")
+    made = vllm.generate(found.folder, found.prompts, 2, ASKED, load_format="dummy")
     assert "ktk computes experts with " in made.log
     assert [len(tokens) for tokens in made.tokens] == [2] * len(found.prompts)
 
@@ -192,17 +208,16 @@ def test_weights_that_come_after_made_up_ones(
 ) -> None:
     """As those of models that learn, which a trainer hands over."""
     found = model(name)
-    made = vllm.generate(
-        found.folder, found.prompts, TOKENS, {"KTK_VLLM": "1"}, again, load_format="dummy"
-    )
+    made = vllm.generate(found.folder, found.prompts, TOKENS, ASKED, again, load_format="dummy")
     assert "ktk computes experts with " in made.log
     assert_right(found, made, 1.5)
 
 
 def test_compiled(vllm: Vllm, model: Callable[[str], Model], fp8: Generated) -> None:
     found = model("fp8")
-    for _ in range(2):  # the second time from vLLM's cache of graphs
-        made = vllm.generate(found.folder, found.prompts, TOKENS, enforce_eager=False)
+    for _ in range(2):  # the second time with what vLLM keeps of graphs
+        made = vllm.generate(found.folder, found.prompts, TOKENS, ASKED, enforce_eager=False)
+        assert "ktk computes experts with FP8/" in made.log
         assert_right(found, made, 1.5)
         assert_same(made, fp8, 8 * found.most)
 
@@ -227,7 +242,7 @@ def test_two_workers(
         found.folder,
         found.prompts,
         TOKENS,
-        UNBOUND,
+        ASKED | UNBOUND,
         **TWO,
         **options,
     )

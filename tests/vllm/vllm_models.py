@@ -45,6 +45,7 @@ _ALSO: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"format": "pack-quantized", "quantization_status": "compressed"},
     "gptq": {"checkpoint_format": "gptq"},
     "awq": {"version": "gemm"},
+    "modelopt": {"group_size": 16, "kv_cache_quant_algo": None},
 }
 # vLLM's attention on CPUs takes latent widths of 512 + 64 alone.
 LONGCAT: dict[str, Any] = {
@@ -107,6 +108,20 @@ def awq(folder: Path) -> Any:
     return _in_codes(folder, schemes.U4_ZERO, schemes.awq, schemes.AWQ_CONFIG, (), most=15)
 
 
+def llama4(folder: Path) -> Any:
+    """Write Llama-4 in bf16, whose experts are in one tensor for each of their matrices."""
+    return _written(
+        folder,
+        transformers.Llama4ForCausalLM,
+        transformers.Llama4TextConfig,
+        num_experts_per_tok=1,
+        intermediate_size_mlp=256,
+        interleave_moe_layer_step=1,
+        attention_chunk_size=256,
+        attn_temperature_tuning=False,
+    )
+
+
 def gpt_oss_bf16(folder: Path) -> Any:
     """Write gpt-oss in bf16, as programs that train it do."""
     kinds = ["full_attention", "sliding_attention"]
@@ -164,7 +179,7 @@ def longcat(folder: Path) -> Any:
 def _written(folder: Path, kind: Any, config: Any, **more: Any) -> Any:
     """Write a model of random weights, whose experts outweigh the rest, with its tokenizer."""
     torch.manual_seed(0)
-    model = kind(config(**SIZES, **more)).eval()
+    model = kind(config(**SIZES | more)).eval()
     with torch.no_grad():
         for name, one in model.named_parameters():
             if one.ndim > 1:
