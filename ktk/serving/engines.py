@@ -151,7 +151,7 @@ def _vllm(request: Request) -> list[str]:
 
 
 def _not_for_vllm(request: Request) -> str:
-    if request.model.suffix == ".gguf":
+    if is_gguf(request.model):
         return "it reads no GGUF files"
     if request.experts is not None:
         return "it reads no packed experts"
@@ -204,7 +204,7 @@ def _sglang(request: Request) -> list[str]:
 
 
 def _not_for_sglang(request: Request) -> str:
-    if request.model.suffix == ".gguf":
+    if is_gguf(request.model):
         return "ktk computes no GGUF files there"
     if request.experts is not None and not _has_gpu():
         return "it reads no packed experts on a CPU"

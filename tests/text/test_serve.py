@@ -197,6 +197,8 @@ def test_a_folder_with_a_gguf_file_is_that_file(
     (tmp_path / name).touch()
     monkeypatch.setattr(engines, "open_checkpoint", _Opened)
     assert engines.served_as(Request(tmp_path)) == f"{tmp_path}:{name}"
+    for engine in ("vllm", "sglang"):
+        assert "GGUF files" in engines.ENGINES[engine].refusal(Request(tmp_path))
 
 
 class _Opened:
