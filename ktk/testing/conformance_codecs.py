@@ -8,6 +8,7 @@ method that several classes inherit.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -49,6 +50,21 @@ def test_weights_that_are_stored_as_given_keep_their_bits(
         unpacked = subject.pack(source).unpack()
         assert unpacked.dtype == np.float32
         bounds.check(unpacked, source.values.astype(np.float32), 0.0, "unpacked weight")
+
+    holds()
+
+
+def test_rows_of_a_source_may_lie_apart(subject: Subject, pair: strategies.Conversion) -> None:
+    """Columns of a wider matrix, as shards cut them, are packed to the bits of a matrix alone."""
+
+    @strategies.share_examples(strategies.conversions(subject.backend))
+    @given(data=st.data())
+    def holds(data: st.DataObject) -> None:
+        source = data.draw(strategies.sources(subject.backend, subject.variant, [pair]))
+        before, behind = (data.draw(st.integers(0, 2), label=at) for at in ("before", "behind"))
+        rng = np.random.default_rng(data.draw(strategies.seeds(), label="seed of other columns"))
+        apart = subject.pack(formats.with_rows_apart(source, before, behind, rng))
+        bounds.check_same_bits(apart.buffer, subject.pack(source).buffer, "packed weight")
 
     holds()
 
@@ -132,6 +148,23 @@ def test_exported_weights_are_the_same_when_packed_again(
         ("data", "scale", "zero"), matrix.exported(), again.exported(), strict=True
     ):
         bounds.check_same_bits(second, first, f"{part} exported again")
+
+
+@given(data=st.data())
+def test_exporting_a_range_is_a_part_of_exporting_all(
+    subject: Subject, data: st.DataObject
+) -> None:
+    """Ranges of whole steps and groups write their rows of a target, whose rows may lie apart."""
+    if not subject.variant.exports:
+        pytest.skip("the backend does not export weights")
+    source = data.draw(strategies.sources(subject.backend, subject.variant))
+    matrix = subject.pack(source)
+    group = source.stored.group_n or (1 if source.stored.scale == "none" else matrix.n)
+    step = math.lcm(subject.variant.n_step, group)
+    at = data.draw(strategies.cuts(matrix.n, step), label="cuts")
+    parts = zip(matrix.exported(at, 64), matrix.exported(), strict=True)
+    for part, (ranges, whole) in zip(("data", "scale", "zero"), parts, strict=True):
+        bounds.check_same_bits(ranges, whole, f"{part} exported in ranges {at}")
 
 
 @given(data=st.data())

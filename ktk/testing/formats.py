@@ -21,7 +21,15 @@ from ktk.testing.resolution import (
     group_norm,
     has_resolution,
 )
-from ktk.testing.sources import Source, Summary, as_float64, make_source, nan_places, with_nan
+from ktk.testing.sources import (
+    Source,
+    Summary,
+    as_float64,
+    make_source,
+    nan_places,
+    with_nan,
+    with_rows_apart,
+)
 
 __all__ = [
     "COARSE_BITS",
@@ -45,4 +53,5 @@ __all__ = [
     "nan_places",
     "per_group",
     "with_nan",
+    "with_rows_apart",
 ]

@@ -18,6 +18,7 @@ from ktk.testing.elements import (
     Format,
     Integer,
     element_table,
+    fill_bytes,
     group_counts,
     group_extent,
     spread,
@@ -170,6 +171,37 @@ def _to_float(name: str, values: npt.NDArray[np.float32]) -> Any:
     if name == "bf16":
         return _to_bf16(values)
     return values.astype(np.float16) if name == "f16" else values
+
+
+# --- rows that lie apart ------------------------------------------------------------------------
+
+
+def with_rows_apart(source: Source, before: int, behind: int, rng: np.random.Generator) -> Source:
+    """Return the matrix as columns of a wider one, with any bits in the columns around it.
+
+    So a checkpoint may have it, and so shards cut it: ``before`` and ``behind`` count elements, or
+    what fills whole bytes or blocks, and groups.
+    """
+    step = 1  # items of data that are a block
+    if ggml.is_block(source.format.element):
+        blocks = source.values.shape[1] // fill_bytes(source.format, 1)
+        step = source.data.shape[1] // blocks
+
+    def widened(array: Any, step: int) -> Any:
+        if array is None:
+            return None
+        if isinstance(array, torch.Tensor):  # bf16
+            bits = widened(array.view(torch.int16).numpy(), step)
+            return torch.from_numpy(bits).view(array.dtype)
+        begin, end = before * step, before * step + array.shape[1]
+        row_bytes = (end + behind * step) * array.itemsize
+        wide = rng.integers(0, 256, (len(array), row_bytes), np.uint8).view(array.dtype)
+        wide[:, begin:end] = array
+        return wide[:, begin:end]
+
+    arrays = {"data": widened(source.data, step)}
+    arrays |= {name: widened(getattr(source, name), 1) for name in ("scale", "zero")}
+    return dataclasses.replace(source, **arrays)
 
 
 # --- NaN ----------------------------------------------------------------------------------------

@@ -27,6 +27,20 @@ static void pack_weight_without_padding(const ktk_matrix* matrix, const ktk_sour
   pack_rows(matrix, source, n_begin, n_end, packed, nearest_even);
 }
 
+/* Rows of f32, which are nearly always given tight, unlike parts of bf16 checkpoints. */
+static void pack_weight_tight(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                              size_t n_end, void* packed) {
+  ktk_source tight = *source;
+  if (source->format.element == KTK_F32) tight.data_stride = matrix->k * sizeof(float);
+  pack_weight(matrix, &tight, n_begin, n_end, packed);
+}
+
+static void unpack_weight_tight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                                size_t n_end, float* out, size_t out_stride) {
+  (void)out_stride;
+  unpack_weight(matrix, packed, n_begin, n_end, out, matrix->k);
+}
+
 static void unpack_weight_from_zero(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                                     size_t n_end, float* out, size_t out_stride) {
   unpack_weight(matrix, packed, 0, n_end - n_begin, out, out_stride);
@@ -43,6 +57,20 @@ static void unpack_weight_negated(const ktk_matrix* matrix, const void* packed, 
   }
 }
 
+static void export_weight_from_zero(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                                    size_t n_end, const ktk_export* target) {
+  ktk_export moved = *target;
+  moved.data = (char*)target->data + n_begin * target->data_stride;
+  export_weight(matrix, packed, 0, n_end - n_begin, &moved);
+}
+
+static void export_weight_tight(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                                size_t n_end, const ktk_export* target) {
+  ktk_export tight = *target;
+  tight.data_stride = matrix->k * sizeof(uint16_t);
+  export_weight(matrix, packed, n_begin, n_end, &tight);
+}
+
 static void export_weight_short(const ktk_matrix* matrix, const void* packed, size_t n_begin,
                                 size_t n_end, const ktk_export* target) {
   export_rows(matrix, packed, n_begin, n_end, target, matrix->k - 1);
@@ -53,6 +81,12 @@ static void export_weight_short(const ktk_matrix* matrix, const void* packed, si
 PACK_ACT(pack_act_truncated, truncated, k_begin)
 PACK_ACT(pack_act_finite, nearest_finite, k_begin)
 PACK_ACT(pack_act_from_zero, nearest_even, 0)
+
+static void unpack_act_tight(const ktk_matrix* matrix, size_t m, const void* act, size_t act_stride,
+                             float* out, size_t out_stride) {
+  (void)out_stride;
+  unpack_act(matrix, m, act, act_stride, out, matrix->k);
+}
 
 /* --- micro-kernels --------------------------------------------------------------------------- */
 
@@ -114,8 +148,13 @@ ALONE(truncates_acts, .pack_act = pack_act_truncated)
 ALONE(flushes_subnormals, .pack_weight = pack_weight_flushed)
 ALONE(packs_one_row_more, .pack_weight = pack_weight_one_more)
 ALONE(leaves_padding, .pack_weight = pack_weight_without_padding)
+ALONE(ignores_data_stride, .pack_weight = pack_weight_tight)
+ALONE(unpacks_tight, .unpack_weight = unpack_weight_tight)
+ALONE(decodes_tight, .unpack_act = unpack_act_tight)
 ALONE(unpacks_from_row_zero, .unpack_weight = unpack_weight_from_zero)
 ALONE(exports_one_column_less, .export_weight = export_weight_short)
+ALONE(exports_from_row_zero, .export_weight = export_weight_from_zero)
+ALONE(exports_tight, .export_weight = export_weight_tight)
 ALONE(packs_acts_at_zero, .pack_act = pack_act_from_zero)
 ALONE(loses_nan_weights, .pack_weight = pack_weight_finite)
 ALONE(loses_nan, .pack_act = pack_act_finite)

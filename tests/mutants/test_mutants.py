@@ -25,21 +25,43 @@ PROPERTIES = {
 }
 MEMORY = "test_memory_is_as_large_as_the_table_says"
 EVERY_OPERAND = {f"{MEMORY}[{operand}]" for operand in _core.PackedMatrix.GUARDS}
+#: Properties that look at weights, or at activations, as they are stored.
+WHAT_UNPACKS = {
+    "test_weights_keep_the_precision_of_their_format",
+    "test_weights_that_are_stored_as_given_keep_their_bits",
+    "test_unpacking_a_range_is_a_part_of_unpacking_all",
+    "test_exported_weights_are_the_same_when_packed_again",
+    "test_products_are_as_exact_as_float32",
+    "test_nan_weights_stay_in_their_columns",
+}
+WHAT_DECODES = {
+    "test_activations_keep_the_precision_of_their_format",
+    "test_activations_may_be_packed_in_parts",
+    "test_products_are_as_exact_as_float32",
+}
 EXPECTED: dict[str, set[str]] = {
     "sound": set(),
     "sized": set(),
     "least_squares": set(),
     "keeps_blocks": set(),
+    "scaled": set(),
     "one_scale_per_row": {"test_weights_keep_the_precision_of_their_format"},
     "truncates_weights": {"test_weights_keep_the_precision_of_their_format"},
     "flushes_subnormals": {"test_weights_that_are_stored_as_given_keep_their_bits"},
     "swaps_nibbles": {"test_weights_that_are_stored_as_given_keep_their_bits"},
+    "ignores_data_stride": {"test_rows_of_a_source_may_lie_apart"},
+    "ignores_scale_stride": {"test_rows_of_a_source_may_lie_apart"},
+    "ignores_zero_stride": {"test_rows_of_a_source_may_lie_apart"},
     "packs_one_row_more": {"test_packing_a_range_writes_only_its_rows"},
     "leaves_padding": {"test_packing_writes_every_byte"},
     "unpacks_from_row_zero": {"test_unpacking_a_range_is_a_part_of_unpacking_all"},
+    "unpacks_tight": WHAT_UNPACKS | EVERY_OPERAND,
+    "exports_from_row_zero": {"test_exporting_a_range_is_a_part_of_exporting_all"},
+    "exports_tight": {"test_exporting_a_range_is_a_part_of_exporting_all"},
     "exports_one_column_less": {"test_exported_weights_are_the_same_when_packed_again"},
     "believes_any_bytes": {"test_packed_bytes_are_told_from_others"},
     "stores_negated": {"test_variants_of_one_layout_read_each_others_weights"},
+    "decodes_tight": WHAT_DECODES | EVERY_OPERAND,
     "truncates_acts": {"test_activations_keep_the_precision_of_their_format"},
     "packs_acts_at_zero": {"test_activations_may_be_packed_in_parts"} | EVERY_OPERAND,
     "acts_of_their_own": {"test_activations_depend_on_their_format_only"},
