@@ -133,8 +133,9 @@ def test_nan_is_not_lost(subject: Subject, data: st.DataObject) -> None:
     problem = data.draw(strategies.problems(subject.backend, subject.variant, ("normal",)))
     matrix = subject.pack(problem.source)
     row = data.draw(st.integers(0, len(problem.act) - 1), label="row")
+    column = data.draw(st.integers(0, matrix.k - 1), label="column")
     act = problem.act.copy()
-    act[row, 0] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]), label="value")
+    act[row, column] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]), label="value")
     result = matrix.matmul(act)[row]
     # Zero times infinity is a NaN: no weight can hide it.
     assert not np.isfinite(result).any(), f"row {row} became finite: {result}"

@@ -236,13 +236,14 @@ def test_nan_stays_in_its_token(subject: Subject, data: st.DataObject) -> None:
     moe = subject.moe(layer)
     expected = _call(moe, batch)
     row = data.draw(st.integers(0, len(batch.hidden) - 1), label="token")
+    column = data.draw(st.integers(0, batch.hidden.shape[1] - 1), label="column")
     hidden = batch.hidden.copy()
-    hidden[row, 0] = data.draw(st.sampled_from([np.nan, np.inf]), label="value")
+    hidden[row, column] = data.draw(st.sampled_from([np.nan, np.inf]), label="value")
     result = _call(moe, Batch(hidden, batch.ids, batch.weights))
     others = np.arange(len(hidden)) != row
     bounds.check_same_bits(result[others], expected[others], f"tokens beside token {row}")
     active = (batch.ids[row] >= 0) & (batch.ids[row] < layer.config.num_experts)
-    if active.any() and layer.config.activation == "silu" and np.isnan(hidden[row, 0]):
+    if active.any() and layer.config.activation == "silu" and np.isnan(hidden[row, column]):
         assert np.isnan(result[row]).all(), f"token {row} lost its NaN"
 
 

@@ -82,6 +82,18 @@ PACK_ACT(pack_act_truncated, truncated, k_begin)
 PACK_ACT(pack_act_finite, nearest_finite, k_begin)
 PACK_ACT(pack_act_from_zero, nearest_even, 0)
 
+/* Looks for values that are not finite in the first column only. */
+static void pack_act_later_finite(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end,
+                                  const float* x, size_t x_stride, void* act, size_t act_stride) {
+  pack_act(matrix, m, k_begin, k_end, x, x_stride, act, act_stride);
+  for (size_t row = 0; row < m; ++row) {
+    uint16_t* out = (uint16_t*)((char*)act + row * act_stride);
+    for (size_t k = k_begin > 0 ? k_begin : 1; k < k_end; ++k) {
+      out[k] = nearest_finite(x[row * x_stride + k - k_begin]);
+    }
+  }
+}
+
 static void unpack_act_tight(const ktk_matrix* matrix, size_t m, const void* act, size_t act_stride,
                              float* out, size_t out_stride) {
   (void)out_stride;
@@ -158,6 +170,7 @@ ALONE(exports_tight, .export_weight = export_weight_tight)
 ALONE(packs_acts_at_zero, .pack_act = pack_act_from_zero)
 ALONE(loses_nan_weights, .pack_weight = pack_weight_finite)
 ALONE(loses_nan, .pack_act = pack_act_finite)
+ALONE(loses_later_nan, .pack_act = pack_act_later_finite)
 ALONE(depends_on_batch, UKERNELS(run_reversed_batch, run_reversed_batch))
 ALONE(kernels_disagree, UKERNELS(run_reversed, run))
 ALONE(ignores_n_begin, UKERNELS(run_from_zero, run_from_zero))
