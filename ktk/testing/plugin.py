@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -71,6 +71,7 @@ def pytest_configure(config: pytest.Config) -> None:
             load(name)
     except BackendError as error:
         raise pytest.UsageError(str(error)) from error
+    _check_variants(config)
     chosen = dict(PROFILES[config.getoption("--ktk-profile")])
     if examples := config.getoption("--ktk-examples"):
         chosen["max_examples"] = examples
@@ -81,6 +82,31 @@ def pytest_configure(config: pytest.Config) -> None:
     slow = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
     settings.register_profile("ktk", deadline=None, suppress_health_check=slow, **chosen)
     settings.load_profile("ktk")
+
+
+def _check_variants(config: pytest.Config) -> None:
+    """Refuse the name of a variant that no chosen backend has: nothing would be tested."""
+    wanted = config.getoption("--ktk-variant") or ()
+    names = dict.fromkeys(
+        variant.name
+        for backend in (_loaded(name) for name in (_chosen(config) if wanted else ()))
+        for variant in (backend.variants if backend else ())
+    )
+    for name in wanted:
+        if name not in names:
+            raise pytest.UsageError(f"there is no variant {name!r}; there are {', '.join(names)}")
+
+
+def _chosen(config: pytest.Config) -> Iterable[str]:
+    return config.getoption("--ktk-backend") or ktk.backends()
+
+
+def _loaded(name: str) -> ktk.Backend | None:
+    """Load a backend, if it can run here."""
+    try:
+        return load(name)
+    except BackendUnsupported:
+        return None
 
 
 def _is_importable(name: str) -> bool:
@@ -104,7 +130,7 @@ def load(name: str) -> ktk.Backend:
 def subjects(config: pytest.Config) -> Iterator[Any]:
     """Yield a parameter for each backend and variant; those that cannot run are skipped."""
     wanted = config.getoption("--ktk-variant")
-    for name in config.getoption("--ktk-backend") or ktk.backends():
+    for name in _chosen(config):
         try:
             backend = load(name)
         except BackendUnsupported as error:

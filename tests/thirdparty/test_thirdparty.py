@@ -69,6 +69,7 @@ print("fine")
 def test_it_passes_the_kit(environment: dict[str, str]) -> None:
     done = python(environment, "-m", "ktk.testing", "DEMO_F32", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
     assert "DEMO_F32-baseline" in python(
         environment, "-m", "ktk.testing", "DEMO_F32", "--collect-only", "-q"
     ).stdout  # fmt: skip
