@@ -198,6 +198,25 @@ def test_registers_of_the_caller_are_kept(subject: Subject, data: st.DataObject)
             matrix.check_registers(problem.act[:m_max], begin, end, number)
 
 
+@given(data=st.data())
+def test_a_matrix_may_be_packed_again(subject: Subject, data: st.DataObject) -> None:
+    """Another weight in the same memory leaves nothing of the one that was multiplied before."""
+    problem = data.draw(strategies.problems(subject.backend, subject.variant))
+    one = problem.source
+    kinds = data.draw(st.sampled_from([strategies.KINDS, ("zero",)]), label="kinds of the other")
+    values = data.draw(strategies.matrices(one.values.shape, kinds, "the other weight"))
+    rng = np.random.default_rng(data.draw(strategies.seeds(), label="seed of other codes"))
+    other = formats.make_source(one.format, values, rng, one.stored)
+    # Memory of the larger one holds either.
+    packed = [(subject.pack(source), source) for source in (one, other)]
+    packed.sort(key=lambda pair: pair[0].nbytes)
+    (fresh, source), (matrix, _) = packed
+    matrix.matmul(problem.act)
+    subject.repack(matrix, source, 0, matrix.n)
+    bounds.check_same_bits(matrix.matmul(problem.act), fresh.matmul(problem.act), "product")
+    bounds.check_same_bits(matrix.unpack(), fresh.unpack(), "unpacked weight")
+
+
 # --- memory -------------------------------------------------------------------------------------
 
 

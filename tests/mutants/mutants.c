@@ -1,6 +1,8 @@
 /* Backends that compute or store one thing wrongly, to prove that the conformance kit notices it.
  * Which property each of them breaks is said in test_mutants.py.
  */
+#include <stdlib.h>
+
 #include "sound.h"
 
 /* --- to bf16 --------------------------------------------------------------------------------- */
@@ -146,6 +148,33 @@ RUN(run_nan_leaks, .nan_leaks = 1)
 RUN(run_reads_padding, .reads_padding = 1)
 static void run_negated(const ktk_matmul* mm) { matmul(mm, (fault){.sign = -1}); }
 
+/* Decodes a matrix once, and knows it again by its address. A new one begins with its act_size().
+ */
+static __thread struct {
+  const void* weight;
+  float* values;
+} known;
+static size_t act_size_forgetting(const ktk_matrix* matrix) {
+  known.weight = NULL;
+  return act_size(matrix);
+}
+static void run_known(const ktk_matmul* mm) {
+  const size_t k = mm->matrix->k;
+  if (known.weight != mm->weight) {
+    known.weight = mm->weight;
+    known.values = realloc(known.values, mm->matrix->n * k * sizeof(float));
+    unpack_weight(mm->matrix, mm->weight, 0, mm->matrix->n, known.values, k);
+  }
+  for (size_t row = 0; row < mm->m; ++row) {
+    const uint16_t* act = act_row(mm->act, mm->act_stride, row);
+    for (size_t n = mm->n_begin; n < mm->n_end; ++n) {
+      float sum = 0;
+      for (size_t i = 0; i < k; ++i) sum += float_of(act[i]) * known.values[n * k + i];
+      mm->dst[row * mm->dst_stride + n - mm->n_begin] = sum;
+    }
+  }
+}
+
 /* --- tables ---------------------------------------------------------------------------------- */
 
 /* A second variant next to the sound one. */
@@ -171,6 +200,7 @@ ALONE(packs_acts_at_zero, .pack_act = pack_act_from_zero)
 ALONE(loses_nan_weights, .pack_weight = pack_weight_finite)
 ALONE(loses_nan, .pack_act = pack_act_finite)
 ALONE(loses_later_nan, .pack_act = pack_act_later_finite)
+ALONE(remembers_weights, .act_size = act_size_forgetting, UKERNELS(run_known, run_known))
 ALONE(depends_on_batch, UKERNELS(run_reversed_batch, run_reversed_batch))
 ALONE(kernels_disagree, UKERNELS(run_reversed, run))
 ALONE(ignores_n_begin, UKERNELS(run_from_zero, run_from_zero))

@@ -42,6 +42,14 @@ static void pack_sized(const ktk_matrix* matrix, const ktk_source* source, size_
   if (bytes > kHeader) pack_weight(matrix, source, n_begin, n_end, (char*)packed + kHeader);
 }
 
+/* Where there are more bytes than zeros take, rows of before stay in them. */
+static void pack_needed(const ktk_matrix* matrix, const ktk_source* source, size_t n_begin,
+                        size_t n_end, void* packed, size_t bytes) {
+  const int zero = source_size(matrix, source, 0, matrix->n) == kHeader;
+  pack_sized(matrix, source, n_begin, n_end, packed, zero ? kHeader : bytes);
+  if (n_begin == 0) *(char*)packed = bytes > kHeader;
+}
+
 static int is_zero(const void* packed) { return *(const char*)packed == 0; }
 
 static void unpack_sized(const ktk_matrix* matrix, const void* packed, size_t n_begin, size_t n_end,
@@ -97,5 +105,7 @@ static int believe(const ktk_matrix* matrix, const void* packed, size_t bytes) {
   .pack_sized = pack_sized
 
 ALONE(sized, SIZED, .source_size = source_size, .is_packed = is_packed)
+ALONE(keeps_old_rows, SIZED, .pack_sized = pack_needed, .source_size = source_size,
+      .is_packed = is_packed)
 ALONE(believes_any_bytes, SIZED, .source_size = source_size, .is_packed = believe)
 ALONE(source_size_short, SIZED, .source_size = short_source_size)

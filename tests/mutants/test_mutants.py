@@ -33,6 +33,7 @@ WHAT_UNPACKS = {
     "test_exported_weights_are_the_same_when_packed_again",
     "test_products_are_as_exact_as_float32",
     "test_nan_weights_stay_in_their_columns",
+    "test_a_matrix_may_be_packed_again",
 }
 WHAT_DECODES = {
     "test_activations_keep_the_precision_of_their_format",
@@ -75,6 +76,8 @@ EXPECTED: dict[str, set[str]] = {
     "loses_nan": {"test_nan_is_not_lost"},
     "loses_later_nan": {"test_nan_is_not_lost"},
     "loses_nan_weights": {"test_nan_weights_stay_in_their_columns"},
+    "remembers_weights": {"test_a_matrix_may_be_packed_again"},
+    "keeps_old_rows": {"test_a_matrix_may_be_packed_again"},
     "rounds_ties_away": {"test_variants_agree"},
 }
 
