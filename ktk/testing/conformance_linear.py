@@ -24,13 +24,13 @@ def _call(linear: ktk.Linear, x: F32) -> F32:
 
 
 def _draw(
-    subject: Subject, data: st.DataObject, least: int = 0, *, deep: bool = False
+    subject: Subject, data: st.DataObject, least: int = 0, extent: str = ""
 ) -> tuple[Dense, F32]:
     if subject.unknown_act:
         pytest.skip(f"the kit does not know {subject.unknown_act}")
-    drawn = dense.layers(subject.backend, subject.variant, deep=deep)
+    drawn = dense.layers(subject.backend, subject.variant, extent)
     layer = data.draw(drawn, label="layer")
-    return layer, data.draw(dense.inputs(layer, least), label="inputs")
+    return layer, data.draw(dense.inputs(layer, least, extent), label="inputs")
 
 
 @given(data=st.data())
@@ -42,11 +42,14 @@ def test_dense_layer_is_within_the_propagated_bound(subject: Subject, data: st.D
     bounds.check(_call(linear, x), expected.value, expected.error, "output")
 
 
+@pytest.mark.parametrize("extent", dense.EXTENTS)
 @settings(max_examples=strategies.FEWEST)
 @given(data=st.data())
-def test_a_matrix_may_be_as_deep_as_those_of_models(subject: Subject, data: st.DataObject) -> None:
-    """What small matrices do not show: offsets that overflow, and blocks of depth."""
-    layer, x = _draw(subject, data, deep=True)
+def test_a_layer_may_be_as_large_as_those_of_models(
+    subject: Subject, extent: str, data: st.DataObject
+) -> None:
+    """What small matrices do not show: offsets that overflow, and blocks of each extent."""
+    layer, x = _draw(subject, data, least=1, extent=extent)
     linear = layer.make(subject)
     expected = layer.expected(subject, linear, x)
     bounds.check(_call(linear, x), expected.value, expected.error, "output")

@@ -90,19 +90,25 @@ class Dense(formats.Summary):
             return total.widened(element.rounding(total.size, up_to=True))
 
 
-#: Depths of models: more elements of a matrix than two bytes count, and many blocks of k.
-DEPTHS = (4128, 8200, 12320)
+#: Depths of models: more elements of a matrix than two bytes count, many blocks of k, and one depth
+#: that 15 bits do not count. Widths, and tokens of a prompt. The largest ones stand first, where
+#: Hypothesis begins, so that a few examples have them.
+DEPTHS = (33056, 12320, 8200, 4128)
+WIDTHS = (4100, 2056, 1000)
+TOKENS = (1100, 520, 300)
+#: What of a layer is as large as in models.
+EXTENTS = ("deep", "wide", "tall")
 
 
 @st.composite
-def layers(draw: st.DrawFn, backend: Any, variant: Any, *, deep: bool = False) -> Dense:
+def layers(draw: st.DrawFn, backend: Any, variant: Any, extent: str = "") -> Dense:
     """Dense layers of one to three parts, half the time of one format.
 
-    `deep`: of one part, and as deep as those of models.
+    With an extent of EXTENTS of one part, whose depth or width is that of models.
     """
     pairs = strategies.conversions(backend)
     first = draw(st.sampled_from(pairs), label="conversion")
-    count = 1 if deep else draw(st.integers(1, 3), label="parts")
+    count = 1 if extent else draw(st.integers(1, 3), label="parts")
     mixed = draw(st.booleans(), label="mixed")
     chosen = [first] + [
         draw(st.sampled_from(pairs), label="conversion of a part") if mixed else first
@@ -110,17 +116,17 @@ def layers(draw: st.DrawFn, backend: Any, variant: Any, *, deep: bool = False) -
     ]
     steps = {step for pair in chosen for step in pair.k_steps}
     block = math.lcm(*(pair.fill_bytes(1) for pair in chosen))
-    k = draw(
-        st.sampled_from(DEPTHS) if deep else strategies.sizes(variant.k_step, *steps), label="k"
-    )
+    depths = strategies.sizes(variant.k_step, *steps)
+    k = draw(st.sampled_from(DEPTHS) if extent == "deep" else depths, label="k")
     k = -(-k // block) * block
-    if block > strategies.LARGE_BLOCK and not deep:
+    if block > strategies.LARGE_BLOCK and extent != "deep":
         k = min(k, 2 * block)
     kind = draw(st.sampled_from(KINDS), label="kind of weights")
     rng = np.random.default_rng(draw(strategies.seeds(), label="seed of weights"))
     parts = []
     for pair in chosen:
-        n = draw(strategies.sizes(variant.n_step, *pair.n_steps), label="n")
+        widths = strategies.sizes(variant.n_step, *pair.n_steps)
+        n = draw(st.sampled_from(WIDTHS) if extent == "wide" else widths, label="n")
         values = strategies.fill(kind, (n, k), rng) * np.float32(k**-0.5)
         parts.append(formats.make_source(pair.given, values, rng, pair.stored))
     rows = sum(len(part.values) for part in parts)
@@ -128,9 +134,11 @@ def layers(draw: st.DrawFn, backend: Any, variant: Any, *, deep: bool = False) -
     return Dense(parts, bias)
 
 
-def inputs(layer: Dense, least: int = 0) -> st.SearchStrategy[F32]:
+def inputs(layer: Dense, least: int = 0, extent: str = "") -> st.SearchStrategy[F32]:
     """Rows to multiply: few, which each worker encodes for itself, and more."""
     counts = st.integers(least, 9) | st.sampled_from([17, 33, 70])
+    if extent == "tall":
+        counts = st.sampled_from(TOKENS)
     return counts.flatmap(
         lambda count: strategies.matrices((count, layer.shape[1]), KINDS, "inputs")
     )
