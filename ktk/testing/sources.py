@@ -24,6 +24,9 @@ from ktk.testing.elements import (
     spread,
 )
 
+#: How many of the scales that are stored as given are at an edge of what their type holds.
+OFTEN_AT_EDGES = 0.2
+
 
 class Summary:
     """Failing examples show the repr, and not every field as Hypothesis does for dataclasses."""
@@ -121,7 +124,7 @@ def make_source(
         if fmt.zero != "none":
             zero = _make_zero(fmt, groups, rng)
             decoded = decoded - spread(fmt, as_float64(zero), n, k)
-        scale, exact_scale = _make_scale(fmt, values, groups, rng)
+        scale, exact_scale = _make_scale(fmt, values, groups, rng, at_edges=fmt == stored)
         decoded = decoded * spread(fmt, exact_scale, n, k)
     return Source(fmt, stored, data, scale, zero, decoded)
 
@@ -142,24 +145,50 @@ def _make_zero(fmt: Format, groups: tuple[int, int], rng: np.random.Generator) -
 
 
 def _make_scale(
-    fmt: Format, values: npt.NDArray[np.float32], groups: tuple[int, int], rng: np.random.Generator
+    fmt: Format,
+    values: npt.NDArray[np.float32],
+    groups: tuple[int, int],
+    rng: np.random.Generator,
+    *,
+    at_edges: bool,
 ) -> tuple[Any, Array]:
-    """Positive scales that make the weights about as large as the values, in the format's type."""
+    """Scales that make the weights about as large as the values, in the format's type.
+
+    They are positive, but ``at_edges`` a few of them: see `_at_edges`.
+    """
     element = ELEMENTS[fmt.element]
     largest = element.largest if isinstance(element, Float) else element.levels
     typical = np.clip(_typical(values), 2.0**-100, 2.0**100)
     wanted = (typical * rng.uniform(0.5, 2, groups) / largest).astype(np.float32)
     if fmt.scale == "ue8m0":
         exponent = np.clip(np.rint(np.log2(wanted)), -110, 110)
+        if at_edges:  # code 0 is a subnormal number of f32
+            small = rng.integers(0, 17, groups) - 127
+            exponent = np.where(rng.random(groups) < OFTEN_AT_EDGES, small, exponent)
         return (exponent + 127).astype(np.uint8), 2.0**exponent
     if fmt.scale == "e4m3":
         wanted = np.clip(wanted, 2.0**-9, 448)  # the least subnormal, the largest number
+    elif fmt.scale == "f16":
+        wanted = np.clip(wanted, 2.0**-14, 65504)
+    if at_edges:
+        wanted = _at_edges(fmt.scale, wanted, rng)
+    if fmt.scale == "e4m3":
         code = torch.from_numpy(wanted).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return code, element_table("e4m3")[code]
-    if fmt.scale == "f16":
-        wanted = np.clip(wanted, 2.0**-14, 65504)
     scale = _to_float(fmt.scale, wanted)
     return scale, as_float64(scale)
+
+
+def _at_edges(
+    name: str, scale: npt.NDArray[np.float32], rng: np.random.Generator
+) -> npt.NDArray[np.float32]:
+    """Make a few scales 0, as of pruned groups, the least subnormal number, or negative."""
+    kind = ELEMENTS[name]
+    assert isinstance(kind, Float)
+    least = kind.tiny * 2.0**-kind.mantissa
+    which = rng.random(scale.shape) / OFTEN_AT_EDGES
+    places = [which < 1 / 3, which < 2 / 3, which < 1]
+    return np.select(places, [np.zeros_like(scale), least, -scale], scale).astype(np.float32)
 
 
 def _typical(values: npt.NDArray[np.float32]) -> float:

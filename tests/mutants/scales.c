@@ -28,6 +28,10 @@ static float half(uint16_t bits) {
   return sign * ldexpf(1024 + fraction, exponent - 25);
 }
 
+static float half_flushed(uint16_t bits) { return bits & 0x7c00 ? half(bits) : 0; }
+static float half_absolute(uint16_t bits) { return half(bits & 0x7fff); }
+static float half_not_zero(uint16_t bits) { return bits & 0x7fff ? half(bits) : 1; }
+
 static float value_at(const ktk_source* source, size_t n, size_t k, float (*of_scale)(uint16_t)) {
   const size_t group = k / kGroup;
   const int8_t code = ((const int8_t*)source->data + n * source->data_stride)[k];
@@ -57,6 +61,9 @@ static void pack_rows(const ktk_matrix* matrix, const ktk_source* source, size_t
     pack_rows(matrix, &taken, n_begin, n_end, packed, of_scale);                       \
   }
 PACK_WEIGHT(pack_weight, half, )
+PACK_WEIGHT(pack_weight_flushed, half_flushed, )
+PACK_WEIGHT(pack_weight_absolute, half_absolute, )
+PACK_WEIGHT(pack_weight_not_zero, half_not_zero, )
 PACK_WEIGHT(pack_weight_tight_scales, half,
             taken.scale_stride = round_up(matrix->k, kGroup) / kGroup * sizeof(uint16_t))
 PACK_WEIGHT(pack_weight_tight_zeros, half, taken.zero_stride = round_up(matrix->k, kGroup) / kGroup)
@@ -131,3 +138,6 @@ static const ktk_ukernel kUkernel = {
 MUTANT(scaled, pack_weight)
 MUTANT(ignores_scale_stride, pack_weight_tight_scales)
 MUTANT(ignores_zero_stride, pack_weight_tight_zeros)
+MUTANT(flushes_scales, pack_weight_flushed)
+MUTANT(takes_scales_absolute, pack_weight_absolute)
+MUTANT(reads_no_scale_as_one, pack_weight_not_zero)

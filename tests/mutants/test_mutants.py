@@ -49,6 +49,15 @@ EXPECTED: dict[str, set[str]] = {
     "one_scale_per_row": {"test_weights_keep_the_precision_of_their_format"},
     "truncates_weights": {"test_weights_keep_the_precision_of_their_format"},
     "flushes_subnormals": {"test_weights_that_are_stored_as_given_keep_their_bits"},
+    "flushes_scales": {"test_weights_that_are_stored_as_given_keep_their_bits"},
+    "takes_scales_absolute": {
+        "test_weights_keep_the_precision_of_their_format",
+        "test_weights_that_are_stored_as_given_keep_their_bits",
+    },
+    "reads_no_scale_as_one": {
+        "test_weights_keep_the_precision_of_their_format",
+        "test_weights_that_are_stored_as_given_keep_their_bits",
+    },
     "swaps_nibbles": {"test_weights_that_are_stored_as_given_keep_their_bits"},
     "ignores_data_stride": {"test_rows_of_a_source_may_lie_apart"},
     "ignores_scale_stride": {"test_rows_of_a_source_may_lie_apart"},
