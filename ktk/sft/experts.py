@@ -182,7 +182,11 @@ def packed_experts(model: torch.nn.Module) -> list[tuple[str, Any, Packed]]:
         There are none.
     """
     modules = dict(model.named_modules())
-    found = [(name, modules[name], packed) for name, packed in packed_modules(model).items()]
+    found = [
+        (name, modules[name], packed)
+        for name, packed in packed_modules(model).items()
+        if ".original_module." not in name  # of which PEFT calls a copy
+    ]
     if not found:
         raise ValueError(
             f"{type(model).__name__} has no experts that ktk has packed: load it with "

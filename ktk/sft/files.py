@@ -15,7 +15,16 @@ from ktk.lora import Lora
 from ktk.sft import names
 from ktk.sft.arguments import checked_dtype
 from ktk.sft.experts import packed_experts
-from ktk.sft.folders import CONFIG, KT, PARAMETERS, PEFT, PREFIX, AdapterError, Written
+from ktk.sft.folders import (
+    CONFIG,
+    KT,
+    PARAMETERS,
+    PEFT,
+    PREFIX,
+    AdapterError,
+    Written,
+    check_free,
+)
 from ktk.sft.names import State
 from ktk.sft.pairs import alike, as_lora
 from ktk.sft.peft_layers import join, take_off, was_read
@@ -52,7 +61,8 @@ def save_adapter(
     OSError
         A file cannot be written, as on a full disk; it is named, and what was there stays.
     ValueError
-        The experts have no adapter, or the layout is none, or cannot tell two modules apart.
+        The experts have no adapter, or the layout is none, or cannot tell two modules apart; or the
+        folder has an adapter of other layers, which this would replace.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -92,6 +102,7 @@ def save_adapter(
     where = list(dict.fromkeys(re.split(r"layers\.\d+\.", plain)[-1] for plain, _, _ in found))
     config = _config(model, loras[0], found[0][1].layout if layout == "peft-fused" else None, where)
     folder = Path(path)
+    check_free(folder)
     with written_once(sharded) as here:
         if not here:
             return
@@ -158,7 +169,8 @@ def load_adapter(
 def _plain_name(name: str) -> str:
     """Return a module's name in the model that PEFT, `torch.compile` and DDP have wrapped."""
     words = [word for word in name.split(".") if word != "_orig_mod"]
-    return ".".join(words).removeprefix("module.").removeprefix(PREFIX)
+    plain = ".".join(words).removeprefix("module.").removeprefix(PREFIX)
+    return re.sub(r"\.modules_to_save\.[^.]+", "", plain)
 
 
 def _config(

@@ -41,6 +41,31 @@ class AdapterError(ValueError):
     """The tensors of an adapter are not what the model's experts want."""
 
 
+def check_free(folder: Path) -> None:
+    """Check that a folder has no adapter of layers that are no experts.
+
+    Raises
+    ------
+    AdapterError
+        It has.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = folder / PEFT
+    if not file.exists():
+        return
+    try:
+        with safe_open(file, "pt") as tensors:
+            others = [name for name in tensors.keys() if not _OF_EXPERTS.search(name)]  # noqa: SIM118
+    except SafetensorError:
+        return  # there is nothing to lose
+    if others:
+        raise AdapterError(
+            f"{file} has an adapter of other layers ({others[0]}, ...), which would be lost: save "
+            "the adapter of experts to a folder of its own"
+        )
+
+
 class Written(Mapping[str, torch.Tensor]):
     """The tensors of a folder by name, without PEFT's prefix.
 

@@ -15,10 +15,11 @@ go to the logger "ktk.transformers", a bar of loading to stderr if that is a ter
 
 `hook` and `config` are how transformers gets here. `quantizer` takes experts out of a model that is
 loaded and puts them back packed: `files` from the checkpoint, `gguf` for the rest of a GGUF file,
-`packing` from tensors. `modules` finds experts, `layout` and `activation` say what they are,
-`packed` is what is left in their place, and `forward` calls it. `linears` finds dense layers and
-packs them, `blocks` keeps those of GGUF files, `codes` those of other checkpoints, and `dense` has
-the modules that stand for them. `attention` has torch compute heads that share keys together.
+`packing` from tensors; `saving` has it asked for what is saved. `modules` finds experts, `layout`
+and `activation` say what they are, `packed` is what is left in their place, and `forward` calls it.
+`linears` finds dense layers and packs them, `blocks` keeps those of GGUF files, `codes` those of
+other checkpoints, and `dense` has the modules that stand for them. `attention` has torch compute
+heads that share keys together.
 """
 
 try:
@@ -32,9 +33,11 @@ from ktk.transformers.config import KtkConfig
 from ktk.transformers.hook import install
 from ktk.transformers.load import load, load_tokenizer
 from ktk.transformers.pack import pack
+from ktk.transformers.saving import install as _install_saving
 from ktk.transformers.traffic import bytes_per_token
 
 __all__ = ["KtkConfig", "bytes_per_token", "load", "load_tokenizer", "pack"]
 
 install()
+_install_saving()
 _attention.install()

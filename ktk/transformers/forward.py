@@ -71,9 +71,18 @@ def _at_first_call(module: Any) -> Packed | bool:
             "ktk.transformers.pack(model, backend) before, or load the model with ktk, which needs "
             "less memory"
         )
+        if module.training and torch.is_grad_enabled() and _is_trained(module):
+            say_once(
+                f"weights of {kind} are packed, and not trained any more: ktk.sft.add_lora(model) "
+                'trains adapters of them, and experts_implementation="grouped_mm" the weights'
+            )
         return pack_module(found)
     leave_alone(module)
     return False
+
+
+def _is_trained(module: Any) -> bool:
+    return any(one.requires_grad for one in module.parameters(recurse=False))
 
 
 def _stock(self: Any, *call: torch.Tensor) -> torch.Tensor:

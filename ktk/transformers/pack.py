@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 from ktk.backend import Backend
 from ktk.registry import load_backend
@@ -59,9 +62,19 @@ def pack(
             if earlier
             else f"{type(model).__name__} has no experts that ktk can compute"
         )
+    _own_configs(model)
     for one in found:
         pack_module(one, backend)
     share(model, tied)
     pack_linears(model, linears, head)
     attach(model)
     return model
+
+
+def _own_configs(model: Any) -> None:
+    """Let a model have its configuration for itself: which experts it calls stands there."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)

@@ -11,7 +11,7 @@ from ktk.config import PARTS
 from ktk.dtypes import FLOAT_DTYPES
 from ktk.hosts.op import OpLayer, unpicklable
 from ktk.moe import MoE
-from ktk.transformers.layout import WEIGHTS, Layout
+from ktk.transformers.layout import BIASES, WEIGHTS, Layout
 
 #: Where a module keeps what it was packed into: None before, False if it is not to be packed.
 SLOT = "ktk_packed"
@@ -84,6 +84,9 @@ def packed_of(module: Any) -> Packed | bool | None:
 def put(module: Any, packed: Packed) -> None:
     """Give a module its packed experts; its weight tensors go, if they did not yet."""
     drop_weights(module, packed.name)
+    for name in BIASES:  # the layer has copies of these
+        if (bias := module._parameters.get(name)) is not None:
+            bias.requires_grad_(False)
     object.__setattr__(module, SLOT, packed)
     object.__setattr__(module, "extra_repr", packed.__repr__)
 

@@ -91,6 +91,7 @@ class ExpertsQuantizer:
     _loading: Loading | None = None
     _on_cpu = True  # where all that is not ktk's goes
     in_codes: bool = False  # the experts, which only ktk can load then
+    given: Any = None  # tensors that `save_pretrained` is to write, by its caller
     _also: tuple[str, ...] = ()  # what of a module goes beside its weights
 
     def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
@@ -141,6 +142,7 @@ class ExpertsQuantizer:
     def get_state_dict_and_metadata(self, model: Any) -> tuple[Any, dict[str, Any]]:
         """Return a model's tensors with those of its experts, where they can be told exactly."""
         state, metadata = super().get_state_dict_and_metadata(model)  # type: ignore[misc]
+        state = self.given if state is None else state
         packed = named_once(packed_modules(model))
         if getattr(model, "_hf_peft_config_loaded", False):
             return state, metadata  # of adapters
