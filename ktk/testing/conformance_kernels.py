@@ -171,6 +171,33 @@ def test_nan_weights_stay_in_their_columns(subject: Subject, data: st.DataObject
 
 
 @given(data=st.data())
+def test_infinite_weights_stay_in_their_columns(subject: Subject, data: st.DataObject) -> None:
+    """An infinite weight is kept, leaves its column nothing finite, and all others their bits."""
+    pairs = strategies.conversions(
+        subject.backend, lambda pair: pair.kept and formats.has_infinity(pair.given)
+    )
+    if not pairs:
+        pytest.skip("no format that is stored as it is given has an infinity")
+    problem = data.draw(
+        strategies.problems(subject.backend, subject.variant, ("normal", "sparse"), pairs)
+    )
+    n, k = problem.source.values.shape
+    row, column = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, k - 1))
+    value = data.draw(st.sampled_from([np.inf, -np.inf]), label="value")
+
+    sound = subject.pack(problem.source)
+    matrix = subject.pack(formats.with_infinity(problem.source, row, column, value))
+    unpacked = sound.unpack()
+    unpacked[row, column] = value
+    bounds.check_same_bits(matrix.unpack(), unpacked, "unpacked weight with an infinity")
+    result, others = matrix.matmul(problem.act), np.arange(n) != row
+    expected = sound.matmul(problem.act)[:, others]
+    bounds.check_same_bits(result[:, others], expected, f"columns beside column {row}")
+    # Zero times infinity is a NaN.
+    assert not np.isfinite(result[:, row]).any(), f"column {row} is finite: {result[:, row]}"
+
+
+@given(data=st.data())
 def test_variants_agree(subject: Subject, data: st.DataObject) -> None:
     """Two variants differ by no more than the sum of what each may lose."""
     others = [o for o in subject.backend.variants if o.runnable and o.name != subject.variant.name]

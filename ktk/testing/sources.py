@@ -233,7 +233,7 @@ def with_rows_apart(source: Source, before: int, behind: int, rng: np.random.Gen
     return dataclasses.replace(source, **arrays)
 
 
-# --- NaN ----------------------------------------------------------------------------------------
+# --- NaN and infinity -----------------------------------------------------------------------------
 
 
 def nan_places(fmt: Format) -> tuple[str, ...]:
@@ -272,3 +272,23 @@ def with_nan(source: Source, place: str, row: int, column: int) -> Source:
         array[at] = np.nan
     changed: dict[str, Any] = {place: array, "values": np.where(hit, np.nan, source.values)}
     return dataclasses.replace(source, **changed)
+
+
+def has_infinity(fmt: Format) -> bool:
+    """Whether a weight of the format can be infinite: scales of 0 would make NaN of it."""
+    if ggml.is_block(fmt.element) or fmt.scale != "none":
+        return False
+    element = ELEMENTS[fmt.element]
+    return isinstance(element, Float) and element.has_infinity
+
+
+def with_infinity(source: Source, row: int, column: int, value: float) -> Source:
+    """Return the matrix, which has no scales, with an infinite weight."""
+    data = source.data.clone() if isinstance(source.data, torch.Tensor) else source.data.copy()
+    if ELEMENTS[source.format.element].bits == 8:
+        data[row, column] = np.flatnonzero(element_table(source.format.element) == value)[0]
+    else:
+        data[row, column] = value
+    values = source.values.copy()
+    values[row, column] = value
+    return dataclasses.replace(source, data=data, values=values)

@@ -16,12 +16,19 @@ static uint16_t nearest_finite(float value) {
   return is_finite(bits_of(value)) ? nearest_even(value) : 0;
 }
 
+static uint16_t nearest_saturated(float value) {
+  const uint32_t bits = bits_of(value);
+  if ((bits & 0x7fffffff) != 0x7f800000) return nearest_even(value);
+  return (uint16_t)((bits >> 16 & 0x8000) | 0x7f7f);
+}
+
 /* --- weight codec ---------------------------------------------------------------------------- */
 
 PACK_WEIGHT(pack_weight_truncated, truncated, n_end)
 PACK_WEIGHT(pack_weight_away, nearest_away, n_end)
 PACK_WEIGHT(pack_weight_flushed, nearest_flushed, n_end)
 PACK_WEIGHT(pack_weight_finite, nearest_finite, n_end)
+PACK_WEIGHT(pack_weight_saturated, nearest_saturated, n_end)
 PACK_WEIGHT(pack_weight_one_more, nearest_even, n_end + (n_end < matrix->n))
 
 static void pack_weight_without_padding(const ktk_matrix* matrix, const ktk_source* source,
@@ -198,6 +205,7 @@ ALONE(exports_from_row_zero, .export_weight = export_weight_from_zero)
 ALONE(exports_tight, .export_weight = export_weight_tight)
 ALONE(packs_acts_at_zero, .pack_act = pack_act_from_zero)
 ALONE(loses_nan_weights, .pack_weight = pack_weight_finite)
+ALONE(saturates_infinity, .pack_weight = pack_weight_saturated)
 ALONE(loses_nan, .pack_act = pack_act_finite)
 ALONE(loses_later_nan, .pack_act = pack_act_later_finite)
 ALONE(remembers_weights, .act_size = act_size_forgetting, UKERNELS(run_known, run_known))
