@@ -16,6 +16,9 @@ import ktk
 from ktk import _core
 from ktk.expert import Matrix
 from ktk.quantize import quantize
+from ktk.testing import bounds, dense, ggml
+from ktk.testing.sources import Source
+from ktk.testing.subject import Subject
 
 K, N = 128, 96
 
@@ -113,7 +116,7 @@ def test_parts_give_the_bits_of_layers_of_their_own() -> None:
     formats = {fmt.element: fmt for fmt in backend.formats}
     gguf = pytest.importorskip("gguf")
     k, sizes = 512, {"Q4_K": 96, "Q8_0": 32, "Q6_K": 64}
-    parts = []
+    parts, sources = [], []
     for seed, (name, n) in enumerate(sizes.items()):
         kind = getattr(gguf.GGMLQuantizationType, name)
         columns, size = gguf.GGML_QUANT_SIZES[kind]
@@ -124,15 +127,20 @@ def test_parts_give_the_bits_of_layers_of_their_own() -> None:
             blocks = data.reshape(-1, size)
             at = slice(0, 4) if name == "Q4_K" else slice(size - 2, size)
             blocks[:, at] = np.tile(np.array([0, 0x14], np.uint8), blocks[:, at].shape[1] // 2)
-        parts.append(Matrix(formats[name.lower()], data))
+        fmt = formats[name.lower()]
+        parts.append(Matrix(fmt, data))
+        sources.append(Source(fmt, fmt, data, None, None, ggml.decode(fmt.element, data)))
     fused = ktk.Linear(backend, k, sum(sizes.values())).load(parts)
+    variant = next(one for one in backend.variants if one.name == fused.variant)
+    layer, subject = dense.Dense(sources, None), Subject(backend, variant)
     assert [fmt.element for fmt in fused.formats] == [name.lower() for name in sizes]
     for tokens in (1, 3, 70):
         x = random(tokens, k, seed=7)
         y = fused(x)
         alone = [ktk.Linear(backend, k, len(m.data)).load(m)(x) for m in parts]
         assert torch.equal(y, torch.cat(alone, dim=1))
-        torch.testing.assert_close(y.double(), expected(x, fused), rtol=0.05, atol=1)
+        wanted = layer.expected(subject, fused, x.numpy())
+        bounds.check(y.numpy(), wanted.value, wanted.error, f"{tokens} tokens")
     ids = [0, 95, 96, 127, 128, 191]
     assert np.array_equal(fused.rows(ids), fused.unpack()[ids])
 
