@@ -55,6 +55,12 @@ def _sorted(name: str, matrix: Matrix, order: np.ndarray) -> Matrix:
             "of down's columns: give down without an order"
         )
 
+    if fmt is None and matrix.scale is not None and len(matrix.scale) not in (1, n):
+        raise ValueError(
+            f"rows of {name} share {len(matrix.scale)} rows of scales, and cannot be put into the "
+            "order of down's columns: give down without an order"
+        )
+
     def rows(array: Any) -> Any:
         """Sort what has an entry for each row; a scale may be one for all."""
         return array if array is None or len(array) != n else _rows(array, order)

@@ -98,7 +98,8 @@ class Quantized(Matrix):
 def dequantize(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the values [n, k] of a matrix whose arrays are tensors, or those of a stack.
 
-    float64 holds each of them exactly. Blocks of ggml are decoded as the gguf package does, in f32.
+    float64 holds each of them exactly; f16 and bf16 are rounded from f32. Blocks of ggml are
+    decoded as the gguf package does, in f32.
 
     Raises
     ------
@@ -107,7 +108,11 @@ def dequantize(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tens
     """
     if isinstance(matrix, Quantized) and matrix.data.ndim == 3:
         return matrix.dequantize(dtype)
-    values = _values(matrix, dtype)
+    # Scales and partial products may be outside of f16.
+    values = _values(matrix, torch.float64 if dtype == torch.float64 else torch.float32)
+    if matrix.factor is not None:
+        values = values * matrix.factor.to(values.dtype)
+    values = values.to(dtype)
     if matrix.order is None:
         return values
     return torch.empty_like(values).index_copy_(1, matrix.order.long(), values)
@@ -134,8 +139,7 @@ def _values(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
         scale = torch.where(scale == 255, torch.nan, torch.exp2(exponent))
     elif fmt.scale in _SMALL_FLOATS:
         scale = scale.view(_SMALL_FLOATS[fmt.scale])
-    values = values * _spread(fmt, scale.to(dtype), n, k)
-    return values if matrix.factor is None else values * matrix.factor.to(dtype)
+    return values * _spread(fmt, scale.to(dtype), n, k)
 
 
 def from_bytes(format: Format, data: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> Quantized:

@@ -69,9 +69,8 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
     groups = _groups(found) if "config_groups" in found else [found]
     weights = _agreed(groups)
     block = weights.get("weight_block_size") or weights.get("block_structure")
-    if found.get("dynamic"):
-        # GPTQModel's rules for some modules: what is said holds for the others.
-        weights = {name: weights[name] for name in weights if name not in ("bits", "group_size")}
+    if dynamic := found.get("dynamic"):
+        weights = {name: weights[name] for name in weights if name not in _said_by(dynamic)}
     bits = weights.get("bits", weights.get("num_bits"))
     rows, columns = integers("weight_block_size", block, 2, least=1) if block else (128, 128)
     packing = _packing(method, found)
@@ -86,6 +85,20 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
         zero_offset=0 if packing == "gptq_v2" else 1,
         packing=packing,
     )
+
+
+def _said_by(dynamic: Any) -> set[str]:
+    """Return which sizes GPTQModel's rules have for some modules: what is said holds for others.
+
+    Modules of a rule that begins with "-:" are not in codes.
+    """
+    sizes = {"bits", "group_size"}
+    if not isinstance(dynamic, Mapping):
+        return sizes
+    rules = [said for rule, said in dynamic.items() if not str(rule).startswith("-:")]
+    if not all(isinstance(said, Mapping) for said in rules):
+        return sizes
+    return sizes & {name for said in rules for name in said}
 
 
 def _groups(found: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ def run_placement(
     counts, num_layers, known = _counts_of(source, strategy)
     experts = len(next(iter(counts.values())))
     total = len(counts) * experts
-    number = int(total * ratio) if ratio is not None else (per_layer or 0) * len(counts)
+    number = round(total * ratio) if ratio is not None else (per_layer or 0) * len(counts)
     masks = place(counts, number, strategy, seed=seed)
     if output is not None:
         save_masks(output, masks)

@@ -16,7 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ktk.errors import CheckpointError
-from ktk.placement.files import layer_names, layers_in, read_document, write_document
+from ktk.placement.files import (
+    layer_names,
+    layers_in,
+    read_document,
+    whole_numbers,
+    write_document,
+)
 
 #: Of each layer, by its number: int64 [num_experts].
 Counts = dict[int, npt.NDArray[np.int64]]
@@ -46,14 +52,7 @@ def save_counts(path: str | Path, counts: Mapping[int, Counted | npt.ArrayLike])
     """
     found = {}
     for name, one in layer_names(counts).items():
-        given = np.asarray(getattr(one, "counts", one))
-        is_row = given.ndim == 1 and given.size and given.dtype.kind in "biuf"
-        whole = given.astype(np.int64) if is_row else None
-        if whole is None or (whole < 0).any() or not (whole == given).all():
-            raise ValueError(
-                f"layer {name}: counts must be whole numbers from 0 on, below 2**63, one each"
-            )
-        found[name] = whole.tolist()
+        found[name] = whole_numbers(name, getattr(one, "counts", one)).tolist()
     write_document(Path(path), _FORMAT, {"layers": found})
 
 

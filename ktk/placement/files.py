@@ -9,6 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ktk.checkpoint.files import read_json
 from ktk.durable import write_file
 from ktk.errors import CheckpointError
@@ -35,6 +38,19 @@ def layer_names(layers: Mapping[int, Any]) -> dict[str, Any]:
         if not _LAYER.fullmatch(name):
             raise ValueError(f"{name} is no number of a layer: they are counted from 0 on")
     return named
+
+
+def whole_numbers(layer: int | str, given: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """Return a layer's counts of experts as they are written; ValueError if they are none."""
+    row = np.asarray(given)
+    is_row = row.ndim == 1 and row.size and row.dtype.kind in "biuf"
+    with np.errstate(invalid="ignore"):
+        whole = row.astype(np.int64) if is_row else None
+    if whole is None or (whole < 0).any() or not (whole == row).all():
+        raise ValueError(
+            f"layer {layer}: counts must be whole numbers from 0 on, below 2**63, one each"
+        )
+    return whole
 
 
 def write_document(path: Path, kind: str, content: Mapping[str, Any]) -> None:

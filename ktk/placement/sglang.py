@@ -16,6 +16,7 @@ import torch
 
 from ktk.durable import write_file
 from ktk.errors import CheckpointError
+from ktk.placement.files import whole_numbers
 
 
 def save_for_sglang(
@@ -37,7 +38,8 @@ def save_for_sglang(
     Raises
     ------
     ValueError
-        There are no layers, their number is another, or they have different numbers of experts.
+        There are no layers, their number is another, or they have different numbers of experts; or
+        counts are no whole numbers from 0 on.
     CheckpointError
         The file cannot be written.
     """
@@ -56,7 +58,7 @@ def save_for_sglang(
         raise ValueError(f"layer {max(rows)} has counts, and the model {total} layers")
     made = torch.zeros(1, total, *sizes.pop(), dtype=torch.int64, device="cpu")
     for number, one in rows.items():
-        made[0, number] = torch.from_numpy(one.astype(np.int64))
+        made[0, number] = torch.from_numpy(whole_numbers(number, one))
     data = io.BytesIO()
     torch.save({"logical_count": made}, data)
     try:

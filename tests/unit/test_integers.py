@@ -173,6 +173,23 @@ def test_modules_with_rules_of_their_own_say_it_by_their_tensors(tmp_path: Path)
     assert_means(tmp_path, values(made), Format("i8", "f32", "none", 1, 64))
 
 
+@pytest.mark.parametrize(
+    "dynamic",
+    [{r"-:.*attn.*": {}}, {r"-:.*attn.*": {}, r"+:.*mlp\.gate": {"sym": False}}],
+    ids=["left out", "otherwise"],
+)
+def test_rules_that_say_nothing_of_sizes_leave_them(
+    tmp_path: Path, dynamic: dict[str, Any]
+) -> None:
+    """Groups of 96 do not fill a row: from its scales another size would be guessed."""
+    made = all_random(4, 96)
+    tensors = {key: gptq(one, 4) for key, one in made.items()}
+    for one in tensors.values():
+        del one[".g_idx"]
+    save(tmp_path, tensors, config(4, 96, dynamic=dynamic))
+    assert_means(tmp_path, values(made), Format("u4", "f16", "none", 1, 96))
+
+
 @pytest.mark.parametrize("group", [0, 96])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "with zero points"])
 def test_groups_that_kernels_have_not_are_divided(

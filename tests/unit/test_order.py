@@ -288,6 +288,13 @@ def test_rows_that_share_scales_stay_where_they_are() -> None:
     )
     with pytest.raises(ValueError, match=r"128 rows of up share a scale .* give down without"):
         moe.load_expert(0, Expert(**{**made, "down": down}))
+    # Where dtypes are to say the format, it is not known yet.
+    unsaid = {
+        part: Matrix(None, one.data.view(torch.float8_e4m3fn), one.scale)
+        for part, one in made.items()
+    }
+    with pytest.raises(ValueError, match=r"rows of up share 2 rows of scales, .* give down with"):
+        moe.load_expert(0, Expert(**{**unsaid, "down": replace(unsaid["down"], order=down.order)}))
 
 
 # --- parts of experts ---------------------------------------------------------------------------

@@ -191,6 +191,10 @@ def test_other_files_that_cannot_be_used(tmp_path: Path) -> None:
     for wrong in ([-1], [0.5], [[1]], [], [2**64], [2**63]):
         with pytest.raises(ValueError, match=r"counts must be whole numbers"):
             save_counts(tmp_path / "counts.json", {0: wrong})
+    for fraction in ([0.7, 0.2, 0.1], [float("nan"), 1.0], [-3, 1]):
+        with pytest.raises(ValueError, match="layer 0: counts must be whole numbers from 0 on"):
+            save_for_sglang(tmp_path / "other.pt", {0: fraction})
+    assert not (tmp_path / "other.pt").exists()
     with pytest.raises(ValueError, match="no layers to write"):
         save_counts(tmp_path / "counts.json", {})
     half: Any = 0.5
@@ -263,6 +267,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert "8 of 16" in run.stdout
     made = torch.load(sglang, weights_only=True)["logical_count"].sum(0).float()
     assert generate_gpu_experts_masks(made, 8).sum(1).tolist() == [0, 0, 0, 4, 4]
+    save_counts(source, {0: [1] * 100})
+    run = CliRunner().invoke(app, ["placement", str(source), "--ratio", "0.29", "--json"])
+    assert json.loads(run.stdout)["gpu_experts"] == 29, "the float is a little less than that"
     save_counts(source, {0: [2**63 - 1, 2**63 - 1], 1: [1, 0]})  # a sum of more than 64 bits
     run = CliRunner().invoke(app, ["placement", str(source), "-n", "1"])
     assert run.stdout.split()[-2:] == ["100.0", "%"]

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktk import Format
+from ktk.expert import Matrix
 from ktk.quantize import Quantized, dequantize, quantize
 from ktk.testing import bounds, formats, strategies
 
@@ -144,6 +145,27 @@ def test_blocks_of_ggml_have_the_values_of_the_gguf_package() -> None:
     np.testing.assert_array_equal(decoded(matrix), expected)
     scaled = dataclasses.replace(matrix, scale=torch.tensor([0.3])).dequantize()
     np.testing.assert_array_equal(scaled.numpy(), expected * np.float32(0.3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "fmt", ["e5m2-ue8m0-g32", "e5m2-f32-128x128", "e4m3-f32-1x0", "e2m1-e4m3-g16", "i8-f32-1x0"]
+)
+def test_values_are_rounded_once(fmt: str, dtype: torch.dtype) -> None:
+    """Scales of small weights are outside of f16, and their products are not."""
+    made = quantize(torch.randn(128, 256) * 0.001, fmt)
+    assert torch.equal(made.dequantize(dtype), made.dequantize().to(dtype))
+
+
+@pytest.mark.parametrize("element", ["f32", "bf16", "q8_0"])
+def test_a_factor_is_that_of_any_matrix(element: str) -> None:
+    weight = torch.randn(4, 64)
+    data: Any = weight if element == "f32" else weight.bfloat16()
+    if element == "q8_0":
+        data = torch.from_numpy(gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q8_0))
+    plain = Matrix(Format(element), data)
+    twice = dataclasses.replace(plain, factor=torch.tensor(2.0))
+    assert torch.equal(dequantize(twice), 2 * dequantize(plain))
 
 
 def test_blocks_that_the_gguf_package_cannot_decode_are_refused() -> None:

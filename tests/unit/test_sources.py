@@ -39,6 +39,20 @@ def test_arrays_that_fit_are_taken(moe: ktk.MoE) -> None:
     assert moe.format == INT8
 
 
+def test_an_expert_that_lacks_a_part_is_not_left_out(moe: ktk.MoE) -> None:
+    """None for all of its parts leaves it out."""
+    shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
+    stacks: dict[str, Any] = {
+        part: [np.ones(shape, np.float32)] * 2 for part, shape in shapes.items()
+    }
+    for part, stack in stacks.items():
+        lacking = {**stacks, part: [stack[0], None]}
+        with pytest.raises(TypeError, match=rf"{part}"):
+            moe.load(**lacking)
+    moe.load(**{part: [stack[0], None] for part, stack in stacks.items()})
+    assert list(moe.loaded) == [0]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
