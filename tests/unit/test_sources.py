@@ -46,10 +46,11 @@ def test_an_expert_that_lacks_a_part_is_not_left_out(moe: ktk.MoE) -> None:
         part: [np.ones(shape, np.float32)] * 2 for part, shape in shapes.items()
     }
     for part, stack in stacks.items():
-        lacking = {**stacks, part: [stack[0], None]}
+        lacking: dict[str, Any] = {**stacks, part: [stack[0], None]}
         with pytest.raises(TypeError, match=rf"{part}"):
             moe.load(**lacking)
-    moe.load(**{part: [stack[0], None] for part, stack in stacks.items()})
+    one: dict[str, Any] = {part: [stack[0], None] for part, stack in stacks.items()}
+    moe.load(**one)
     assert list(moe.loaded) == [0]
 
 
