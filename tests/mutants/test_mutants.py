@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import platform
-import subprocess
-import sys
-import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from run_mutants import compile_all, run_kit
 
-import ktk
 from ktk import _core
 from ktk.testing import BACKEND
 
-HERE = Path(__file__).parent
 PROPERTIES = {
     name for module in BACKEND for name in vars(import_module(module)) if name.startswith("test_")
 }
 MEMORY = "test_memory_is_as_large_as_the_table_says"
 EVERY_OPERAND = {f"{MEMORY}[{operand}]" for operand in _core.PackedMatrix.GUARDS}
-#: Properties that look at weights, or at activations, as they are stored.
+#: Properties that look at weights as they are stored or exported, or at stored activations.
 WHAT_UNPACKS = {
     "test_weights_keep_the_precision_of_their_format",
     "test_weights_that_are_stored_as_given_keep_their_bits",
@@ -35,6 +30,10 @@ WHAT_UNPACKS = {
     "test_nan_weights_stay_in_their_columns",
     "test_infinite_weights_stay_in_their_columns",
     "test_a_matrix_may_be_packed_again",
+}
+WHAT_EXPORTS = {
+    "test_exported_weights_are_the_same_when_packed_again",
+    "test_exporting_a_range_is_a_part_of_exporting_all",
 }
 WHAT_DECODES = {
     "test_activations_keep_the_precision_of_their_format",
@@ -125,12 +124,8 @@ LIARS = {
         "An example took longer than 3 s",
         EVERY_OPERAND,
     ),
-    "crashes": Lie(
-        {"test_exported_weights_are_the_same_when_packed_again"}, "SIGSEGV: ", EVERY_OPERAND
-    ),
-    "aborts": Lie(
-        {"test_exported_weights_are_the_same_when_packed_again"}, "SIGABRT: ", EVERY_OPERAND
-    ),
+    "crashes": Lie(WHAT_EXPORTS, "SIGSEGV: ", EVERY_OPERAND),
+    "aborts": Lie(WHAT_EXPORTS, "SIGABRT: ", EVERY_OPERAND),
     "weight_size_short": Lie({f"{MEMORY}[weight]"}, "SIGSEGV: "),
     "source_size_short": Lie({f"{MEMORY}[weight]"}, "SIGSEGV: "),
     "packs_before_weights": Lie({f"{MEMORY}[weight]"}, "pack_weight wrote byte 1 before the"),
@@ -150,10 +145,6 @@ LIARS = {
     "reads_behind_source": Lie({f"{MEMORY}[input]"}, "SIGSEGV: "),
     "unpacks_behind_out": Lie({f"{MEMORY}[output]"}, "SIGSEGV: "),
 }
-CFLAGS = (
-    "-std=gnu11 -O2 -ffp-contract=off -Wall -Wextra -Werror -Wno-override-init"
-    " -Wno-missing-field-initializers -fPIC -fexceptions"
-)
 
 
 @dataclasses.dataclass
@@ -166,66 +157,31 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile all mutants."""
-    folder = tmp_path_factory.mktemp("mutants")
-    made = folder / "libmutants.so"
-    include = ["-isystem", ktk.get_include()]
-    subprocess.run(
-        ["cc", *CFLAGS.split(), *include, "-c", *sorted(HERE.glob("*.c"))], cwd=folder, check=True
-    )
-    objects = sorted(folder.glob("*.o"))
-    command = [
-        "c++",
-        "-fPIC",
-        "-shared",
-        str(HERE / "throws.cc"),
-        *map(str, objects),
-        "-o",
-        str(made),
-        "-lm",
-    ]
-    subprocess.run(command, check=True)
-    return made
+    return compile_all(tmp_path_factory.mktemp("mutants"))
 
 
-def run_kit(library: Path, mutants: Collection[str], *options: str) -> dict[str, Outcome]:
+def outcomes(library: Path, mutants: Collection[str], *options: str) -> dict[str, Outcome]:
     """Run the kit once on several mutants."""
-    report = library.parent / "report.xml"
-    chosen = [part for name in mutants for part in ("--ktk-backend", f"mutants:{name}")]
-    kit = f"-p ktk.testing.plugin -p no:cacheprovider --pyargs {' '.join(BACKEND)} -q"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *kit.split(), *chosen, *options, f"--junitxml={report}"],
-        env=os.environ | {"KTK_MUTANTS": str(library), "PYTHONPATH": str(HERE)},
-        cwd=library.parent,
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-2000:]
-    outcomes: dict[str, Outcome] = defaultdict(Outcome)
-    for case in ET.parse(report).getroot().iter("testcase"):
-        assert case.find("error") is None, ET.tostring(case)
+    found: dict[str, Outcome] = defaultdict(Outcome)
+    for case in run_kit(library, BACKEND, [f"mutants:{name}" for name in mutants], *options):
         name, _, parameter = case.get("name", "").partition("[")
-        outcome = outcomes[parameter.partition("-")[0]]
+        outcome = found[parameter.partition("-")[0]]
         outcome.properties.add(name)
         operand = parameter.removesuffix("]").rpartition("-")[2]
         name = f"{name}[{operand}]" if operand in _core.PackedMatrix.GUARDS else name
         if (failure := case.find("failure")) is not None:
             outcome.failed[name] = f"{failure.get('message')}\n{failure.text}"
-    return outcomes
+    return found
 
 
 @pytest.fixture(scope="module")
 def mutants(library: Path) -> dict[str, Outcome]:
-    options = ("--ktk-no-shrink", "--ktk-profile=ci", "--ktk-examples=60", "--ktk-no-isolation")
-    return run_kit(library, EXPECTED, *options)
+    return outcomes(library, EXPECTED, "--ktk-examples=60", "--ktk-no-isolation")
 
 
 @pytest.fixture(scope="module")
 def liars(library: Path) -> dict[str, Outcome]:
-    options = ("--ktk-no-shrink", "--ktk-profile=ci", "--ktk-examples=20", "--ktk-time-limit=3")
-    return run_kit(library, LIARS, *options)
+    return outcomes(library, LIARS, "--ktk-examples=20", "--ktk-time-limit=3")
 
 
 @pytest.mark.parametrize("mutant", EXPECTED)
