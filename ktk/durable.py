@@ -8,6 +8,7 @@ import glob
 import itertools
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,6 +50,7 @@ class PendingFile:
     def commit(self) -> None:
         """Bring the file to the disk, then give it its name."""
         with naming(self.path):
+            _take_mode(self.path, self._fd)
             os.fsync(self._fd)
         # Still open, and so locked: else another writer might take it for a dead one's.
         os.replace(self._temporary, self.path)
@@ -89,6 +91,7 @@ def replaced(path: Path) -> Iterator[Path]:
         fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
         try:
             with naming(path):
+                _take_mode(path, fd)
                 os.fsync(fd)
         finally:
             os.close(fd)
@@ -133,7 +136,9 @@ def locked(folder: Path) -> Iterator[None]:
     CheckpointError
         Another process holds it.
     """
-    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    path = folder / LOCK
+    is_new = not path.exists()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -142,7 +147,12 @@ def locked(folder: Path) -> Iterator[None]:
                 f"{folder} is being written by another process: wait for it, or choose another "
                 "folder"
             ) from None
-        yield
+        try:
+            yield
+        except BaseException:
+            if is_new:  # nothing of ours stays where nothing was begun
+                path.unlink(missing_ok=True)
+            raise
     finally:
         os.close(fd)
 
@@ -151,8 +161,12 @@ def _begun(path: Path) -> tuple[Path, int]:
     """Make an empty file beside `path` that is this call's alone; returns it, open and locked.
 
     Several processes may write the same path, and the last to end has it. What a killed one left
-    goes here, with the next writer of the path.
+    goes here, with the next writer of the path. OSError for a path of what is there and no file: a
+    device would be replaced.
     """
+    if path.exists() and not path.is_file():
+        kind = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(kind, os.strerror(kind) if path.is_dir() else "is no regular file", str(path))
     _remove_dead(path.parent, f"{glob.escape(path.name)}.*")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     while True:
@@ -167,6 +181,12 @@ def _begun(path: Path) -> tuple[Path, int]:
         if os.path.lexists(made):
             return made, fd
         os.close(fd)  # somebody took it for a dead one's before it was locked
+
+
+def _take_mode(path: Path, fd: int) -> None:
+    """Let who may read and write a file be those who may what it replaces."""
+    with suppress(FileNotFoundError):
+        os.fchmod(fd, stat.S_IMODE(path.stat().st_mode))
 
 
 def _has_writer(path: Path) -> bool:

@@ -232,7 +232,7 @@ def save(name: str, words: list[str] | None) -> None:
         Another process is writing the file.
     """
     value = None if words is None else _parsed(find_key(name), words, name)
-    path = config_file()
+    path = config_file().resolve()  # which may be a link, to where somebody keeps such files
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.parent):

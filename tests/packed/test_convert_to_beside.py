@@ -237,3 +237,12 @@ def test_widths_that_nothing_tells_are_refused(group: int, tmp_path: Path) -> No
     )
     with pytest.raises(CheckpointError, match=message):
         convert_checkpoint(source, tmp_path / "to", to="int4")
+
+
+def test_a_link_to_nothing_is_no_file_that_may_be_left_out(tmp_path: Path) -> None:
+    """As the hub's cache has them where a download ended early."""
+    source = models.write(tmp_path / "source", SIZES)
+    (source / "tokenizer.model").symlink_to(tmp_path / "blobs" / "tokenizer")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model is missing, though a link leads"):
+        convert_checkpoint(source, tmp_path / "to", to="fp8")
+    assert not (tmp_path / "to").exists()

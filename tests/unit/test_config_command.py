@@ -175,3 +175,13 @@ def test_a_file_that_cannot_be_written_is_named(
     monkeypatch.setattr(settings, "config_file", lambda: tmp_path / "file" / "ktk" / "config.json")
     with pytest.raises(SettingError, match=r"cannot be written: Not a directory\. The var"):
         settings.save("backend", ["BF16"])
+
+
+def test_a_link_stays_one(file: Path, tmp_path: Path) -> None:
+    """As those who keep such files in one place make it."""
+    kept = tmp_path / "kept" / "ktk.json"
+    file.parent.mkdir()
+    file.symlink_to(kept)
+    run("backend", "BF16")
+    assert file.is_symlink()
+    assert json.loads(kept.read_text()) == {"backend": "BF16"}

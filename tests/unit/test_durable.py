@@ -5,13 +5,22 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ktk.durable import TEMPORARY, PendingFile, remove_temporaries, replaced, write_file
+from ktk.durable import (
+    LOCK,
+    TEMPORARY,
+    PendingFile,
+    locked,
+    remove_temporaries,
+    replaced,
+    write_file,
+)
 
 A, B = b"A" * 10, b"B" * 20
 
@@ -129,3 +138,46 @@ def test_a_file_that_a_block_makes_anew_stays_its_own(tmp_path: Path) -> None:
         code += "write_file(Path(sys.argv[1]), b'other')"
         subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     assert path.read_bytes() == b"block"
+
+
+def test_a_file_keeps_who_may_read_it(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_file(path, A)
+    path.chmod(0o600)
+    write_file(path, B)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with replaced(path) as temporary:
+        (tmp_path / "new").write_bytes(A)
+        (tmp_path / "new").replace(temporary)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, is_link: bool) -> None:
+    """As /dev/null and /dev/stdout are none."""
+    pipe = path = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if is_link:
+        path = tmp_path / "link"
+        path.symlink_to(pipe)
+    with pytest.raises(OSError, match=rf"is no regular file: '{path}'"):
+        write_file(path, A)
+    with pytest.raises(OSError, match="is no regular file"):
+        give_up(path)
+    assert pipe.is_fifo()
+    assert path.is_symlink() == is_link
+
+
+def test_a_lock_stays_where_something_was_begun(tmp_path: Path) -> None:
+    def fail() -> None:
+        with locked(tmp_path):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not os.listdir(tmp_path)
+    with locked(tmp_path):
+        pass
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert os.listdir(tmp_path) == [LOCK], "of the one before"

@@ -124,6 +124,7 @@ class CheckpointConversion(Closing):
         self.shard_nbytes = shard_nbytes
         self.files: list[ShardPlan] = []
         self.layers: list[int] = []
+        self._others: list[Path] = []
         self.stored = ""
         self.decoded = 0
         self._resume = resume
@@ -136,6 +137,7 @@ class CheckpointConversion(Closing):
             self._source = Source(self.source)
             stack.callback(self._source.close)
             planned = self._planned()
+            self._others = list(other_files(self.source, self.output))
             with self._writing():
                 self.output.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(self.output))
@@ -276,7 +278,7 @@ class CheckpointConversion(Closing):
 
     def _finish(self) -> None:
         """Write all that makes a model of the weights."""
-        for relative in other_files(self.source, self.output):
+        for relative in self._others:
             path = self.output / relative
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, (self.source / relative).read_bytes())

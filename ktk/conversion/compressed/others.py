@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ktk.checkpoint.detect import PACKED_INDEX
 from ktk.conversion.compressed.state import STATE
+from ktk.errors import CheckpointError
 
 # Weights, of this conversion's source or in other forms.
 _WEIGHTS = (
@@ -41,6 +42,11 @@ def other_files(source: Path, output: Path) -> Iterator[Path]:
         The folder.
     output
         A folder that may lie in it, and is left out.
+
+    Raises
+    ------
+    CheckpointError
+        A link leads nowhere, as where a download ended early.
     """
     inside = output.resolve()
     for path in sorted(source.rglob("*")):
@@ -48,5 +54,9 @@ def other_files(source: Path, output: Path) -> Iterator[Path]:
         hidden = any(part.startswith(".") for part in relative.parts)
         if hidden or str(relative) in _OWN or path.name.endswith(_WEIGHTS):
             continue
+        if path.is_symlink() and not path.exists():
+            raise CheckpointError(
+                f"{path} is missing, though a link leads to it: download the checkpoint again"
+            )
         if path.is_file() and inside not in path.resolve().parents:
             yield relative
