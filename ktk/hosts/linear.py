@@ -7,6 +7,7 @@ elsewhere on copies.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
@@ -55,6 +56,7 @@ class OpLinear:
         self.number = next(_numbers) if number is None else number
         self.linear = linear
         self._finish: Callable[[], Linear] | None = None
+        self._renewing = threading.Lock()
         self._together: tuple[_core.LinearGroup, int] | None = None
         enter(LAYERS, self.number, self)
 
@@ -89,7 +91,9 @@ class OpLinear:
 
     def _compute(self, x: torch.Tensor, out: torch.Tensor) -> None:
         if self._finish is not None:
-            self.renewed(self._finish())
+            with self._renewing:
+                if self._finish is not None:
+                    self.renewed(self._finish())
         if self._together is None:
             self.linear(x, out=out)
         else:

@@ -70,7 +70,9 @@ def _pack(method: Any, layer: Any) -> Linear | None:
     if matrix is None:
         return None
     n, k = layer.weight.shape
-    linear = Linear(PREFERRED[matrix.format.element][0], k, n, pool=pool_here()).load(matrix)
+    packed = layer.__dict__.get(_PACKED)
+    pool = pool_here() if packed is None else packed.linear.pool
+    linear = Linear(PREFERRED[matrix.format.element][0], k, n, pool=pool).load(matrix)
     layer.weight.data = torch.empty(0, dtype=layer.weight.dtype, device="cpu")
     return linear
 

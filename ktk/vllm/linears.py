@@ -88,6 +88,8 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
         self._name = name
         self._quantization = read_quantization({"quantization_config": quantization})
         self._held: dict[_Parts, dict[str, torch.Tensor]] = {}
+        # What was packed since the last call: a part that comes then replaces one of these.
+        self._last: dict[_Parts, dict[str, torch.Tensor]] = {}
         self._packed: OpLinear | None = None
 
     def create_weights(
@@ -138,6 +140,7 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
                 f"{self._name} is not whole: it has {len(self._rows)} parts of "
                 f"{', '.join(self._roles)} each, and these came: {came or 'none'}"
             )
+        self._last = {}
         return self._packed.linear
 
     def _loader(self, layer: Any, role: str) -> Callable[..., None]:
@@ -166,6 +169,8 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
             loaded_weight = loaded_weight.clone()  # its memory is the caller's
             if role in self._held.get(parts, {}):
                 self._held = {}  # of an update that ended before all parts had come
+            elif not self._held:
+                self._held = {one: self._last[one] for one in self._last if one != parts}
             self._packed.renew(self._finish)
         self._held.setdefault(parts, {})[role] = loaded_weight.detach()
         whole = [one for one, tensors in self._held.items() if set(tensors) == set(self._roles)]
@@ -198,6 +203,7 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
     def _pack(self, layer: Any, whole: list[_Parts]) -> None:
         parts = self._parts(layer)
         held, self._held = self._held, {}
+        is_update = self._packed is not None
         read: dict[Hashable, Matrix] = {}
         for one in whole:
             rows = [parts[part][0] for part in one]
@@ -215,6 +221,10 @@ class KtkDense(LinearMethodBase):  # type: ignore[misc]
             first = columns * layer.tp_rank
             mine = [_columns_of(matrix, first, first + columns) for matrix in mine]
         self._load(mine)
+        if is_update:
+            assert self._packed is not None
+            self._last = held
+            self._packed.renew(self._finish)
 
     def _load(self, parts: list[Matrix]) -> None:
         backend = _backend_of(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -22,7 +22,8 @@ def number_of(layer_name: str) -> int:
     """
     config: Any = get_current_vllm_config_or_none()
     model = config.model_config.model if config is not None and config.model_config else ""
-    return _FIRST + zlib.crc32(f"{model}:{layer_name}".encode())
+    digest = hashlib.blake2b(f"{model}:{layer_name}".encode(), digest_size=7).digest()
+    return _FIRST + int.from_bytes(digest)
 
 
 def pool_here() -> WorkerPool:

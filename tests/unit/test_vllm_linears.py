@@ -192,6 +192,30 @@ def test_calls_are_errors_while_a_part_is_missing_and_old_parts_do_not_count(
     np.testing.assert_allclose(matrix_of(method, layer, K), wanted, rtol=2**-8, atol=2**-20)
 
 
+@pytest.mark.parametrize("early", [0, 2])
+def test_a_part_that_came_before_a_whole_update_is_replaced_by_that(
+    linears: ModuleType, early: int
+) -> None:
+    layer = Layer([N[0], N[1], N[0]])
+    made = [
+        {part: gptq(n, K, 10 * update + part) for part, n in enumerate(layer.output_sizes)}
+        for update in range(4)
+    ]
+    method = loaded(linears, layer, {part: one for part, (one, _) in made[0].items()}, K)
+    give(layer, early, made[1][early][0])
+    for update in (2, 3):
+        for part, (tensors, _) in made[update].items():
+            give(layer, part, tensors)
+        if update == 3:  # of the one before, no call has been made
+            wanted = np.concatenate([values for _, values in made[3].values()])
+            got = matrix_of(method, layer, K)
+            np.testing.assert_allclose(got, wanted, rtol=2**-8, atol=2**-20)
+    # After a call, one part alone is none of a whole update.
+    give(layer, early, made[1][early][0])
+    with pytest.raises(CheckpointError, match="is not whole"):
+        matrix_of(method, layer, K)
+
+
 @pytest.mark.parametrize(
     "quantization", [{"quant_method": "bitsandbytes"}, {"quant_method": "hqq"}, DESC_ACT]
 )
