@@ -185,7 +185,7 @@ def packed_experts(model: torch.nn.Module) -> list[tuple[str, Any, Packed]]:
     found = [
         (name, modules[name], packed)
         for name, packed in packed_modules(model).items()
-        if ".original_module." not in name  # of which PEFT calls a copy
+        if "original_module" not in name.split(".")  # of which PEFT calls a copy
     ]
     if not found:
         raise ValueError(

@@ -102,10 +102,10 @@ def save_adapter(
     where = list(dict.fromkeys(re.split(r"layers\.\d+\.", plain)[-1] for plain, _, _ in found))
     config = _config(model, loras[0], found[0][1].layout if layout == "peft-fused" else None, where)
     folder = Path(path)
-    check_free(folder)
     with written_once(sharded) as here:
         if not here:
             return
+        check_free(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = folder / _FILES.get(layout, PEFT)
         with replaced(folder / CONFIG) as says, replaced(tensors) as has:

@@ -172,7 +172,7 @@ class ExpertsQuantizer:
         state = dict(model.state_dict() if state is None else state) | dense
         for name, one in packed.items():
             state |= {f"{name}.{tensor}": value for tensor, value in one.unpacked().items()}
-        return state, metadata
+        return state | dict(self.given or {}), metadata
 
     def _stand_in(
         self,

@@ -82,6 +82,10 @@ def test_tensors_that_are_given_are_those_that_are_saved(tmp_path: Path) -> None
     experts = written(made(), tmp_path / "stock")
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     assert torch.equal(got[name], experts[name]), "packed experts, of which nothing was given"
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    given[name] = torch.full_like(made().state_dict()[name], 7)
+    got = written(model, tmp_path / "experts", state_dict=given)
+    assert (got["model.layers.0.mlp.experts.0.up_proj.weight"] == 7).all()
     # Not for longer than the call.
     again = written(model, tmp_path / "again")
     embedding = "model.embed_tokens.weight"
