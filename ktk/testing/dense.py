@@ -104,7 +104,8 @@ EXTENTS = ("deep", "wide", "tall")
 def layers(draw: st.DrawFn, backend: Any, variant: Any, extent: str = "") -> Dense:
     """Dense layers of one to three parts, half the time of one format.
 
-    With an extent of EXTENTS of one part, whose depth or width is that of models.
+    With an extent of EXTENTS a layer has one part: a "deep" or "wide" one is as deep or as wide as
+    those of models, and for a "tall" one inputs() has as many rows.
     """
     pairs = strategies.conversions(backend)
     first = draw(st.sampled_from(pairs), label="conversion")

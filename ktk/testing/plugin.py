@@ -87,10 +87,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def _check_variants(config: pytest.Config) -> None:
     """Refuse the name of a variant that no chosen backend has: nothing would be tested."""
     wanted = config.getoption("--ktk-variant") or ()
+    backends = [_loaded(name) for name in (_chosen(config) if wanted else ())]
+    if None in backends:
+        return  # one that cannot run here, whose variants nobody knows
     names = dict.fromkeys(
-        variant.name
-        for backend in (_loaded(name) for name in (_chosen(config) if wanted else ()))
-        for variant in (backend.variants if backend else ())
+        variant.name for backend in backends if backend for variant in backend.variants
     )
     for name in wanted:
         if name not in names:
