@@ -49,16 +49,15 @@ def _sorted(name: str, matrix: Matrix, order: np.ndarray) -> Matrix:
     fmt, n = matrix.format, len(matrix.data)
     if n != len(order):
         return matrix  # of another shape than up: an error of who loads it
+    shared = ""
     if fmt is not None and fmt.scale != "none" and fmt.group_n > 1:
+        shared = f"{fmt.group_n} rows of {name} share a scale ({fmt})"
+    elif fmt is None and matrix.scale is not None and len(matrix.scale) not in (1, n):
+        shared = f"rows of {name} share {len(matrix.scale)} rows of scales"
+    if shared:
         raise ValueError(
-            f"{fmt.group_n} rows of {name} share a scale ({fmt}), and cannot be put into the order "
-            "of down's columns: give down without an order"
-        )
-
-    if fmt is None and matrix.scale is not None and len(matrix.scale) not in (1, n):
-        raise ValueError(
-            f"rows of {name} share {len(matrix.scale)} rows of scales, and cannot be put into the "
-            "order of down's columns: give down without an order"
+            f"{shared}, and cannot be put into the order of down's columns: give down without an "
+            "order"
         )
 
     def rows(array: Any) -> Any:

@@ -40,7 +40,7 @@ def test_licenses_of_what_wheels_contain_are_in_them(package: str) -> None:
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError:
-        pytest.skip(f"{package} is installed where ktk is built")
+        pytest.skip(f"{package} is not installed here: there is no license to compare with")
     [text] = [Path(str(one.locate())).read_text() for one in files if one.name == "LICENSE"]
     named = "subprojects/LICENSES.txt"
     assert f'"{named}"' in (ROOT / "pyproject.toml").read_text()
