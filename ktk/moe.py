@@ -265,10 +265,10 @@ class MoE(TrainableLayer, PredictedLayer):
         stacks |= {name: stack for name, stack in beside.items() if stack is not None}
         sources = experts_of_slots(stacks, self.config.num_experts, physical_to_logical_map)
         for slot, expert in enumerate(sources):
-            one = {name: stack[expert] for name, stack in stacks.items()}
-            if all(one[part] is None for part in self.config.parts):
+            if up[expert] is None:
                 self.leave_out(slot)
             else:
+                one = {name: stack[expert] for name, stack in stacks.items()}
                 self.load_expert(slot, **one, given=given)
         return self
 

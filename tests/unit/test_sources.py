@@ -39,21 +39,6 @@ def test_arrays_that_fit_are_taken(moe: ktk.MoE) -> None:
     assert moe.format == INT8
 
 
-def test_an_expert_that_lacks_a_part_is_not_left_out(moe: ktk.MoE) -> None:
-    """None for all of its parts leaves it out."""
-    shapes = {"gate": (I, H), "up": (I, H), "down": (H, I)}
-    stacks: dict[str, Any] = {
-        part: [np.ones(shape, np.float32)] * 2 for part, shape in shapes.items()
-    }
-    for part, stack in stacks.items():
-        lacking: dict[str, Any] = {**stacks, part: [stack[0], None]}
-        with pytest.raises(TypeError, match=rf"^{part} is missing"):
-            moe.load(**lacking)
-    one: dict[str, Any] = {part: [stack[0], None] for part, stack in stacks.items()}
-    moe.load(**one)
-    assert list(moe.loaded) == [0]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
