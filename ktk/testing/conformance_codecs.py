@@ -263,7 +263,7 @@ def test_activations_depend_on_their_format_only(subject: Subject, data: st.Data
     pair = data.draw(st.sampled_from(others), label="other conversion")
     values = data.draw(strategies.matrices(problem.source.values.shape, label="other weight"))
     rng = np.random.default_rng(data.draw(strategies.seeds(), label="seed of other codes"))
-    other = subject.pack(formats.make_source(pair.given, values, rng, pair.stored))
+    other = subject.pack(formats.make_source(pair.given, values, rng, pair.stored, at_edges=True))
     assert other.act_size == matrix.act_size, f"rows for {pair.stored} have another size"
     act, m = matrix.pack_act(problem.act), len(problem.act)
     what = f"{pair.stored} with activations that were packed for {matrix.format}"

@@ -233,7 +233,7 @@ def test_a_matrix_may_be_packed_again(subject: Subject, data: st.DataObject) -> 
     kinds = data.draw(st.sampled_from([strategies.KINDS, ("zero",)]), label="kinds of the other")
     values = data.draw(strategies.matrices(one.values.shape, kinds, "the other weight"))
     rng = np.random.default_rng(data.draw(strategies.seeds(), label="seed of other codes"))
-    other = formats.make_source(one.format, values, rng, one.stored)
+    other = formats.make_source(one.format, values, rng, one.stored, at_edges=True)
     # Memory of the larger one holds either.
     packed = [(subject.pack(source), source) for source in (one, other)]
     packed.sort(key=lambda pair: pair[0].nbytes)

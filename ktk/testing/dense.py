@@ -129,7 +129,7 @@ def layers(draw: st.DrawFn, backend: Any, variant: Any, extent: str = "") -> Den
         widths = strategies.sizes(variant.n_step, *pair.n_steps)
         n = draw(st.sampled_from(WIDTHS) if extent == "wide" else widths, label="n")
         values = strategies.fill(kind, (n, k), rng) * np.float32(k**-0.5)
-        parts.append(formats.make_source(pair.given, values, rng, pair.stored))
+        parts.append(formats.make_source(pair.given, values, rng, pair.stored, at_edges=True))
     rows = sum(len(part.values) for part in parts)
     bias = strategies.fill("normal", (rows,), rng) if draw(st.booleans(), label="bias") else None
     return Dense(parts, bias)

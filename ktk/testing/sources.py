@@ -88,13 +88,19 @@ def _pack_nibbles(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 
 def make_source(
-    fmt: Any, values: npt.NDArray[np.float32], rng: np.random.Generator, stored: Any = None
+    fmt: Any,
+    values: npt.NDArray[np.float32],
+    rng: np.random.Generator,
+    stored: Any = None,
+    *,
+    at_edges: bool = False,
 ) -> Source:
     """Make a matrix in format ``fmt``, to be stored as ``stored`` (default: the same).
 
     Formats without scale store ``values``, rounded. Formats with one store random codes; their
-    scales follow the sizes of ``values``. Codes and scales that are NaN are left to `with_nan`.
-    ggml's blocks are random or, where the gguf package can encode them, one time in two ``values``.
+    scales follow the sizes of ``values``, and ``at_edges`` some of those that are stored as given
+    are those of `_at_edges`. Codes and scales that are NaN are left to `with_nan`. ggml's blocks
+    are random or, where the gguf package can encode them, one time in two ``values``.
     """
     stored = fmt if stored is None else stored
     n, k = values.shape
@@ -124,7 +130,9 @@ def make_source(
         if fmt.zero != "none":
             zero = _make_zero(fmt, groups, rng)
             decoded = decoded - spread(fmt, as_float64(zero), n, k)
-        scale, exact_scale = _make_scale(fmt, values, groups, rng, at_edges=fmt == stored)
+        scale, exact_scale = _make_scale(
+            fmt, values, groups, rng, at_edges=at_edges and fmt == stored
+        )
         decoded = decoded * spread(fmt, exact_scale, n, k)
     return Source(fmt, stored, data, scale, zero, decoded)
 

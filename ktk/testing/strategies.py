@@ -180,7 +180,7 @@ def sources(
     k = pair.fill_bytes(draw(sizes(variant.k_step, *pair.k_steps), label="k"))
     values = draw(matrices((n, k), kinds, "weight"))
     rng = np.random.default_rng(draw(seeds(), label="seed of codes"))
-    return formats.make_source(pair.given, values, rng, pair.stored)
+    return formats.make_source(pair.given, values, rng, pair.stored, at_edges=True)
 
 
 @st.composite
@@ -331,7 +331,9 @@ def layers(
     shapes["down"] = (hidden, intermediate)
     arrays: dict[str, Any] = {
         name: [
-            formats.make_source(pair.given, fill(kind, shape, rng) * scale, rng, pair.stored)
+            formats.make_source(
+                pair.given, fill(kind, shape, rng) * scale, rng, pair.stored, at_edges=True
+            )
             for _ in range(experts if name in config.parts else 0)
         ]
         for (name, shape), pair in zip(shapes.items(), (gate, up, down), strict=True)

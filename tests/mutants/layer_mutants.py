@@ -30,7 +30,6 @@ BACKENDS = {
         "moe::test_layer_is_within_the_propagated_bound",
         "linear::test_dense_layer_is_within_the_propagated_bound",
     },
-    "packs_acts_tight": {"moe::test_layer_is_within_the_propagated_bound"},
     "drops_odd_depth": {"linear::test_dense_layer_is_within_the_propagated_bound"},
     "depends_on_place": {
         "moe::test_permuting_tokens_permutes_results",

@@ -59,16 +59,8 @@ static void run_leaving(const ktk_matmul* mm) {
   entered = 0;
 }
 
-/* Of a layer's intermediate values, whose rows lie apart. */
-static void pack_act_tight(const ktk_matrix* matrix, size_t m, size_t k_begin, size_t k_end,
-                           const float* x, size_t x_stride, void* act, size_t act_stride) {
-  (void)x_stride;
-  pack_act(matrix, m, k_begin, k_end, x, matrix->k, act, act_stride);
-}
-
 ALONE(few_rows, UKERNELS(run_few_rows, run_few_rows))
 ALONE(few_columns, UKERNELS(run_few_columns, run_few_columns))
 ALONE(short_depth, UKERNELS(run_short_depth, run_short_depth))
 ALONE(depends_on_place, UKERNELS(run_by_place, run_by_place))
 ALONE(leaves_early, UKERNELS(run_leaving, run_leaving), .enter = enter, .leave = leave)
-ALONE(packs_acts_tight, .pack_act = pack_act_tight)

@@ -176,7 +176,7 @@ def outcomes(library: Path, mutants: Collection[str], *options: str) -> dict[str
 
 @pytest.fixture(scope="module")
 def mutants(library: Path) -> dict[str, Outcome]:
-    return outcomes(library, EXPECTED, "--ktk-examples=60", "--ktk-no-isolation")
+    return outcomes(library, EXPECTED, "--ktk-examples=40", "--ktk-no-isolation")
 
 
 @pytest.fixture(scope="module")
