@@ -70,7 +70,8 @@ def read_quantization(entries: Mapping[str, Any]) -> Quantization:
     weights = _agreed(groups)
     block = weights.get("weight_block_size") or weights.get("block_structure")
     if dynamic := found.get("dynamic"):
-        weights = {name: weights[name] for name in weights if name not in _said_by(dynamic)}
+        of_some = _said_by(dynamic)
+        weights = {name: weights[name] for name in weights if name not in of_some}
     bits = weights.get("bits", weights.get("num_bits"))
     rows, columns = integers("weight_block_size", block, 2, least=1) if block else (128, 128)
     packing = _packing(method, found)

@@ -13,12 +13,14 @@ import torch
 HERE = Path(__file__).parent
 for folder in (HERE, HERE.parent / "ktmoe", HERE.parent / "unit", HERE.parent / "gguf"):
     sys.path.insert(0, str(folder))
+import sglang_engine  # noqa: E402
 import sglang_wheels  # noqa: E402
 from ktmoe_driver import Stub  # noqa: E402
 from sglang_cuda import Cuda  # noqa: E402
 
 from ktk import _core  # noqa: E402
 from ktk.compat import folder as kt_kernel_folder  # noqa: E402
+from ktk.sglang import engine  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +64,14 @@ def cuda(request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> Iterator[
     made.install(patch)
     yield made
     made.close()
+
+
+@pytest.fixture
+def made(patch: pytest.MonkeyPatch, mainline: Path) -> sglang_engine.Engine:
+    """SGLang's files, with the hooks of ktk."""
+    loaded = sglang_engine.engine(patch, mainline)
+    for name in ("KTK_SGLANG", "KTK_BACKEND"):
+        patch.delenv(name, raising=False)
+    engine.register()
+    loaded.registry.apply_hooks()
+    return loaded

@@ -23,6 +23,16 @@ from sglang_stage import load, stage
 QUANTIZATION = "sglang.srt.layers.quantization"
 LAYER = "sglang.srt.layers.moe.fused_moe_triton.layer"
 KERNELS = "sglang.kernels.ops.moe.ep_moe_kernels"
+#: What SGLang says of a checkpoint in FP8 by blocks.
+FP8 = {
+    "is_checkpoint_fp8_serialized": True,
+    "weight_block_size": [128, 128],
+    "use_mxfp8": False,
+    "convert_mxfp8_to_block_fp8": None,
+    "is_fp4_experts": False,
+    "dequant_fp4_to_fp8": False,
+    "activation_scheme": "dynamic",
+}
 #: Packages of GPUs that are imported by these files.
 ABSENT = ("sgl_kernel", "flashinfer", "triton")
 
