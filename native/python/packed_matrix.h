@@ -5,9 +5,7 @@
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +23,7 @@
 #include "python/lent.h"
 #include "python/rows.h"
 #include "python/source.h"
+#include "python/spaced_rows.h"
 
 namespace ktk {
 
@@ -108,7 +107,7 @@ class PackedMatrix {
   F32Matrix unpack(size_t n_begin, std::optional<size_t> n_end) const {
     const size_t end = n_end.value_or(n());
     if (n_begin >= end || end > n()) throw nb::value_error("there are no such rows");
-    return rows_from("unpack_weight", end - n_begin, [&](float* out, size_t stride) {
+    return rows_from("unpack_weight", "weight", end - n_begin, [&](float* out, size_t stride) {
       variant_.unpack_weight(&matrix_, packed_->data(), n_begin, end, out, stride);
     });
   }
@@ -124,24 +123,40 @@ class PackedMatrix {
     if (cuts.size() < 2 || cuts.front() != 0 || cuts.back() != n()) {
       throw nb::value_error("cuts begin with 0 and end with n");
     }
-    const size_t whole = std::max<size_t>(matrix_.format.group_n, 1);
+    const SourceShape shape = source_shape(matrix_.format, n(), k());
+    // How many rows share a row of scales; 0 means all of them.
+    const size_t shared = shape.scale_bytes ? matrix_.format.group_n : 1;
+    const size_t group = shared ? shared : n();
     for (size_t i = 0; i + 1 < cuts.size(); ++i) {
       check_columns(cuts[i], cuts[i + 1]);
-      if (cuts[i] % whole) throw nb::value_error("a cut goes through a group of rows");
+      if (cuts[i] % group) throw nb::value_error("a cut goes through a group of rows");
     }
-    const SourceShape shape = source_shape(matrix_.format, n(), k());
-    const Exported data(*this, n(), shape.data_bytes, apart);
-    const Exported scale(*this, shape.groups_n, shape.scale_bytes, apart);
-    const Exported zero(*this, shape.groups_n, shape.zero_bytes, apart);
-    const ktk_export target = {data.memory(), scale.memory(), zero.memory(),
-                               data.stride,   scale.stride,   zero.stride};
+    auto data = new_bytes(n(), shape.data_bytes);
+    auto scale = new_bytes(shape.groups_n, shape.scale_bytes);
+    auto zero = new_bytes(shape.groups_n, shape.zero_bytes);
+    const auto spaced = [&](const char* name, size_t count, size_t bytes) {
+      return SpacedRows(lender_, name, count, bytes, apart, 1);
+    };
+    const SpacedRows of_data = spaced("data", n(), shape.data_bytes);
+    const SpacedRows of_scale = spaced("scale", shape.groups_n, shape.scale_bytes);
+    const SpacedRows of_zero = spaced("zero", shape.groups_n, shape.zero_bytes);
+    const ktk_export target = {of_data.data(),   of_scale.data(),   of_zero.data(),
+                               of_data.stride(), of_scale.stride(), of_zero.stride()};
+    const auto take = [&](const SpacedRows& rows, size_t begin, size_t end, uint8_t* to) {
+      rows.take(variant_.where + ": export_weight", begin, end, reinterpret_cast<char*>(to));
+    };
     {
       const Unlocked unlocked;
       for (size_t i = 0; i + 1 < cuts.size(); ++i) {
-        variant_.export_weight(&matrix_, packed_->data(), cuts[i], cuts[i + 1], &target);
+        const size_t begin = cuts[i], end = cuts[i + 1];
+        variant_.export_weight(&matrix_, packed_->data(), begin, end, &target);
+        take(of_data, begin, end, data.data() + begin * shape.data_bytes);
+        const size_t first = begin / group, last = groups_of(end, group);
+        take(of_scale, first, last, scale.data() + first * shape.scale_bytes);
+        take(of_zero, first, last, zero.data() + first * shape.zero_bytes);
       }
     }
-    return nb::make_tuple(data.rows(*this), scale.rows(*this), zero.rows(*this));
+    return nb::make_tuple(data, scale, zero);
   }
 
   ktk_format act() const { return variant_.act_of(matrix_); }
@@ -232,9 +247,6 @@ class PackedMatrix {
     return out;
   }
 
-  Lent output(size_t bytes, size_t align) const {
-    return lender_.lend(Operand::kOutput, nullptr, bytes, align);
-  }
   Lent acts(const void* from, size_t m) const {
     return lender_.lend(Operand::kAct, from, product(padded(m), act_size()), KTK_ALIGNMENT);
   }
@@ -248,30 +260,6 @@ class PackedMatrix {
     const size_t align = lender_.guards(Operand::kDst) ? KTK_ALIGNMENT : sizeof(float);
     return lender_.lend(Operand::kDst, from, product(floats, sizeof(float)), align);
   }
-  // Bits of NaN that no computation makes.
-  static constexpr uint32_t kBetween[] = {0x7fa5a5a5, 0x7fa5a5a5, 0x7fa5a5a5};
-
-  // A part of an exported weight: rows of bytes, each with some more behind it.
-  struct Exported {
-    Exported(const PackedMatrix& matrix, size_t count, size_t bytes, size_t apart)
-        : count(count),
-          bytes(bytes),
-          stride(sum(bytes, apart)),
-          lent(matrix.output(bytes ? sum(product(count - 1, stride), bytes) : 0, 1)) {}
-    char* memory() const { return lent.size() ? lent.data() : nullptr; }
-    nb::ndarray<nb::numpy, uint8_t, nb::ndim<2>> rows(const PackedMatrix& matrix) const {
-      matrix.check(lent, "export_weight");
-      auto made = new_bytes(count, bytes);
-      for (size_t r = 0; r < count; ++r) {
-        std::memcpy(made.data() + r * bytes, lent.data() + r * stride, bytes);
-      }
-      return made;
-    }
-
-    size_t count, bytes, stride;
-    Lent lent;
-  };
-
   static float* floats(const Lent& memory) { return reinterpret_cast<float*>(memory.data()); }
 
   void check(const Lent& memory, const char* function) const {
@@ -318,31 +306,20 @@ class PackedMatrix {
   }
 
   F32Matrix decode(const Lent& act, size_t m) const {
-    return rows_from("unpack_act", m, [&](float* out, size_t stride) {
+    return rows_from("unpack_act", "act", m, [&](float* out, size_t stride) {
       variant_.unpack_act(&matrix_, m, act.data(), act_size(), out, stride);
     });
   }
 
   // What a function writes as rows of k() floats, which it is given farther apart than that.
   template <typename Write>
-  F32Matrix rows_from(const char* function, size_t count, Write write) const {
+  F32Matrix rows_from(const char* function, const char* name, size_t count, Write write) const {
     F32Matrix out = new_matrix(count, k());
     if (count == 0) return out;
-    const size_t stride = k() + std::size(kBetween);
-    const Lent rows = output(product(sum(product(count - 1, stride), k()), sizeof(float)), 4);
-    for (size_t r = 0; r + 1 < count; ++r) {
-      std::memcpy(floats(rows) + r * stride + k(), kBetween, sizeof kBetween);
-    }
-    write(floats(rows), stride);
-    check(rows, function);
-    for (size_t r = 0; r < count; ++r) {
-      const float* const row = floats(rows) + r * stride;
-      std::copy_n(row, k(), out.data() + r * k());
-      if (r + 1 < count && std::memcmp(row + k(), kBetween, sizeof kBetween) != 0) {
-        throw std::runtime_error(variant_.where + ": " + function + " wrote behind row " +
-                                 std::to_string(r));
-      }
-    }
+    constexpr size_t kApart = 3 * sizeof(float);
+    const SpacedRows rows(lender_, name, count, product(k(), sizeof(float)), kApart, sizeof(float));
+    write(reinterpret_cast<float*>(rows.data()), rows.stride() / sizeof(float));
+    rows.take(variant_.where + ": " + function, 0, count, reinterpret_cast<char*>(out.data()));
     return out;
   }
 

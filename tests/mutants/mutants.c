@@ -85,6 +85,26 @@ static void export_weight_short(const ktk_matrix* matrix, const void* packed, si
   export_rows(matrix, packed, n_begin, n_end, target, matrix->k - 1);
 }
 
+static void export_weight_more(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                               size_t n_end, const ktk_export* target) {
+  export_weight(matrix, packed, n_begin, n_end < matrix->n ? n_end + 1 : n_end, target);
+}
+
+static void export_weight_before(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                                 size_t n_end, const ktk_export* target) {
+  export_weight(matrix, packed, n_begin ? n_begin - 1 : 0, n_end, target);
+}
+
+static void export_weight_behind(const ktk_matrix* matrix, const void* packed, size_t n_begin,
+                                 size_t n_end, const ktk_export* target) {
+  export_weight(matrix, packed, n_begin, n_end, target);
+  /* Not behind the last row, where memory ends. */
+  for (size_t n = n_begin; n < n_end && n + 1 < matrix->n; ++n) {
+    char* end = (char*)target->data + n * target->data_stride + matrix->k * sizeof(uint16_t);
+    if (target->data_stride > matrix->k * sizeof(uint16_t)) *end = 0;
+  }
+}
+
 /* --- activation codec ------------------------------------------------------------------------ */
 
 PACK_ACT(pack_act_truncated, truncated, k_begin)
@@ -203,6 +223,9 @@ ALONE(unpacks_from_row_zero, .unpack_weight = unpack_weight_from_zero)
 ALONE(exports_one_column_less, .export_weight = export_weight_short)
 ALONE(exports_from_row_zero, .export_weight = export_weight_from_zero)
 ALONE(exports_tight, .export_weight = export_weight_tight)
+ALONE(exports_one_row_more, .export_weight = export_weight_more)
+ALONE(exports_one_row_before, .export_weight = export_weight_before)
+ALONE(exports_behind_rows, .export_weight = export_weight_behind)
 ALONE(packs_acts_at_zero, .pack_act = pack_act_from_zero)
 ALONE(loses_nan_weights, .pack_weight = pack_weight_finite)
 ALONE(saturates_infinity, .pack_weight = pack_weight_saturated)
