@@ -118,7 +118,8 @@ def make_source(
         decoded = as_float64(data)
     else:
         table = element_table(fmt.element)
-        codes = rng.choice(np.flatnonzero(np.isfinite(table)), size=(n, k)).astype(np.uint8)
+        finite = np.flatnonzero(np.isfinite(table)).astype(np.uint8)
+        codes = finite[rng.integers(len(finite), size=(n, k), dtype=np.uint8)]
         decoded = table[codes]
         data = codes.view(np.int8) if fmt.element == "i8" else codes
         if element.bits == 4:

@@ -48,31 +48,33 @@ LAYER_KINDS = ("normal", "zero", "uniform", "sparse", "outlier", "powers", "tiny
 
 def fill(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> F32:
     """Return an array of the kind."""
-    values = rng.standard_normal(shape)
     if kind == "zero":
-        values = np.zeros(shape)
-    elif kind == "uniform":
-        values = rng.uniform(-1, 1, shape)
-    elif kind == "sparse":
-        values = values * (rng.random(shape) < 0.1)
+        return np.zeros(shape, np.float32)
+    if kind == "uniform":
+        return rng.random(shape, np.float32) * 2 - 1
+    values: F32 = rng.standard_normal(shape, np.float32)
+    if kind == "sparse":
+        values = values * (rng.random(shape, np.float32) < 0.1)
     elif kind == "outlier":
-        values = np.where(rng.random(shape) < 0.02, values * 1e4, values)
+        values = np.where(rng.random(shape, np.float32) < 0.02, values * np.float32(1e4), values)
     elif kind == "powers":
-        values = np.sign(values) * 2.0 ** rng.integers(-12, 12, shape)
+        values = np.ldexp(np.sign(values), rng.integers(-12, 12, shape, np.int32))
     elif kind == "ties":
         # Nine significant bits: bf16 rounds each of them to even.
-        values = np.sign(values) * (rng.integers(128, 256, shape) + 0.5)
+        halves = rng.integers(128, 256, shape, np.int32).astype(np.float32) + np.float32(0.5)
+        values = np.sign(values) * halves
     elif kind == "tiny":
-        values = values * 1e-36
+        values = values * np.float32(1e-36)
     elif kind == "subnormal":
-        values = values * 1e-40
+        values = values * np.float32(1e-40)
     elif kind == "huge":
-        values = values * 2.0**45
+        values = values * np.float32(2.0**45)
     elif kind == "extreme":
-        values = np.clip(values * 2.0**127, -(2.0**127) * 1.99, 2.0**127 * 1.99)
+        most = np.float32(1.99)
+        values = np.clip(values, -most, most) * np.float32(2.0**127)
     elif kind == "mixed":
-        values = values * 2.0 ** rng.integers(-140, 100, shape)
-    return values.astype(np.float32)
+        values = np.ldexp(values, rng.integers(-140, 100, shape, np.int32))
+    return values
 
 
 def share_examples(parts: Collection[Any]) -> settings:
@@ -85,9 +87,12 @@ def seeds() -> st.SearchStrategy[int]:
     return st.integers(0, 2**16)
 
 
-def sizes(*steps: int, least: int = 70) -> st.SearchStrategy[int]:
-    """Extents from 1 to twice the largest step, with a liking for the neighbours of multiples."""
-    limit = max(least, 2 * max(steps) + 3)
+def sizes(*steps: int, least: int = 70, most: int | None = None) -> st.SearchStrategy[int]:
+    """Extents from 1 to twice the largest step, with a liking for the neighbours of multiples.
+
+    Or to ``most``, if that is given and more than ``least``.
+    """
+    limit = max(least, most or 2 * max(steps) + 3)
     edges = {
         edge + d
         for step in steps
@@ -311,7 +316,9 @@ def layers(
     groups = {step for pair in (gate, up, down) for step in (*pair.n_steps, *pair.k_steps)}
     steps = (max(variant.k_step, variant.n_step), *groups)
     hidden = _depth(draw(sizes(*steps), label="hidden_size"), gate, up)
-    intermediate = _depth(draw(sizes(*steps), label="intermediate_size"), down)
+    # One of both reaches into a second one of the largest step, which shows as much in less time.
+    most = max(steps) if hidden > max(steps) else None
+    intermediate = _depth(draw(sizes(*steps, most=most), label="intermediate_size"), down)
     kind = draw(st.sampled_from(LAYER_KINDS), label="kind of weights")
     rng = np.random.default_rng(draw(seeds(), label="seed of weights"))
     scale = np.float32(hidden**-0.5)

@@ -179,12 +179,12 @@ def outcomes(library: Path, mutants: Collection[str], *options: str) -> dict[str
 
 @pytest.fixture(scope="module")
 def mutants(library: Path) -> dict[str, Outcome]:
-    return outcomes(library, EXPECTED, "--ktk-examples=40", "--ktk-no-isolation")
+    return outcomes(library, EXPECTED, "--ktk-examples=16", "--ktk-no-isolation")
 
 
 @pytest.fixture(scope="module")
 def liars(library: Path) -> dict[str, Outcome]:
-    return outcomes(library, LIARS, "--ktk-examples=20", "--ktk-time-limit=3")
+    return outcomes(library, LIARS, "--ktk-examples=12", "--ktk-time-limit=3")
 
 
 @pytest.mark.parametrize("mutant", EXPECTED)
