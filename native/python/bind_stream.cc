@@ -76,6 +76,13 @@ CallHandle* make_call(std::shared_ptr<Layer> layer, nb::handle hidden, nb::handl
   std::shared_ptr<Carry> give = carry_of(give_to), take = carry_of(take_from);
   check_carry("give", give, call.request, *layer);
   check_carry("take", take, call.request, *layer);
+  // One queue runs both in their order; between two nothing does.
+  if (take && take->engine && take->engine != layer->engine().get()) {
+    throw nb::value_error(
+        "the layer before computes its deferred experts on another pool, perhaps later than this "
+        "layer reads them: give layers of a model that defer experts the same cpuinfer_threads and "
+        "numa_nodes, or call flush() between them");
+  }
   AsyncCall::Options options{name,           live, stable, {deferred, batch_union}, std::move(give),
                              std::move(take)};
   std::shared_ptr<AsyncCall> made;
@@ -168,7 +175,7 @@ void bind_stream(nb::module_& m) {
            "Waits until the output is written; `all`: until the deferred half has ended, too. "
            "Raises\n"
            "what went wrong unless the call has a latch for errors.")
-      .def_prop_ro("done", &CallHandle::done, "Whether it was started, and has ended.")
+      .def_prop_ro("done", &CallHandle::done, unlocked, "Whether it was started, and has ended.")
       .def("start_on", &CallHandle::start_on, "stream"_a, unlocked,
            "Lets a CUDA stream start the call; in a capture, at every replay.")
       .def("wait_on", &CallHandle::wait_on, "stream"_a, "all"_a = false, unlocked,

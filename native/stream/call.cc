@@ -49,6 +49,7 @@ AsyncCall::AsyncCall(std::shared_ptr<Layer> layer, const Request& request, Optio
       errors_(std::move(errors)) {
   if (!options_.live) copy_mask(given_.skip, skip_);
   if (!options_.live && !options_.stable) read_inputs();
+  if (options_.give) options_.give->engine = layer_->engine().get();
 }
 
 void AsyncCall::read_inputs() {
@@ -84,14 +85,30 @@ void AsyncCall::start() {
     return;
   }
   if (!layer_) throw std::logic_error("a call that is not live can be started once");
-  if (options_.live) copy_mask(given_.skip, skip_);
-  // A deferred half reads its inputs after others may have got their memory.
-  const bool read = options_.stable ? options_.give != nullptr : options_.live;
-  if (read) read_inputs();
-  request_.skip = skip_;
-  layer_->engine()->enqueue([self = shared_from_this()] { self->run(); });
+  try {
+    if (options_.live) copy_mask(given_.skip, skip_);
+    // A deferred half reads its inputs after others may have got their memory.
+    const bool read = options_.stable ? options_.give != nullptr : options_.live;
+    if (read) read_inputs();
+    request_.skip = skip_;
+    layer_->engine()->enqueue([self = shared_from_this()] { self->run(); });
+  } catch (...) {
+    // Nobody may take what an earlier call left there for the result of this one.
+    clear_now();
+    clear_later();
+    written_ = ended_ = ++started_;
+    throw;
+  }
   ++started_;  // not before: what could not be queued would be waited for
   error_ = nullptr;
+}
+
+void AsyncCall::clear_now() {
+  request_.out.clear(0, request_.choice.tokens, layer_->config().hidden);
+}
+
+void AsyncCall::clear_later() {
+  if (options_.give) std::fill_n(options_.give->sums, options_.give->size(), 0.0f);
 }
 
 void AsyncCall::keep_error(std::exception_ptr error) {
@@ -105,7 +122,7 @@ void AsyncCall::run() {
     compute_now();
   } catch (...) {
     keep_error(std::current_exception());
-    request_.out.clear(0, request_.choice.tokens, layer_->config().hidden);
+    clear_now();
   }
   if (options_.give) {
     {
@@ -117,7 +134,7 @@ void AsyncCall::run() {
       compute_later();
     } catch (...) {
       keep_error(std::current_exception());
-      std::fill_n(options_.give->sums, options_.give->size(), 0.0f);
+      clear_later();
     }
   }
   // What the call holds goes before anybody hears of its end. The layer may be the last owner of
@@ -197,6 +214,10 @@ void AsyncCall::abandon() {
     changed_.wait(lock, [&] { return ended_ == started_; });
   }
   release_layer();
+  // Nodes of graphs are kept (launch), and the call with them: copies of its inputs need not be.
+  hidden_ = {};
+  ids_ = {};
+  weights_ = {};
 }
 
 // What a host function throws would end the process.

@@ -23,6 +23,8 @@ struct Carry : std::enable_shared_from_this<Carry> {
 
   float* sums;
   size_t tokens, hidden;
+  // Whose queue the sums are computed on; NULL before a call leaves any.
+  const Engine* engine = nullptr;
 
   size_t size() const { return tokens * hidden; }
 };
@@ -78,6 +80,8 @@ class AsyncCall : public std::enable_shared_from_this<AsyncCall> {
   void run();
   void compute_now();
   void compute_later();
+  void clear_now();
+  void clear_later();
   void release_layer();
   void wait_for(const size_t& count);
   void keep_error(std::exception_ptr error);

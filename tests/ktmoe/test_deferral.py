@@ -223,6 +223,23 @@ def test_a_forgotten_flush_is_an_error_and_then_forgotten() -> None:
     assert model[0].flush() is None
 
 
+def test_deferred_experts_do_not_go_to_another_pool() -> None:
+    state = ModelState()
+    first = wrapper(0, model=state, max_deferred_experts_per_token=1)
+    second = wrapper(1, model=state, cpuinfer_threads=1)
+    x, ids, w = inputs(3)
+    first.submit_forward(x, ids, w)
+    first.sync_forward(x)
+    with pytest.raises(ValueError, match="on another pool"):
+        second.submit_forward(x, ids, w)
+    # Nothing is lost: the call may be made again once they were asked for.
+    left = state.flush()
+    assert left is not None
+    assert left.abs().max() > 0
+    second.submit_forward(x, ids, w)
+    second.sync_forward(x)
+
+
 def test_layers_between_need_no_experts() -> None:
     state = ModelState()
     far = [

@@ -6,6 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
@@ -319,6 +320,32 @@ TEST(without_a_latch_a_wait_throws_until_the_next_start) {
   call->start();
   call->wait();
   CHECK(arrays.out == direct(layer, 0));
+}
+
+TEST(a_call_that_cannot_start_leaves_zeros) {
+  const auto layer = make_layer(16, 1);
+  Arrays arrays(16, 0);
+  arrays.request.choice.top_k = size_t{1} << 46;  // ids that no memory holds a copy of
+  std::vector<float> sums(arrays.out.size(), 7.0f);
+  std::fill(arrays.out.begin(), arrays.out.end(), 7.0f);
+  const auto give = std::make_shared<Carry>(sums.data(), 3, 16);
+  const auto call = make_call(layer, arrays, nullptr, {.live = true, .give = give});
+  CHECK_THROWS(std::length_error, call->start());
+  CHECK(arrays.out == std::vector<float>(arrays.out.size()));
+  CHECK(sums == std::vector<float>(sums.size()));
+  CHECK(call->done());
+  // The host function of a stream tells the latch instead, and the wait behind it ends.
+  std::fill(arrays.out.begin(), arrays.out.end(), 7.0f);
+  const auto latch = std::make_shared<Latch>();
+  const auto later = make_call(layer, arrays, latch, {.live = true});
+  void* const stream = stub_stream();
+  later->start_on(handle(stream));
+  later->wait_on(handle(stream), true);
+  CHECK_EQ(stub_synchronize(stream), 0);
+  CHECK_THROWS(std::runtime_error, latch->raise());
+  CHECK(arrays.out == std::vector<float>(arrays.out.size()));
+  CHECK(later->done());
+  stub_destroy(stream);
 }
 
 TEST(a_call_that_has_ended_holds_no_layer) {
