@@ -131,7 +131,8 @@ size_t DensePlan::kernel_scratch(size_t rows) const {
   for (const ktk_ukernel& kernel : variant_.kernels) {
     for (const DenseShard& shard : weights_.shards()) {
       for (const DenseSlice& slice : shard.slices) {
-        bytes = std::max(bytes, variant_.scratch_bytes(kernel, slice.matrix, rows));
+        const size_t most = std::min(rows, kernel.m_max);
+        bytes = std::max(bytes, variant_.scratch_bytes(kernel, slice.matrix, most));
       }
     }
   }

@@ -196,7 +196,9 @@ typedef struct ktk_ukernel {
   size_t struct_size;
   const char* name;
   size_t m_max; /* the last one of a variant says SIZE_MAX */
-  size_t (*scratch_size)(const ktk_matrix* matrix, size_t m); /* NULL: needs none */
+  /* Not less for more rows: asked once, for the most that there will be, up to m_max. NULL: needs
+   * none. */
+  size_t (*scratch_size)(const ktk_matrix* matrix, size_t m);
   void (*run)(const ktk_matmul* mm);
 } ktk_ukernel;
 
