@@ -143,7 +143,7 @@ def numa(machine: Machine) -> Iterator[Finding]:
 
 
 def _full(machine: Machine, ids: list[int]) -> Finding | None:
-    """Find a node whose memory is used up while others have some: its weights go there."""
+    """Find a node whose memory is used up while others have some."""
     shares = {}
     for node in ids:
         found = {
@@ -164,7 +164,7 @@ def _full(machine: Machine, ids: list[int]) -> Finding | None:
                 "NUMA",
                 WARNING,
                 f"node {node} has {size_text(free)} left, {share:.0%} of its memory: weights of "
-                "its workers go to other nodes",
+                "its workers have no place elsewhere, and Linux swaps or ends what asks for more",
                 "end what fills it (numastat -m shows what), or leave its CPUs out (numactl)",
                 f"/{NODES}/node{node}/meminfo: MemFree and pages of files {free // 1024} kB",
             )
