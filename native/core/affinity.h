@@ -25,8 +25,8 @@ class CpuMask {
     return CPU_ISSET_S(static_cast<size_t>(cpu), sizeof bits_, bits_.data());
   }
 
-  // Of the calling thread. False when the system refuses.
-  bool read() { return sched_getaffinity(0, sizeof bits_, bits_.data()) == 0; }
+  // Of a thread, by default the calling one. False when the system refuses.
+  bool read(pid_t thread = 0) { return sched_getaffinity(thread, sizeof bits_, bits_.data()) == 0; }
   bool apply() const { return sched_setaffinity(0, sizeof bits_, bits_.data()) == 0; }
   bool apply_to(pthread_t thread) const {
     return pthread_setaffinity_np(thread, sizeof bits_, bits_.data()) == 0;

@@ -1,11 +1,15 @@
 #include "core/topology.h"
 
+#include <dirent.h>
+
 #include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <string_view>
@@ -151,6 +155,27 @@ int read_quota(const std::string& root) {
   return smallest == 0 ? 0 : static_cast<int>(std::ceil(std::min(smallest, 1.0 * CpuMask::kMax)));
 }
 
+bool openmp_binds() {
+  constexpr const char* kVariables[] = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
+                                        "KMP_AFFINITY"};
+  return std::any_of(std::begin(kVariables), std::end(kVariables), [](const char* name) {
+    const char* const value = std::getenv(name);
+    return value && *value;
+  });
+}
+
+void add_masks_of_threads(CpuMask& mask) {
+  // Not std::filesystem, which the libstdc++ of gcc 8 does not have.
+  const std::unique_ptr<DIR, int (*)(DIR*)> threads(opendir("/proc/self/task"), closedir);
+  while (const dirent* entry = threads ? readdir(threads.get()) : nullptr) {
+    const std::optional<pid_t> thread = number<pid_t>(entry->d_name);
+    CpuMask one;
+    // One that has ended meanwhile has no mask.
+    if (!thread || !one.read(*thread)) continue;
+    for (const int cpu : one.cpus()) mask.add(cpu);
+  }
+}
+
 }  // namespace
 
 int Topology::default_threads() const {
@@ -192,7 +217,9 @@ Topology read_topology(const std::string& root, const std::vector<int>& allowed)
 
 std::vector<int> affinity_mask() {
   CpuMask mask;
-  return mask.read() ? mask.cpus() : std::vector<int>{0};
+  if (!mask.read()) return {0};
+  if (openmp_binds()) add_masks_of_threads(mask);
+  return mask.cpus();
 }
 
 const Topology& topology() {

@@ -29,7 +29,9 @@ struct Topology {
 // mask. Falls back to one node with all of `allowed` when sysfs says nothing.
 Topology read_topology(const std::string& root, const std::vector<int>& allowed);
 
-// CPUs in the affinity mask of the calling thread.
+// CPUs in the affinity mask of the calling thread. Where variables let OpenMP bind threads, those
+// of all threads of the process: its first parallel region, in torch say, leaves each thread one
+// place.
 std::vector<int> affinity_mask();
 
 // Of this process, computed once from "/" and the mask at first use.
