@@ -41,7 +41,9 @@ void bind(void* data, size_t bytes, int node) {
 class OutOfMemory : public std::bad_alloc {
  public:
   explicit OutOfMemory(size_t bytes)
-      : message_("the system refuses " + std::to_string(bytes) + " bytes of memory") {}
+      : message_("the system refuses " + std::to_string(bytes) +
+                 " bytes of memory; ulimit -v, vm.overcommit_memory and vm.max_map_count bound "
+                 "what it gives, beside what there is") {}
   const char* what() const noexcept override { return message_.c_str(); }
 
  private:

@@ -34,6 +34,11 @@ std::string dtype_name(const nb::dlpack::dtype& dtype) {
   if (code == Code::Bfloat) return "bfloat" + bits;
   if (code == Code::Bool) return "bool";
   if (code == Code::Complex) return "complex" + bits;
+  if (code == Code::Float8_E4M3FN) return "float8_e4m3fn";
+  if (code == Code::Float8_E4M3FNUZ) return "float8_e4m3fnuz";
+  if (code == Code::Float8_E5M2) return "float8_e5m2";
+  if (code == Code::Float8_E5M2FNUZ) return "float8_e5m2fnuz";
+  if (code == Code::Float8_E8M0FNU) return "float8_e8m0fnu";
   return "dtype code " + std::to_string(dtype.code) + " of " + bits + " bits";
 }
 

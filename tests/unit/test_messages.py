@@ -88,6 +88,11 @@ WRONG = {
         torch.ones(4, K).double(),
         "^topk_weights has dtype float64; expected float32, float16 or bfloat16$",
     ),
+    "eight bits": (
+        "hidden",
+        torch.ones(4, H).to(torch.float8_e4m3fn),
+        "^hidden has dtype float8_e4m3fn; expected float32, float16 or bfloat16$",
+    ),
     "bytes": (
         "out",
         torch.empty(4, H, dtype=torch.int8),
