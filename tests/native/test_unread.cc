@@ -74,10 +74,16 @@ struct InFile {
 };
 
 // Rows that are read in one piece and in several.
+constexpr size_t kWide = 4096;
 std::vector<ktk::Config> configs_of_files(const ktk_format& given) {
   ktk::Config wide = config_of(given, true);
-  wide.hidden = 4096;
+  wide.hidden = kWide;
   return {config_of(given, true), config_of(given, false), wide};
+}
+
+// The core cuts rows into pieces, the same ones for each variant, and wide rows take their time.
+std::vector<std::string> variants_for(const ktk::Config& config) {
+  return config.hidden == kWide ? std::vector<std::string>{""} : runnable();
 }
 
 }  // namespace
@@ -87,7 +93,7 @@ TEST(what_is_in_a_file_is_packed_as_what_is_in_memory) {
   for (const ktk_format& given : kGiven) {
     for (const ktk::Config& config : configs_of_files(given)) {
       InFile expert(given, config);
-      for (const std::string& variant : runnable()) {
+      for (const std::string& variant : variants_for(config)) {
         for (const int shards : {1, 3}) {
           const auto read = empty_layer(config, variant, shards);
           const auto plain = empty_layer(config, variant, shards);
