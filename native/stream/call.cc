@@ -215,9 +215,10 @@ void AsyncCall::abandon() {
   }
   release_layer();
   // Nodes of graphs are kept (launch), and the call with them: copies of its inputs need not be.
-  hidden_ = {};
-  ids_ = {};
-  weights_ = {};
+  // Assigning {} would keep their memory.
+  hidden_ = std::vector<char>();
+  ids_ = std::vector<char>();
+  weights_ = std::vector<float>();
 }
 
 // What a host function throws would end the process.
