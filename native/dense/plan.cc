@@ -131,8 +131,7 @@ size_t DensePlan::kernel_scratch(size_t rows) const {
   for (const ktk_ukernel& kernel : variant_.kernels) {
     for (const DenseShard& shard : weights_.shards()) {
       for (const DenseSlice& slice : shard.slices) {
-        const size_t most = std::min(rows, kernel.m_max);
-        bytes = std::max(bytes, variant_.scratch_bytes(kernel, slice.matrix, most));
+        bytes = std::max(bytes, variant_.scratch_bytes(kernel, slice.matrix, rows));
       }
     }
   }

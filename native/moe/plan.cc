@@ -113,12 +113,11 @@ void Plan::place_own(size_t block_rows) {
 size_t Plan::kernel_scratch(size_t rows) const {
   size_t bytes = 0;
   for (const ktk_ukernel& kernel : variant_.kernels) {
-    const size_t most = std::min(rows, kernel.m_max);
     for (const Slice& slice : slices_) {
       const Parts<ktk_matrix>& matrix = slice.matrix;
-      if (config_.gated) bytes = std::max(bytes, variant_.scratch_bytes(kernel, matrix.gate, most));
-      bytes = std::max({bytes, variant_.scratch_bytes(kernel, matrix.up, most),
-                        variant_.scratch_bytes(kernel, matrix.down, most)});
+      if (config_.gated) bytes = std::max(bytes, variant_.scratch_bytes(kernel, matrix.gate, rows));
+      bytes = std::max({bytes, variant_.scratch_bytes(kernel, matrix.up, rows),
+                        variant_.scratch_bytes(kernel, matrix.down, rows)});
     }
   }
   return bytes;

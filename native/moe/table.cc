@@ -120,7 +120,7 @@ size_t Variant::act_bytes(const ktk_matrix& matrix) const {
 
 size_t Variant::scratch_bytes(const ktk_ukernel& kernel, const ktk_matrix& matrix, size_t m) const {
   if (!kernel.scratch_size) return 0;
-  const size_t bytes = kernel.scratch_size(&matrix, m);
+  const size_t bytes = kernel.scratch_size(&matrix, std::min(m, kernel.m_max));
   return bytes == 0 ? 0 : check_bytes(*this, "scratch_size", matrix, bytes, 1);
 }
 

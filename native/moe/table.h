@@ -24,7 +24,8 @@ struct Variant : ktk_variant {
 
   // Bytes of a packed matrix, of a packed row of activations, and of a micro-kernel's scratch for
   // m rows, as the backend says. Throw std::runtime_error where that is nonsense,
-  // std::length_error where it is more than a process can address.
+  // std::length_error where it is more than a process can address. A micro-kernel is asked for no
+  // more rows than it takes.
   size_t weight_bytes(const ktk_matrix& matrix) const;
   // The same of a matrix whose source takes `bytes`, the largest result of source_size().
   size_t weight_bytes(const ktk_matrix& matrix, size_t bytes) const;

@@ -152,8 +152,7 @@ void Transposing::multiply_part(const TransposedMatrix& matrix, const char* memo
 size_t Transposing::scratch_bytes(const TransposedMatrix& matrix, size_t m) const {
   size_t bytes = 0;
   for (const ktk_ukernel& kernel : variant().kernels) {
-    const size_t most = std::min(m, kernel.m_max);
-    bytes = std::max(bytes, variant().scratch_bytes(kernel, matrix.matrix, most));
+    bytes = std::max(bytes, variant().scratch_bytes(kernel, matrix.matrix, m));
   }
   return bytes;
 }

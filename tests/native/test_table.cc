@@ -42,6 +42,22 @@ TEST(a_table_of_this_minor_lacks_what_a_later_one_appends) {
   CHECK(copy.appended == table.appended);
 }
 
+// As of a micro-kernel that says nothing of rows it does not take.
+size_t scratch_of_few(const ktk_matrix*, size_t m) { return m <= 8 ? 64 * m : 0; }
+
+TEST(a_micro_kernel_is_asked_for_no_more_rows_than_it_takes) {
+  ktk_ukernel kernels[] = {kKernel, kKernel};
+  kernels[0].m_max = 8;
+  kernels[0].scratch_size = scratch_of_few;
+  ktk_variant variant = kVariant;
+  variant.ukernels = kernels;
+  variant.num_ukernels = 2;
+  const auto table = table_of(variant);
+  const ktk::Variant& v = table->select("");
+  CHECK_EQ(v.scratch_bytes(v.kernels[0], {16, 32, kF32}, 512), 512u);
+  CHECK_EQ(v.scratch_bytes(v.kernels[0], {16, 32, kF32}, 4), 256u);
+}
+
 TEST(gate_and_up_share_activations_of_one_format) {
   const auto table = table_of(kVariant);
   const ktk::Variant& variant = table->select("");

@@ -145,7 +145,7 @@ FAULTS = {
     ),
     "a node that is full": Fault(
         "NUMA",
-        "node 1 has 1.0 GiB left, 1% of its memory",
+        "node 1 has 1.0 GiB left, 1% of its memory: weights of its workers have no place elsewhere",
         f"/{NODE}/node1/meminfo: MemFree and pages of files {1 << 20} kB",
         "numastat",
         changed={f"{NODE}/node1/meminfo": planted.node_meminfo(1, 1 << 20)},

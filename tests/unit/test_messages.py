@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -251,38 +249,6 @@ def test_the_core_reads_a_configuration_by_its_names(
         make(**changes)
 
 
-def test_the_reference_knows_all_activations_and_no_other() -> None:
-    """And it has the same values with bounds and without."""
-    from ktk.testing import activations, reference
-
-    x = np.linspace(-3, 3, 8)
-    assert activations.ACTIVATIONS.keys() == set(ACTIVATIONS)
-    for activation, options in itertools.product(ACTIVATIONS, activations.OPTIONS):
-        for case in activations.ACTIVATIONS[activation].cases:
-            layer = ktk.MoEConfig(**config(), activation=activation, **options, **case)
-            exact = reference.Uncertain(x, np.zeros(8))
-            bounded = reference.bounded_glu(exact, exact, layer)
-            np.testing.assert_allclose(reference.glu(x, x, layer), bounded.value, rtol=1e-12)
-    with pytest.raises(ValueError, match="does not know the activation 'mish'"):
-        reference.glu(x, x, SimpleNamespace(activation="mish"))  # type: ignore[arg-type]
-
-
-def test_slopes_of_the_reference_are_its_derivatives() -> None:
-    from ktk.testing.activations import ACTIVATIONS as known
-
-    x, step = np.linspace(-6, 6, 96), 1e-6
-    cases = [(name, case) for name, function in known.items() for case in function.cases]
-    for activation, case in cases:
-        function = known[activation]
-        layer = ktk.MoEConfig(**config(), activation=activation, **case)
-        for factor in (function.gate, function.up):
-            ends = [factor.value(x + sign * step, layer) for sign in (1, -1)]
-            quotient = (ends[0] - ends[1]) / (2 * step)
-            # Its rounding, and a cubic term that no function here has more than 4 of.
-            np.testing.assert_allclose(factor.slope(x, layer), quotient, atol=1e-8)
-            assert (np.abs(factor.slope(x, layer)) <= factor.steepest(np.abs(x), layer)).all()
-
-
 def test_softcaps_belong_to_one_activation() -> None:
     with pytest.raises(ValueError, match="'situ' needs gate_softcap"):
         ktk.MoEConfig(**config(), activation="situ")
@@ -305,39 +271,6 @@ def test_sizes_may_be_integers_of_any_library() -> None:
     assert type(ktk.MoEConfig(**sizes).hidden_size) is int
     with pytest.raises(ValueError, match=r"num_experts must be an integer .*, got True"):
         ktk.MoEConfig(**config() | {"num_experts": True})
-
-
-def test_the_reference_is_what_torch_computes() -> None:
-    from ktk.testing import activations, reference
-
-    x = torch.linspace(-3, 3, 8, dtype=torch.float64)
-    gates = {
-        "silu": torch.nn.functional.silu(x) * x,
-        "swigluoai": x * torch.sigmoid(1.702 * x) * (x + 1),
-        "gelu_tanh": torch.nn.functional.gelu(x, approximate="tanh") * x,
-        "gelu": torch.nn.functional.gelu(x) * x,
-        "relu": torch.relu(x) * x,
-        "relu2": torch.relu(x).square() * x,
-        "swiglustep": torch.nn.functional.silu(x).clamp(max=1.5) * x.clamp(-1.5, 1.5),
-        "situ": 7 * torch.tanh(x / 7) * torch.sigmoid(x) * 3.5 * torch.tanh(x / 3.5),
-    }
-    assert gates.keys() == set(ACTIVATIONS)
-    fields = {name: function.cases[0] for name, function in activations.ACTIVATIONS.items()}
-    fields["swiglustep"] = {"activation_limit": 1.5}
-    wanted = [(name, fields[name], expected) for name, expected in gates.items()]
-    wanted.append(("situ", {"gate_softcap": 7.0}, 7 * torch.tanh(x / 7) * torch.sigmoid(x) * x))
-    for activation, own, expected in wanted:
-        layer = ktk.MoEConfig(**config(), activation=activation, **own)
-        got = reference.glu(x.numpy(), x.numpy(), layer)
-        np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12)
-
-
-def test_formulas_name_their_sources() -> None:
-    from ktk.testing.activations import ACTIVATIONS as known
-
-    places = r"https://arxiv\.org/abs/\d{4}\.\d{5}|(transformers|vllm)/[\w/]+\.py"
-    for name, function in known.items():
-        assert re.match(rf"({places}): \w+", function.source), name
 
 
 @pytest.mark.parametrize(
