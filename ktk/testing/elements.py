@@ -101,13 +101,11 @@ def is_known(fmt: Format) -> bool:
     """Whether the kit can decode the format."""
     if ggml.is_block(fmt.element):
         return True
-    integers = {name for name, element in ELEMENTS.items() if isinstance(element, Integer)}
-    floats = set(ELEMENTS) - integers
-    return (
-        fmt.element in ELEMENTS
-        and fmt.scale in {"none", "ue8m0", *floats}
-        and (fmt.zero == "none" or (fmt.zero in ELEMENTS and fmt.element in integers))
-    )
+    if (element := ELEMENTS.get(fmt.element)) is None:
+        return False
+    scale_is_known = fmt.scale in {"none", "ue8m0"} or isinstance(ELEMENTS.get(fmt.scale), Float)
+    zero_is_known = fmt.zero == "none" or (fmt.zero in ELEMENTS and isinstance(element, Integer))
+    return scale_is_known and zero_is_known
 
 
 def fill_bytes(fmt: Format, extent: int) -> int:
