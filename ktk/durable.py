@@ -175,6 +175,9 @@ def _begun(path: Path) -> tuple[Path, int]:
             fd = os.open(made, flags, 0o666)
         except FileExistsError:  # a process of another container has this number, too
             continue
+        except OSError as error:
+            error.filename = str(path)  # the one that the caller named
+            raise
         # File systems without locks keep what killed processes left.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ktk.bench.shapes import Shape
+from ktk.system import available_memory
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,17 @@ class Call:
     distinct_experts: int
 
 
+def _check_room(shape: Shape, tokens: int) -> None:
+    # Scores in f32, hidden as it is drawn and in bf16, the result in f32; ids and weights of top-k.
+    a_token = 4 * shape.num_experts + 10 * shape.hidden_size + 12 * shape.num_experts_per_tok
+    budget = int(0.6 * available_memory())
+    if tokens * a_token > budget:
+        raise MemoryError(
+            f"a call with {tokens} tokens of {shape.name} takes {tokens * a_token / 1e9:.1f} GB, "
+            f"which is more than 60 % of the free memory; {budget // a_token} tokens are not"
+        )
+
+
 def routed_calls(shape: Shape, tokens: int, seed: int = 0) -> list[Call]:
     """Make calls with random routings, for one layer to take in turn.
 
@@ -96,7 +108,13 @@ def routed_calls(shape: Shape, tokens: int, seed: int = 0) -> list[Call]:
     were not used for longest come first, so that a layer is used up evenly and a call does not
     find in the cache what the one before it read: models have many layers, and the benchmark
     rotates only a few.
+
+    Raises
+    ------
+    MemoryError
+        One call would take more than 60 % of the free memory.
     """
+    _check_room(shape, tokens)
     experts, top_k = shape.num_experts, shape.num_experts_per_tok
     generator = torch.Generator().manual_seed(1000 * tokens + seed)
     # Least recently used first.

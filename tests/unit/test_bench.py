@@ -78,6 +78,11 @@ def test_calls_use_up_all_experts_before_one_comes_again(tokens: int) -> None:
     assert set.union(*seen) == set(range(shape.num_experts))
 
 
+def test_calls_that_do_not_fit_are_refused_before_they_are_made() -> None:
+    with pytest.raises(MemoryError, match="a call with 1000000000000 tokens of tiny takes"):
+        routed_calls(SHAPES["tiny"], tokens=10**12)
+
+
 def test_reference_agrees_with_torch_on_a_dense_layer() -> None:
     """With every expert the same, routing does not matter: the layer is one gated MLP."""
     shape = find_shape("tiny")

@@ -100,6 +100,15 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     assert {name for name in names if (tmp_path / name).read_bytes() == A} == set(names)
 
 
+@pytest.mark.parametrize("folder", ["absent", "file"])
+def test_an_error_names_the_file_that_was_wanted(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(A)
+    wanted = tmp_path / folder / "new"
+    with pytest.raises(OSError, match="directory") as caught:
+        write_file(wanted, B)
+    assert caught.value.filename == str(wanted)
+
+
 # A process whose files may have 100 bytes stands for a full disk.
 _LIMITED = """
 import pathlib, resource, signal, sys
