@@ -1,9 +1,8 @@
-// AVX-512 with vdpbf16ps: Zen 4, Zen 5. Floats, and one and two rows of block types, are
+// AVX-512 with vdpbf16ps: Zen 4, Zen 5. Floats, and up to a dozen rows of block types, are
 // avx512_vnni, the same code. More rows are not: decoding and scaling have ports of their own here,
 // and stores of dst take long.
 #include "llamafile/by_element.h"
 #include "llamafile/by_type.h"
-#include "llamafile/gemm.h"
 #include "llamafile/gemm_i16.h"
 #include "llamafile/gemm_in_registers.h"
 
@@ -31,27 +30,22 @@ using ManyRows = ByType<[]<size_t kType>() -> TypeProduct {
 // that read written operands also scale with fewer instructions (gemm_i16.h).
 constexpr size_t kMaxRowsUnwritten = 20;
 
-void multiply_many(const ktk_matmul* mm) {
-  const BlockType& type = block_type(mm->matrix->format.element);
-  if (defers_d(scaling_of(type)) && mm->m <= kMaxRowsUnwritten) return multiply(mm);
-  ManyRows::run(mm);
-}
-
 using Shared =
     ByElement<ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni, ktk_llamafile_avx512_vnni>;
-constexpr ktk_ukernel kSharedFew = Shared::ukernel<1>(""), kSharedMany = Shared::ukernel<2>("");
+constexpr ktk_ukernel kSharedFew = Shared::ukernel<1>("gemm_12x32_avx512_vnni", kFewRows);
+constexpr ktk_ukernel kSharedMany = Shared::ukernel<2>("");
+
+void multiply_many(const ktk_matmul* mm) {
+  const BlockType& type = block_type(mm->matrix->format.element);
+  const bool is_unwritten = defers_d(scaling_of(type)) && mm->m <= kMaxRowsUnwritten;
+  (is_unwritten ? kSharedFew.run : ManyRows::run)(mm);
+}
 
 bool has_blocks(const ktk_matrix* matrix) {
   const ktk_element element = matrix->format.element;
   return element >= KTK_GGML && !floats::find_float_block(element);
 }
 
-void multiply_few(const ktk_matmul* mm) {
-  (has_blocks(mm->matrix) ? multiply : kSharedFew.run)(mm);
-}
-size_t few_scratch_size(const ktk_matrix* matrix, size_t m) {
-  return has_blocks(matrix) ? 0 : kSharedFew.scratch_size(matrix, m);
-}
 void multiply_any(const ktk_matmul* mm) {
   (has_blocks(mm->matrix) ? multiply_many : kSharedMany.run)(mm);
 }
@@ -62,7 +56,7 @@ size_t any_scratch_size(const ktk_matrix* matrix, size_t m) {
 struct Variant : Shared {
   static constexpr ktk_ukernel kUkernels[] = {
       ukernel<0>("gemv_2x32_avx512_vnni", kGemvRows),
-      ktk::ukernel("gemm_12x32_avx512_vnni", kFewRows, multiply_few, few_scratch_size),
+      kSharedFew,
       ktk::ukernel("gemm_6x32_avx512_vnni", multiply_any, any_scratch_size),
   };
 };
