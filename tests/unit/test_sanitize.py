@@ -32,7 +32,7 @@ elif command == "introspect":
     value = value.split(",") if os.environ["KINDS"] == "list" else value
     print(json.dumps([{"name": "b_lundef", "value": True}, {"name": "b_sanitize", "value": value}]))
 else:
-    print("tests of", Path(rest[1]).name)
+    print("no" if "--wrapper" in rest else "", "tests of", Path(rest[1]).name)
 """
 NINJA = """#!/bin/sh
 echo "kernel.cc:1: error: no such thing"
@@ -73,7 +73,13 @@ def test_each_kind_has_a_folder_of_its_own(tree: Tree) -> None:
     for kind in ("address", "address,undefined", "thread"):
         done = tree.run(kind)
         assert done.returncode == 0, done.stderr
-        assert done.stdout == f"tests of build-{kind.replace(',', '-')}\n"
+        assert done.stdout.strip() == f"tests of build-{kind.replace(',', '-')}"
+
+
+def test_tests_may_be_built_and_not_run(tree: Tree) -> None:
+    done = tree.run("--build", "thread", "made")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "no tests of made\n"
 
 
 @pytest.mark.parametrize("kinds", ["list", "string"])
