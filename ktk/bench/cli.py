@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ktk.bench.shapes import SHAPES, Shape, find_shape
+from ktk.checkpoint_options import ACTIVATION, TOP_K
 from ktk.system import let_openmp_sleep
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ def bench(
             metavar="NAME", help="With --whole: what computes the output head; default: as above."
         ),
     ] = None,
+    activation: Annotated[str | None, ACTIVATION] = None,
+    top_k: Annotated[int | None, TOP_K] = None,
     device: Annotated[
         str | None,
         typer.Option(
@@ -185,15 +188,18 @@ def bench(
         "--accuracy": accuracy,
     }
     others: dict[str, Any] = {"linears": linears, "head": head, "device": device}
+    reading = {"activation": activation, "top_k": top_k}
     # A whole model has turns of its own, of so many tokens each.
     timing = {"--rotate": rotate, "--seconds": seconds, "--noise": noise, "--plot": plot}
     if whole:
         options |= {"--layer": layer, "--variant": variant}
+        options |= {"--activation": activation, "--top-k": top_k}
         if given := [name for name, value in timing.items() if value is not None]:
             raise typer.BadParameter("not with --whole; leave it out", param_hint=", ".join(given))
     elif given := [name for name, value in others.items() if value is not None]:
         raise typer.BadParameter("needs --whole", param_hint=f"--{given[0]}")
-    _refuse_together(checkpoint, layer, options, whole=whole)
+    of_model = {"--layer": layer, "--activation": activation, "--top-k": top_k}
+    _refuse_together(checkpoint, of_model, options, whole=whole)
     if whole:
         from ktk._core import WorkerPool
         from ktk.bench.machine import check_threads
@@ -227,7 +233,7 @@ def bench(
         from ktk.bench.model import open_model
         from ktk.hub import find_model
 
-        model = open_model(find_model(checkpoint), layer)
+        model = open_model(find_model(checkpoint), layer, **reading)
         backend = backend or [setting("backend").value or model.default_backend]
         shapes = [model.shape]
     subjects = _subjects(backend, variant, format)
@@ -262,6 +268,7 @@ def _bench_whole(
 
     wanted: list[str | None] = [*backends] if backends else [None]
     for backend in wanted:
+        loaded = None  # before the next comes, which needs its memory
         loaded = load_text_model(name, backend=backend, **others)
         from ktk.bench.whole import documents, measure, table_of
 
@@ -274,13 +281,13 @@ def _bench_whole(
 
 
 def _refuse_together(
-    checkpoint: Path | None, layer: list[int] | None, options: dict[str, Any], *, whole: bool
+    checkpoint: Path | None, of_model: dict[str, Any], options: dict[str, Any], *, whole: bool
 ) -> None:
     """Refuse options of random layers for a checkpoint, and the other way round."""
     if checkpoint is None and whole:
         raise typer.BadParameter("needs --checkpoint", param_hint="--whole")
-    if checkpoint is None and layer:
-        raise typer.BadParameter("needs --checkpoint", param_hint="--layer")
+    if checkpoint is None and (given := [name for name, value in of_model.items() if value]):
+        raise typer.BadParameter("needs --checkpoint", param_hint=given[0])
     given = [name for name, value in options.items() if value] if checkpoint else []
     if given:
         raise typer.BadParameter("the model decides; leave it out", param_hint=", ".join(given))
@@ -291,9 +298,16 @@ def _subjects(
 ) -> list[Subject]:
     from ktk.bench.records import Subject
 
+    loaded = list(_backends(backends))
+    known = {"all", *(variant.name for _, backend in loaded for variant in backend.variants)}
+    if loaded and (unknown := [name for name in variants or () if name not in known]):
+        raise ValueError(
+            f"there is no variant {', '.join(unknown)} of what is timed; "
+            f"known: {', '.join(sorted(known))}"
+        )
     subjects = [
         Subject(name, variant, fmt)
-        for name, backend in _backends(backends)
+        for name, backend in loaded
         for fmt in _formats(backend, name, formats)
         for variant in _variants(backend, variants)
     ]

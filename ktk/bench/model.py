@@ -36,6 +36,8 @@ class ModelLayers:
         How many layers of the model have experts.
     default_backend
         What computes the first of them where nobody asks for another backend.
+    reading
+        Options of `open_checkpoint`.
     """
 
     path: Path
@@ -43,9 +45,10 @@ class ModelLayers:
     numbers: tuple[int, ...]
     total: int
     default_backend: str
+    reading: dict[str, Any]
 
 
-def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
+def open_model(path: Path, layers: Sequence[int] | None = None, **reading: Any) -> ModelLayers:
     """Read the headers of a checkpoint.
 
     Parameters
@@ -55,6 +58,8 @@ def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
     layers
         Which to time. By default all that are of the first one's shape: as many are loaded as it
         takes to stream weights from memory.
+    **reading
+        Options of `open_checkpoint`.
 
     Raises
     ------
@@ -63,7 +68,7 @@ def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
     ValueError
         The layers asked for differ in their sizes.
     """
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, **reading) as checkpoint:
         all_of_model = layers_of(checkpoint, path)
         numbers = list(dict.fromkeys(layers or all_of_model))
         configs = {number: checkpoint.layer(number).config for number in numbers}
@@ -78,6 +83,7 @@ def open_model(path: Path, layers: Sequence[int] | None = None) -> ModelLayers:
             numbers=tuple(alike),
             total=len(all_of_model),
             default_backend=default_backend(checkpoint.layer(numbers[0])).name,
+            reading=reading,
         )
 
 
@@ -95,7 +101,7 @@ def load_model(
     """
     budget = int(0.6 * available_memory())
     loaded: list[MoE] = []
-    with open_checkpoint(model.path) as checkpoint:
+    with open_checkpoint(model.path, **model.reading) as checkpoint:
         for number in model.numbers:
             packed = sum(moe.nbytes for moe in loaded)
             plan = plan_layer(checkpoint, number, backend, None, None, options)

@@ -49,15 +49,21 @@ class Description:
         )
 
 
-def describe(path: str | Path, *, module: str | None = None) -> Description:
-    """Return what routed experts a checkpoint has, in one of its modules if that is said.
+def describe(
+    path: str | Path,
+    *,
+    module: str | None = None,
+    activation: str | None = None,
+    top_k: int | None = None,
+) -> Description:
+    """Return what routed experts a checkpoint has; options as of `open_checkpoint`.
 
     Raises
     ------
     CheckpointError
         There are none, or the first layer that has any is incomplete or damaged.
     """
-    with open_checkpoint(path, module=module) as checkpoint:
+    with open_checkpoint(path, module=module, activation=activation, top_k=top_k) as checkpoint:
         layers = checkpoint.layers()
         if not layers:
             raise CheckpointError(f"{path} has no experts that ktk knows by name")

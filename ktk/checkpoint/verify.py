@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ktk.checkpoint.open import open_checkpoint
 from ktk.checkpoint.reader import LayerReader
@@ -72,6 +73,8 @@ def verify(
     *,
     layers: Sequence[int] | None = None,
     module: str | None = None,
+    activation: str | None = None,
+    top_k: int | None = None,
     most: int = 100,
     on_expert: OnExpert = lambda layer, nbytes, total: None,
 ) -> Verification:
@@ -88,8 +91,8 @@ def verify(
         A checkpoint as `ktk.MoE.from_checkpoint` takes it.
     layers : sequence of int, optional
         By default all that have experts.
-    module : str, optional
-        The module that has the experts, as of `ktk.MoE.from_checkpoint`.
+    module, activation, top_k : optional
+        As of `ktk.MoE.from_checkpoint`.
     most : int
         Faults that are kept; further ones are counted.
     on_expert : function, optional
@@ -101,8 +104,9 @@ def verify(
         Faults are returned and not raised.
     """
     result = Verification(Path(path))
+    reading = {"module": module, "activation": activation, "top_k": top_k}
     seen: set[int] = set()
-    for fault in _faults(result, layers, module, on_expert):
+    for fault in _faults(result, layers, reading, on_expert):
         # What is shared by experts would be said once for each of them.
         if hash(fault.message) in seen:
             continue
@@ -117,11 +121,11 @@ def verify(
 def _faults(
     result: Verification,
     layers: Sequence[int] | None,
-    module: str | None,
+    reading: dict[str, Any],
     on_expert: OnExpert,
 ) -> Iterator[Fault]:
     try:
-        with open_checkpoint(result.path, module=module) as checkpoint:
+        with open_checkpoint(result.path, **reading) as checkpoint:
             yield from (Fault(str(error)) for error in checkpoint.faults())
             there = checkpoint.layers()
             if not there:

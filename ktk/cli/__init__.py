@@ -8,22 +8,12 @@ from typing import Annotated
 import typer
 
 from ktk.bench.cli import bench
+from ktk.checkpoint_options import ACTIVATION, MODULE, TOP_K
 from ktk.cli import compat, models, text
 from ktk.cli.serve import serve
 from ktk.names import FEWER_BITS
 
 MODEL = "Folder of safetensors or packed files, GGUF file, or a name of ktk model list."
-MODULE = typer.Option(
-    metavar="NAME",
-    help="The module that has the experts, where several do, such as talker; default: the language "
-    "model.",
-)
-ACTIVATION = typer.Option(
-    metavar="FUNCTION",
-    help="The activation function of the experts, where ktk does not know it: of GGUF files whose "
-    "architecture is new.",
-)
-TOP_K = typer.Option(min=1, help="Experts of a token, where a GGUF file does not say it.")
 
 app = typer.Typer(
     name="ktk",
@@ -130,6 +120,8 @@ def verify(
         str | None, typer.Option(help="Layers such as 0-3,5; default: all that have experts.")
     ] = None,
     module: Annotated[str | None, MODULE] = None,
+    activation: Annotated[str | None, ACTIVATION] = None,
+    top_k: Annotated[int | None, TOP_K] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Read all experts of a checkpoint and name what is wrong: file, tensor and expert.
@@ -142,7 +134,8 @@ def verify(
     from ktk.cli.verify import show
     from ktk.hub import find_model
 
-    if not show(find_model(path), layers=_layers(layers), as_json=json, module=module):
+    reading = {"module": module, "activation": activation, "top_k": top_k}
+    if not show(find_model(path), layers=_layers(layers), as_json=json, **reading):
         raise typer.Exit(1)
 
 
@@ -178,6 +171,8 @@ def demo(
             "--backend", "-b", metavar="NAME", help="Only this backend; may be given several times."
         ),
     ] = None,
+    activation: Annotated[str | None, ACTIVATION] = None,
+    top_k: Annotated[int | None, TOP_K] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run a layer through every backend.
@@ -196,6 +191,8 @@ def demo(
         layer=layer,
         names=backend or None,
         as_json=json,
+        activation=activation,
+        top_k=top_k,
     )
 
 

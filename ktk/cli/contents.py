@@ -85,12 +85,15 @@ def inspect(path: Path, **options: Any) -> list[LayerReport]:
         return [_report(checkpoint, number) for number in numbers]
 
 
-def bytes_per_token(path: Path, layers: list[LayerReport]) -> dict[str, int]:
-    """Return what a token reads of a checkpoint, by part; nothing if a part is damaged."""
+def bytes_per_token(path: Path, layers: list[LayerReport], **options: Any) -> dict[str, int]:
+    """Return what a token reads of a checkpoint, by part; nothing if a part is damaged.
+
+    Options are those of `open_checkpoint`.
+    """
     if any(layer.error for layer in layers):
         return {}
     try:
-        with open_checkpoint(path) as checkpoint:
+        with open_checkpoint(path, **options) as checkpoint:
             return stored_bytes_per_token(checkpoint, layers)
     except CheckpointError:
         return {}
@@ -113,9 +116,9 @@ def show(
     """
     layers = inspect(path, **options)
     # What is beside the experts of one of several modules belongs to all.
-    reads = {} if options.get("module") else bytes_per_token(path, layers)
+    reads = {} if options.get("module") else bytes_per_token(path, layers, **options)
     memory = None if rank is None else training_memory(layers, rank)
-    counted = count_escapes(path, options.get("module")) if escapes else None
+    counted = count_escapes(path, **options) if escapes else None
     if as_json:
         found = document(path, layers) | {"bytes_per_token": reads}
         if counted is not None:

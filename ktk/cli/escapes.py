@@ -102,8 +102,10 @@ class Report:
         return {"layers": layers, "total": self.total.document(), "reason": self.reason or None}
 
 
-def count_escapes(path: Path, module: str | None = None) -> Report:
-    """Read the experts of all layers that are bf16. Layers that are damaged are left out.
+def count_escapes(path: Path, **options: Any) -> Report:
+    """Read the experts of all layers that are bf16; options of `open_checkpoint`.
+
+    Layers that are damaged are left out.
 
     Raises
     ------
@@ -114,7 +116,7 @@ def count_escapes(path: Path, module: str | None = None) -> Report:
     """
     backend = load_backend(FEWER_BITS)
     report = Report({}, {})
-    with open_checkpoint(path, module=module) as checkpoint:
+    with open_checkpoint(path, **options) as checkpoint:
         readers = []
         for number in checkpoint.layers():
             try:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -15,17 +16,18 @@ from ktk.progress import Progress
 from ktk.sizes import gigabytes
 
 
-def show(
-    path: Path, *, layers: Sequence[int] | None, as_json: bool, module: str | None = None
-) -> bool:
-    """Read and print, with a progress bar on stderr; returns whether nothing is wrong."""
+def show(path: Path, *, layers: Sequence[int] | None, as_json: bool, **reading: Any) -> bool:
+    """Read and print, with a progress bar on stderr; returns whether nothing is wrong.
+
+    Options are those of `open_checkpoint`.
+    """
     with Progress(0, shown=True) as progress:
 
         def on_expert(layer: int, nbytes: int, total: int) -> None:
             progress.total = total
             progress.advance(nbytes, f"layer {layer}")
 
-        result = verify(path, layers=layers, module=module, on_expert=on_expert)
+        result = verify(path, layers=layers, on_expert=on_expert, **reading)
     if as_json:
         typer.echo(json.dumps(document_of(result), indent=2))
     else:

@@ -29,6 +29,7 @@ def run_demo(
     layer: int | None,
     names: Sequence[str] | None,
     as_json: bool = False,
+    **reading: Any,
 ) -> list[Measured]:
     """Measure and print; returns what was measured.
 
@@ -42,6 +43,8 @@ def run_demo(
         Backends; None takes all that load.
     as_json
         Print JSON instead of a table.
+    **reading
+        Options of `ktk.checkpoint.open_checkpoint`.
 
     Raises
     ------
@@ -62,12 +65,12 @@ def run_demo(
     notes = Notes()
     backends = _backends(names, notes)
     with _folder(checkpoint) as folder:
-        description = describe(folder)
+        description = describe(folder, **reading)
         number = description.layers[0] if layer is None else layer
-        console.print(f"{description}; layer {number}", highlight=False)
+        console.print(f"{description}; layer {number}", highlight=False, markup=False)
         machine = Machine(pool)
         with doing("computing the layer in float64"):
-            task = _task(folder, number)
+            task = _task(folder, number, reading)
         rows = _measure_all(task, backends, machine, pool, notes)
     if as_json:
         print_json(str(description), number, rows, notes.not_run, machine.limits())
@@ -124,13 +127,13 @@ def _load_or_note(name: str, notes: Notes) -> Backend | None:
         return None
 
 
-def _task(folder: Path, layer: int) -> Task:
+def _task(folder: Path, layer: int, reading: dict[str, Any]) -> Task:
     from ktk.checkpoint import open_checkpoint
     from ktk.demo.measure import Task
     from ktk.demo.routing import batches
     from ktk.testing import reference
 
-    with open_checkpoint(folder) as opened:
+    with open_checkpoint(folder, **reading) as opened:
         found = opened.layer(layer)
         config = found.config
         tokens = max(_CHECKED_EXPERTS // config.num_experts_per_tok, 1)
@@ -144,6 +147,7 @@ def _task(folder: Path, layer: int) -> Task:
         )
     return Task(
         path=folder,
+        reading=reading,
         layer=layer,
         check=check,
         expected=expected,

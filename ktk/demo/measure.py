@@ -31,6 +31,7 @@ class Task:
     """What every variant has to do."""
 
     path: Path
+    reading: dict[str, Any]  # options of open_checkpoint
     layer: int
     check: Batch
     expected: Array
@@ -95,7 +96,7 @@ def measure(task: Task, backend: Backend, variant: str, pool: Any, machine: Mach
 
 def _load(task: Task, backend: Backend, **options: Any) -> tuple[MoE, str]:
     """Load the layer; returns it, and what became of the weights before the backend got them."""
-    with open_checkpoint(task.path) as checkpoint:
+    with open_checkpoint(task.path, **task.reading) as checkpoint:
         plan = plan_layer(checkpoint, task.layer, backend, None, None, options)
         how = plan.route.how
         return load_layers(checkpoint, [plan])[task.layer], how if "decoded" in how else ""

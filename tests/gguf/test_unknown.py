@@ -97,10 +97,23 @@ def test_commands_and_conversion_take_it(tmp_path: Path) -> None:
     run = CliRunner().invoke
     options = ["--activation", "relu", "--top-k", "2"]
     shown = run(app, ["inspect", str(new), "--json", *options])
-    assert json.loads(shown.stdout)["layers"][0]["activation"] == "relu"
-    out = tmp_path / "out"
+    found = json.loads(shown.stdout)
+    assert found["layers"][0]["activation"] == "relu"
+    assert found["bytes_per_token"]["experts"] > 0
+    timing = ["--tokens", "1", "--rounds", "1", "--seconds", "0.01", "--rotate", "0.01"]
+    for command in (
+        ["inspect", str(new), "--escapes"],
+        ["verify", str(new)],
+        ["demo", "--checkpoint", str(new), "-b", "BF16"],
+        ["bench", "--checkpoint", str(new), "-b", "BF16", *timing],
+    ):
+        done = run(app, [*command, *options])
+        assert done.exit_code == 0, done.output
+    out = tmp_path / "a[" / "b]"  # "[/b]" would be an error of rich
+    out.parent.mkdir()
     made = run(app, ["convert", str(new), str(out), "--backend", "BF16", *options])
     assert made.exit_code == 0, made.output
+    assert f"{out}: " in made.output
     x, ids, w = torch.rand(3, H), torch.tensor([[0, 1]] * 3), torch.rand(3, 2)
     converted = ktk.Model.from_checkpoint(out)[0]  # needs no more to be said
     assert converted.config.activation == "relu"

@@ -284,6 +284,8 @@ def test_table_and_plot_are_made(tmp_path: Path) -> None:
         (["--layer", "3"], 2, "needs --checkpoint"),
         (["--checkpoint", ".", "--shape", "tiny", "--accuracy"], 2, "the model decides"),
         (["--backend", "BF16", "--variant", "nope"], 1, "no variant nope"),
+        (["--backend", "BF16", "--variant", "avx2", "--variant", "nope"], 1, "no variant nope"),
+        (["--backend", "BF16", "--top-k", "2"], 2, "needs --checkpoint"),
         (["--checkpoint", "/nowhere/at/all"], 1, "/nowhere/at/all"),
         (["--backend", "BF16", "--threads", "99999"], 1, "99999 threads are more than the "),
     ],

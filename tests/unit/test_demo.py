@@ -60,7 +60,7 @@ def test_every_expert_is_taken_in_turn_and_once_by_a_token(small: Path, tokens: 
 
 def test_the_task_is_checked_against_the_definition(small: Path) -> None:
     """Compare with the sum written out for one token."""
-    task = ktk.demo._task(small, 0)
+    task = ktk.demo._task(small, 0, {})
     with SafetensorsCheckpoint(small) as checkpoint:
         layer = checkpoint.layer(0)
         x, total = task.check.hidden[1].double(), torch.zeros(192, dtype=torch.float64)
