@@ -26,11 +26,12 @@ def doing(step: str = "") -> Iterator[Callable[[str], None]]:
     On a terminal the step stands beside a spinner and is gone afterwards; otherwise it is a line.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console(stderr=True)
     if console.is_terminal:
-        with console.status(step) as status:
-            yield status.update
+        with console.status(escape(step)) as status:
+            yield lambda text: status.update(escape(text))
         return
 
     def line(step: str) -> None:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 
 from ktk.bench.limits import LimitProbe
@@ -231,7 +232,8 @@ def table_of(loaded: Loaded, found: list[Measured]) -> Table:
     """Return the same for people."""
     by = ", ".join(loaded.backends) or "no backend"
     rest = "" if loaded.device == "cpu" else f", all else on {loaded.device}"
-    table = plain_table(f"{loaded.name}, experts by {by}, {loaded.threads} threads{rest}")
+    name = escape(loaded.name)
+    table = plain_table(f"{name}, experts by {by}, {loaded.threads} threads{rest}")
     for heading in ("", "tokens", "tokens/s", "ms", "experts", "of limit"):
         table.add_column(heading, justify="right" if heading else "left")
     for one in found:

@@ -51,7 +51,7 @@ def run_convert(
 
     With `as_json` stdout has what was made. Interrupted, it ends with the status 130.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
     def on_look(layer: int) -> None:
         console.print(f"layer {layer}: looked at", soft_wrap=True)

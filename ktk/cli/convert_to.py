@@ -31,7 +31,7 @@ def run_convert_to(
 
     With `as_json` stdout has what was made. Interrupted, it ends with the status 130.
     """
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     conversion = CheckpointConversion(
         source,
         output,

@@ -14,12 +14,20 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ktk.progress import EVERY, Progress
 from ktk.sizes import duration
+from ktk.terminal import doing
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "packed"))
 import checkpoints as made
+
+
+def test_a_step_with_brackets_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Console, "is_terminal", True)
+    with doing("loading a[/b]") as step:
+        step("loading c[/d]")  # would be an error of rich
 
 
 class Clock:
