@@ -65,6 +65,10 @@ def _check(name: str, words: list[str]) -> None:
         from ktk.registry import find_backend
 
         find_backend(words[0])
+    if name == "threads" and len(words) == 1 and words[0].isdecimal():
+        from ktk._core import WorkerPool
+
+        WorkerPool(int(words[0]))
 
 
 def _show(found: list[Setting], *, as_json: bool) -> None:

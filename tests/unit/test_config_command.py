@@ -90,6 +90,7 @@ def test_the_table_says_what_counts_and_where_the_file_is(file: Path) -> None:
             ["thread", "3"],
             "head, device, threads, models. Did you mean 'threads'?",
         ),
+        (["threads", "900000"], "900000 threads are more than a machine with"),
         (["threads", "0"], "threads must be a number from 1 to 1000000, got 0"),
         (["threads", "many"], "threads must be a number from 1 to 1000000, got 'many'"),
         (["threads", "1", "2"], "threads must be one word, got '1 2'"),

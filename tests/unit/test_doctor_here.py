@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ktk.cli.health.machine import Machine
+from ktk.cli.health.processors import threads
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,17 @@ def doctor(prelude: str = "", **environment: str) -> dict[str, Any]:
 def warnings(document: dict[str, Any], subject: str) -> list[dict[str, str]]:
     named = [one for one in document["findings"] if one["subject"] == subject]
     return [one for one in named if one["state"] == "warning"]
+
+
+def test_settings_that_mean_nothing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"KTK_DEVICE": "foo", "KTK_HEAD": "NOPE", "KTK_BACKEND": "BF16"}.items():
+        monkeypatch.setenv(name, value)
+    found = [one for one in threads(Machine()) if one.subject == "settings"]
+    assert {one.state for one in found} == {"problem"}
+    said = sorted(one.text for one in found)
+    assert len(said) == 2, said
+    assert "KTK_DEVICE must be cpu, cuda" in said[0]
+    assert "no backend 'NOPE'" in said[1]
 
 
 def test_a_mask_of_this_process_is_named() -> None:

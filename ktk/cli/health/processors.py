@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from ktk import system
 from ktk.cli.health.finding import NOTE, OK, PROBLEM, WARNING, Finding, count, numbers
 from ktk.cli.health.machine import CPUS, SECONDS, Machine
-from ktk.errors import SettingError
-from ktk.settings import FILE, config_file, faults, setting
+from ktk.errors import BackendError, SettingError
+from ktk.registry import find_backend
+from ktk.settings import FILE, KEYS, config_file, faults, setting
 
 #: Shares of CPU time from which on others are in the way: below them are editors and daemons.
 _OTHERS, _STOLEN = 0.25, 0.05
@@ -74,6 +75,14 @@ def threads(machine: Machine) -> Iterator[Finding]:
     except SettingError as error:
         yield Finding("settings", PROBLEM, str(error), "ktk config shows settings")
         return
+    for name in KEYS.keys() - wrong.keys() - {"threads"}:
+        try:
+            found = setting(name).value
+            if name in ("backend", "linears", "head") and found is not None:
+                find_backend(found)
+        except (SettingError, BackendError) as error:
+            advice = f"unset {KEYS[name].variable}, or ktk config {name} --unset"
+            yield Finding("settings", PROBLEM, str(error), advice)
     try:
         wanted = setting("threads")
     except SettingError as error:
