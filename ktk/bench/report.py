@@ -108,10 +108,11 @@ def accuracy_table(results: Sequence[Accuracy]) -> RenderableType:
             box=SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
         )
+        # On a narrow terminal names are broken, and no digit is lost.
         for name in ("backend", "format", "variant"):
-            table.add_column(name, no_wrap=True)
+            table.add_column(name, overflow="fold")
         for name in ("kernel", "quantization", "total"):
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(name, justify="right", overflow="fold", min_width=6)
         for r in results:
             if r.weights == weights:
                 errors = (f"{error:.4f}" for error in (r.kernel, r.quantization, r.total))

@@ -43,6 +43,8 @@ def compat(
     if path:
         typer.echo(folder())
     if wheel is not None:
+        if wheel.exists() and not wheel.is_dir():
+            raise typer.BadParameter(f"{wheel} is no folder", param_hint="--wheel")
         typer.echo(write_wheel(wheel))
         there = package_version("kt-kernel")
         if there is not None and "+ktk." not in there:

@@ -98,6 +98,8 @@ def show_info(name: str, *, as_json: bool) -> bool:
         )
     for line in filter(None, [_tokenizer(path), entry.fault and f"[red]{escape(entry.fault)}[/]"]):
         console.print(line, soft_wrap=True)
+    if entry.fault and not entry.stored:
+        return False  # there is nothing to show, and it would be said again
     return contents.show(path, as_json=False) and not entry.fault
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,9 +63,22 @@ System = Annotated[
 MaxTokens = Annotated[
     int, typer.Option("--max-tokens", "-n", metavar="N", min=1, help="Of a reply, at most.")
 ]
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"wants a finite number, got {value}")
+    return value
+
+
 Temperature = Annotated[
     float | None,
-    typer.Option(metavar="T", min=0.0, help="Default: as the model's generation_config says."),
+    typer.Option(
+        metavar="T",
+        min=0.0,
+        callback=_finite,
+        help="Default: as the model's generation_config says.",
+    ),
 ]
 TopP = Annotated[
     float | None,

@@ -20,6 +20,8 @@ from ktk.text.threads import FewThreads
 
 # One text that is shown as it is made, behind a prompt whose last token is the template's.
 _ONE_TEXT = {"num_beams": 1, "num_return_sequences": 1, "token_healing": False}
+# Below, the most likely token is taken, as in vLLM: logits over some 1e-36 would be infinite.
+_LEAST_TEMPERATURE = 1e-5
 
 
 class ContextFull(ValueError):
@@ -69,7 +71,7 @@ class Sampling:
         if self.top_p is not None:
             made.top_p = self.top_p
         # A temperature of 0 is how other programs spell it.
-        if self.greedy or self.temperature == 0:
+        if self.greedy or (self.temperature is not None and self.temperature < _LEAST_TEMPERATURE):
             made.do_sample = False
             made.temperature = made.top_p = made.top_k = made.min_p = None
         return made

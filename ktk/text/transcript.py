@@ -104,8 +104,9 @@ class Transcript(Closing):
 
     def _go_on(self) -> None:
         """Read what was said, up to a line that is incomplete."""
-        if self.path.is_dir():
-            raise CheckpointError(f"{self.path} is a folder: --transcript names a file")
+        if not self.path.is_file():
+            kind = "a folder" if self.path.is_dir() else "no regular file"
+            raise CheckpointError(f"{self.path} is {kind}: --transcript names a file")
         end = 0
         for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), 1):
             if not line.endswith(b"\n"):

@@ -217,6 +217,8 @@ def test_what_cannot_be_kept_is_said_before_a_model_is_loaded(
         patch.setattr(os, "access", lambda *_: False)  # root may write anywhere
         with pytest.raises(CheckpointError, match=r"cannot be kept in .*: Permission denied; --tr"):
             Transcript(tmp_path / "chat.jsonl", "m")
+    with pytest.raises(CheckpointError, match="/dev/null is no regular file: --transcript names"):
+        Transcript(Path("/dev/null"), "m")
     with pytest.raises(CheckpointError, match="is a folder: --transcript names a file"):
         Transcript(tmp_path, "m")
 

@@ -172,7 +172,7 @@ def test_sampling_is_the_models_unless_it_is_asked_otherwise(model: Path, run: C
 
     greedy = text("--greedy")
     # This model's generation_config samples nothing.
-    assert text() == text("--temperature", "0") == greedy
+    assert text() == text("--temperature", "0") == text("--temperature", "1e-300") == greedy
     sampled = text("--temperature", "1.5", "--seed", "3")
     assert sampled == text("--temperature", "1.5", "--seed", "3")
     assert sampled != greedy

@@ -144,6 +144,8 @@ def test_a_picture_is_tried_and_nothing_is_left_behind(tmp_path: Path) -> None:
     assert old.read_bytes() == b"a picture"
     with pytest.raises(ValueError, match="is a folder"):
         check_plot(tmp_path)
+    with pytest.raises(ValueError, match=r"\.pgf is no picture"):
+        check_plot(tmp_path / "new.pgf")
 
 
 def test_missing_matplotlib_is_named() -> None:
