@@ -25,6 +25,7 @@ from ktk.formats import label
 from ktk.system import last_level_cache_bytes
 
 DEFAULT = ["BF16", "AMXINT8", "AMXINT4", "LLAMAFILE:q8_0", "LLAMAFILE:q6_k", "LLAMAFILE:q4_k"]
+DEFAULT_SIZES = ["2048,2048", "4096,2048", "2048,4096"]  # n, k
 
 
 class Candidate:
@@ -79,7 +80,9 @@ def measure(
     peaks: dict[str, list[float]] = {unit: [] for one in candidates for unit in one.units}
 
     def look() -> None:
-        reads.append(probe.read(options.seconds))
+        seen = undisturbed(partial(probe.read, options.seconds), noise=options.noise)
+        reads.append(seen.value)
+        others.append(seen.others)
         for unit, found in peaks.items():
             found.append(probe.peak(unit, options.seconds / 4))
 
@@ -88,7 +91,9 @@ def measure(
         candidate.turn(0, x, out)
     for _ in range(options.rounds):
         for candidate in candidates:
-            turn = undisturbed(partial(candidate.turn, options.seconds, x, out))
+            turn = undisturbed(
+                partial(candidate.turn, options.seconds, x, out), noise=options.noise
+            )
             seconds[id(candidate)].append(turn.value)
             others.append(turn.others)
         look()
@@ -139,16 +144,24 @@ def main(arguments: list[str]) -> None:
         check_threads(options.threads)
     except ValueError as error:
         parser.error(str(error))
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: it must be at least 1")
+    try:
+        counts = [int(text) for text in options.tokens.split(",")]
+        sizes = [tuple(map(int, text.split(","))) for text in options.size or DEFAULT_SIZES]
+    except ValueError as error:
+        parser.error(str(error))
+    if min(counts) < 1 or any(len(size) != 2 or min(size) < 1 for size in sizes):
+        parser.error("--tokens and --size are numbers from 1 on, --size two of them: rows,columns")
     pool = ktk.WorkerPool(options.threads)
     cpus = [cpu for cpu in pool.cpus if cpu >= 0]
     whole = last_level_cache_bytes() * 3 // 2
     rotated = whole if options.rotate is None else int(options.rotate * 1e9)
     # Nothing to rotate is for trials of this script: no number means anything then.
     probe = LimitProbe(pool.size, cpus=cpus, buffer_bytes=None if rotated else 64 << 20)
-    for size in options.size or ["2048,2048", "4096,2048", "2048,4096"]:
-        n, k = map(int, size.split(","))
+    for n, k in sizes:
         candidates = [Candidate(one, n, k, rotated, pool) for one in options.backend or DEFAULT]
-        for tokens in map(int, options.tokens.split(",")):
+        for tokens in counts:
             for result in measure(candidates, n, k, tokens, probe, options):
                 if options.json:
                     print(json.dumps(result), flush=True)

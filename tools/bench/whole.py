@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+import ktk
+
 STOCK = ("eager", "grouped_mm")
 LLAMA, LLAMAFILE = "llama.cpp", "LLAMAFILE"
 REPLY = 32  # tokens, as many as ktk.bench.whole times
@@ -126,6 +128,10 @@ def main() -> None:
     if options.one:
         print(json.dumps(one(options.model, options.one, options.threads, options.prompt)))
         return
+    if options.llama_bench and not options.gguf:
+        parser.error("--llama-bench needs --gguf")
+    for way in set(options.way or ways) - set(STOCK):
+        ktk.load_backend(way)  # now, not after the turns of others
     turns: dict[str, list[dict[str, float]]] = {way: [] for way in options.way or ways}
     if options.gguf:
         turns[LLAMAFILE] = []
